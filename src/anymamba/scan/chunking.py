@@ -1,0 +1,72 @@
+"""How time is cut into chunks.
+
+A chunk never crosses the boundary of a packed sequence, so nothing of one sequence can reach another, not even a NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ChunkLayout:
+    """Time as a table of equal chunks, padded with zeros at the end of each sequence.
+
+    Zeros are inert: a log-decay of 0 keeps the state and a value of 0 adds nothing to it.
+
+    Attributes:
+        sequences: the range of chunks [first, last) of each sequence. Unpacked, there is one for all rows.
+    """
+
+    def __init__(self, t: int, chunk_len: int, cu_seqlens: Tensor | None) -> None:
+        """Lay out `t` steps, cut at `cu_seqlens` if given, in chunks of `chunk_len`."""
+        self.t = t
+        self.index: Tensor | None = None
+        if cu_seqlens is None:
+            self.chunk_len = min(chunk_len, t)
+            self.sequences = [(0, -(-t // self.chunk_len))]
+            return
+        bounds = cu_seqlens.tolist()
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        self.chunk_len = min(chunk_len, max(lengths))
+        counts = [-(-length // self.chunk_len) for length in lengths]
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        self.sequences = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        slot = [
+            torch.arange(start, stop) - start + first * self.chunk_len
+            for start, stop, (first, _) in zip(bounds[:-1], bounds[1:], self.sequences, strict=True)
+        ]
+        self.slot_of_time = torch.cat(slot).to(cu_seqlens.device)
+        self.index = torch.full((ends[-1] * self.chunk_len,), t, device=cu_seqlens.device)
+        self.index[self.slot_of_time] = torch.arange(t, device=cu_seqlens.device)
+
+    def split(self, x: Tensor) -> Tensor:
+        """(b, t, ...) -> (b, c, l, ...)."""
+        if self.index is None:
+            padding = -self.t % self.chunk_len
+            padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
+        else:
+            padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))[:, self.index]
+        return padded.reshape(x.shape[0], -1, self.chunk_len, *x.shape[2:])
+
+    def join(self, x: Tensor) -> Tensor:
+        """(b, c, l, ...) -> (b, t, ...), the inverse of `split` without the padding."""
+        flat = x.flatten(1, 2)
+        return flat[:, : self.t] if self.index is None else flat[:, self.slot_of_time]
+
+    def initial_states(self, initial_state: Tensor) -> tuple[Tensor, ...]:
+        """The initial state of each of `sequences`, its batch axis kept."""
+        return (initial_state,) if self.index is None else initial_state.split(1)
+
+
+def chunk_spans(t: int, chunk_len: int, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
+    """The chunks as (sequence, start, stop), unpadded: a sequence's last chunk is as long as what is left of it."""
+    bounds = [0, t] if cu_seqlens is None else cu_seqlens.tolist()
+    return [
+        (sequence, start, min(start + chunk_len, stop))
+        for sequence, (first, stop) in enumerate(itertools.pairwise(bounds))
+        for start in range(first, stop, chunk_len)
+    ]

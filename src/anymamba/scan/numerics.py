@@ -1,0 +1,70 @@
+"""Precision rules that every algorithm of the scan shares.
+
+States, cumulative sums and exponentials are float32 for inputs up to float32 and float64 for float64 inputs.
+Two hazards are met here, once:
+
+- **Cancellation.** The decay between two steps is `exp(Lam_l - Lam_s)` with `Lam` a running sum of log-decays. After a
+  hard reset (log-decay of -100 or -1e8) a float32 `Lam` has no digits left for the small decays that follow. So `Lam`
+  is summed and subtracted in float64 (where the device has it) and only the difference is rounded, and a log-decay is
+  cut at -1000, which is a factor of zero in either precision.
+- **Denormals.** A decay that underflows gradually makes x86 arithmetic ten times slower. An exponent below
+  `log(smallest normal) + 18` becomes a factor of exactly zero; the 18 leaves eight decades for the numbers that the
+  factor is multiplied with.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_LOG_DECAY = -1000.0
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and decays for activations of `dtype`: float64 for float64, float32 below."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cumulative_decay(log_decay: Tensor, dim: int) -> Tensor:
+    """Inclusive running sum of `log_decay` along `dim`, in float64 where the device has it."""
+    wide = torch.float32 if log_decay.device.type == "mps" else torch.float64
+    return log_decay.to(wide).clamp(min=MIN_LOG_DECAY).cumsum(dim)
+
+
+def decay_factor(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """`exp(exponent)` in `dtype` for exponents that are ≤ 0 (or -inf), free of denormals.
+
+    Rounding may leave a difference of running sums a hair above zero where the device sums in parallel, so the
+    exponent is also cut at 0.
+    """
+    floor = math.log(torch.finfo(dtype).tiny) + 18
+    return F.threshold(exponent.to(dtype).clamp(max=0), floor, -math.inf).exp()
+
+
+def causal_decay(lam: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decay from every step to every later one.
+
+    `M[l, s] = exp(Lam_l - Lam_s)` for `l ≥ s`, else 0. The mask is set in the exponent, before `exp`.
+
+    Args:
+        lam: (..., l), from `cumulative_decay`.
+        dtype: of the result.
+
+    Returns:
+        (..., l, l).
+    """
+    difference = lam.unsqueeze(-1) - lam.unsqueeze(-2)
+    length = lam.shape[-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=lam.device).triu(1)
+    return decay_factor(difference.to(dtype).masked_fill(future, -math.inf), dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which `device` computes in the dtypes that it is given."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

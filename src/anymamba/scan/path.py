@@ -1,0 +1,90 @@
+"""Which algorithm computes the scan, and with what chunk length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+Algorithm = Literal["recurrent", "minimal", "serial", "serial_recalculated"]
+
+
+class ScanDims(Protocol):
+    """What a block tells of its scan: every block of the library has these three."""
+
+    @property
+    def d_state(self) -> int:
+        """State size n."""
+
+    @property
+    def headdim(self) -> int:
+        """Head width p."""
+
+    @property
+    def rank(self) -> int:
+        """MIMO rank r, 1 for SISO."""
+
+
+@dataclass(frozen=True)
+class SsdPath:
+    """An algorithm for the scan and, optionally, its chunk length.
+
+    All algorithms give the same values and gradients; they differ in time and memory.
+
+    - `recurrent`: one step after the other. The definition itself, slow on long inputs.
+    - `minimal`: segment-sum masks and batched matmuls, backward by autograd. Quadratic in the number of chunks.
+    - `serial`: five batched stages with a loop over chunks for the state, backward by autograd.
+    - `serial_recalculated` (the default): one chunk at a time; the backward is derived by hand, keeps the inputs only
+      and recomputes the rest.
+
+    A chunk length of `None` means `SsdPath.optimal_chunk_len` of the sizes at hand. Any length from 1 upwards is valid,
+    also one beyond the sequence. `recurrent` has no chunks and ignores it.
+    """
+
+    algorithm: Algorithm = "serial_recalculated"
+    chunk_len: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse unknown algorithms and lengths below 1."""
+        if self.algorithm not in get_args(Algorithm):
+            raise ValueError(f"SsdPath: algorithm must be one of {get_args(Algorithm)}, got {self.algorithm!r}")
+        if self.chunk_len is not None and self.chunk_len < 1:
+            raise ValueError(f"SsdPath: chunk_len must be None or at least 1, got {self.chunk_len}")
+
+    @classmethod
+    def recurrent(cls) -> SsdPath:
+        """One step after the other."""
+        return cls("recurrent")
+
+    @classmethod
+    def minimal(cls, chunk_len: int | None = None) -> SsdPath:
+        """Segment-sum masks and batched matmuls, backward by autograd."""
+        return cls("minimal", chunk_len)
+
+    @classmethod
+    def serial(cls, chunk_len: int | None = None) -> SsdPath:
+        """Five batched stages, backward by autograd."""
+        return cls("serial", chunk_len)
+
+    @classmethod
+    def serial_recalculated(cls, chunk_len: int | None = None) -> SsdPath:
+        """One chunk at a time, with the hand-derived backward that keeps the inputs only."""
+        return cls("serial_recalculated", chunk_len)
+
+    @classmethod
+    def for_block(cls, block: ScanDims) -> SsdPath:
+        """The default algorithm with the chunk length that suits `block` written out."""
+        return cls(chunk_len=cls.optimal_chunk_len(block.d_state, block.headdim, block.rank))
+
+    @staticmethod
+    def optimal_chunk_len(d_state: int, headdim: int, rank: int = 1) -> int:
+        """About √(d_state·headdim), rounded up to a multiple of 32, at most 512.
+
+        With MIMO the l·r rows of a chunk are fused into one matrix, so that length is divided by the rank.
+        """
+        fused_len = min(512, 32 * math.ceil(math.isqrt(d_state * headdim) / 32))
+        return max(1, fused_len // rank)
+
+    def chunk_len_or_optimal(self, d_state: int, headdim: int, rank: int = 1) -> int:
+        """This path's chunk length, or `optimal_chunk_len` where it has none."""
+        return self.chunk_len if self.chunk_len is not None else self.optimal_chunk_len(d_state, headdim, rank)

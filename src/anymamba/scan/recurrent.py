@@ -1,0 +1,77 @@
+"""The scan as its definition: one step, and the loop of steps.
+
+This is the oracle that every other algorithm is held against, and the decode step of the blocks.
+
+    S_t = exp(a_t) S_{t-1} + Σ_r v_t[r] ⊗ k_t[r]        y_t[r] = S_t q_t[r]
+
+Letters: b batch, t time, r MIMO rank, h heads, p head width, g groups, n state, e = h / g heads of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.scan.numerics import state_dtype
+
+
+def scan_step(
+    v: Float[Tensor, "b r h p"],
+    k: Float[Tensor, "b r g n"],
+    q: Float[Tensor, "b r g n"],
+    log_decay: Float[Tensor, "b h"],
+    state: Float[Tensor, "b h p n"],
+) -> tuple[Float[Tensor, "b r h p"], Float[Tensor, "b h p n"]]:
+    """Advance the state by one token.
+
+    Args:
+        v: values, (b, r, h, p).
+        k: keys, (b, r, g, n); head h uses group h // (h / g).
+        q: queries, (b, r, g, n).
+        log_decay: (b, h), never positive.
+        state: (b, h, p, n), float32 or wider. It is not changed.
+
+    Returns:
+        y (b, r, h, p) in the dtype of `v`, and the new state.
+    """
+    b, r, h, p = v.shape
+    g, n = k.shape[2:]
+    dtype = state.dtype
+    v_bgmr = v.to(dtype).reshape(b, r, g, -1).permute(0, 2, 3, 1)
+    k_bgrn, q_bgrn = k.to(dtype).transpose(1, 2), q.to(dtype).transpose(1, 2)
+    kept_bhpn = state * log_decay.to(dtype).exp()[:, :, None, None]
+    if r == 1:
+        state_bgmn = torch.addcmul(kept_bhpn.reshape(b, g, -1, n), v_bgmr, k_bgrn)
+    else:
+        state_bgmn = kept_bhpn.reshape(b, g, -1, n) + v_bgmr @ k_bgrn
+    y_bgmr = state_bgmn @ q_bgrn.transpose(2, 3)
+    y = y_bgmr.permute(0, 3, 1, 2).reshape(b, r, h, p)
+    return y.to(v.dtype), state_bgmn.reshape(b, h, p, n)
+
+
+def scan_recurrent(
+    v: Float[Tensor, "b t r h p"],
+    k: Float[Tensor, "b t r g n"],
+    q: Float[Tensor, "b t r g n"],
+    log_decay: Float[Tensor, "b t h"],
+    *,
+    initial_state: Float[Tensor, "s h p n"],
+    chunk_len: int,
+    cu_seqlens: Int[Tensor, " s1"] | None,
+) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
+    """The scan by its definition (`anymamba.scan.scan` has the contract); `chunk_len` plays no part."""
+    del chunk_len
+    dtype = state_dtype(v.dtype)
+    if cu_seqlens is None:
+        sequences = [(0, v.shape[1], initial_state.to(dtype))]
+    else:
+        bounds = cu_seqlens.tolist()
+        sequences = list(zip(bounds[:-1], bounds[1:], initial_state.to(dtype).split(1), strict=True))
+    ys, finals = [], []
+    for start, stop, state in sequences:
+        for t in range(start, stop):
+            y_brhp, state = scan_step(v[:, t], k[:, t], q[:, t], log_decay[:, t], state)
+            ys.append(y_brhp)
+        finals.append(state)
+    return torch.stack(ys, dim=1), torch.cat(finals)

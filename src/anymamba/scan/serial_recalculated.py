@@ -1,0 +1,266 @@
+"""The scan one chunk at a time, with a backward derived by hand that keeps the inputs only.
+
+Forward and backward walk over the chunks and hold one chunk's l×l blocks at a time. The backward first recomputes the
+states that enter the chunks, then walks from the last chunk to the first with `G`, the gradient of the state that
+leaves the chunk. With `U = exp(Lam) dy`, `M` the causal decay, `W = scores ∘ M` and `rho = exp(Lam_end - Lam)`:
+
+    dv     = Wᵀ dy + rho (k Gᵀ)                    dscores = (dy vᵀ) ∘ M, summed over the heads of a group
+    dq     = U H + dscores k                       dk      = dscoresᵀ q + (rho v) G
+    G     <- exp(Lam_end) G + Uᵀ q
+
+An exponent is a sum of log-decays over an interval, and it passes its gradient to exactly those (no differences of
+large sums, so nothing cancels). With `E = (dy vᵀ) ∘ W` the gradient on the exponent `Lam_l - Lam_s`,
+`out_l = <U_l, H q_l>` on `Lam_l`, `in_l = <v_l, rho_l G k_l>` on `Lam_end - Lam_l`, and `keep = exp(Lam_end) <G, H>` on
+`Lam_end`:
+
+    da_k   = Σ_{l ≥ k} out_l + Σ_{l < k} in_l + keep + Σ_{l ≥ k} Σ_{s < k} E[l, s]
+
+It is registered as an operator, so that `torch.compile` and `torch.export` see one node, for any sequence length.
+
+Letters: b batch, l steps of the chunk, i, j = (l r) steps and MIMO ranks fused, g groups, e heads of a group,
+m = (e p) the heads of a group and their width fused, h = (g e), p head width, n state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.scan.chunking import chunk_spans
+from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor, state_dtype, without_autocast
+from anymamba.scan.serial import fuse_ranks
+
+
+class _Chunk(NamedTuple):
+    """One chunk in the state's dtype, with its decays."""
+
+    v_bihp: Tensor
+    k_bgin: Tensor
+    q_bgin: Tensor
+    lam_bhl: Tensor
+    from_start_bih1: Tensor
+    to_end_bih1: Tensor
+    kept_bh11: Tensor
+
+    @staticmethod
+    def cut(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, start: int, stop: int) -> _Chunk:
+        dtype, rank = state_dtype(v.dtype), v.shape[2]
+        lam_bhl = cumulative_decay(log_decay[:, start:stop].transpose(1, 2), -1)
+        end_bh1 = lam_bhl[..., -1:]
+        from_start_blh = decay_factor(lam_bhl, dtype).transpose(1, 2)
+        to_end_blh = decay_factor(end_bh1 - lam_bhl, dtype).transpose(1, 2)
+        if rank > 1:
+            from_start_blh = from_start_blh.repeat_interleave(rank, dim=1)
+            to_end_blh = to_end_blh.repeat_interleave(rank, dim=1)
+        return _Chunk(
+            v[:, start:stop].to(dtype).flatten(1, 2),
+            k[:, start:stop].to(dtype).flatten(1, 2).transpose(1, 2),
+            q[:, start:stop].to(dtype).flatten(1, 2).transpose(1, 2),
+            lam_bhl,
+            from_start_blh.unsqueeze(-1),
+            to_end_blh.unsqueeze(-1),
+            decay_factor(end_bh1, dtype).unsqueeze(-1),
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.v_bihp.shape[1] // self.lam_bhl.shape[2]
+
+    def by_group(self, x_bihp: Tensor) -> Tensor:
+        """(b, i, h, p) -> (b, g, i, m)."""
+        return x_bihp.unflatten(2, (self.k_bgin.shape[1], -1)).flatten(3).transpose(1, 2)
+
+    def by_head(self, x_bgim: Tensor) -> Tensor:
+        """(b, g, i, m) -> (b, i, h, p)."""
+        return x_bgim.transpose(1, 2).reshape(self.v_bihp.shape)
+
+    def state_by_group(self, state_bhpn: Tensor) -> Tensor:
+        """(b, h, p, n) -> (b, g, m, n)."""
+        return state_bhpn.unflatten(1, (self.k_bgin.shape[1], -1)).flatten(2, 3)
+
+    def mask(self) -> Tensor:
+        """Causal decay between the fused steps, (b, h, i, i)."""
+        return fuse_ranks(causal_decay(self.lam_bhl, self.v_bihp.dtype), self.rank)
+
+    def scores(self) -> Tensor:
+        """`<q_i, k_j>` per group, (b, g, i, i)."""
+        return self.q_bgin @ self.k_bgin.transpose(-1, -2)
+
+    def weigh(self, scores_bgii: Tensor, x_bhii: Tensor) -> Tensor:
+        """`scores ∘ x`, the scores of a group applied to each of its heads, (b, h, i, i)."""
+        g = self.k_bgin.shape[1]
+        return (x_bhii.unflatten(1, (g, -1)) * scores_bgii.unsqueeze(2)).flatten(1, 2)
+
+    def next_state(self, state_bhpn: Tensor) -> Tensor:
+        """The state after the chunk, from the one before it."""
+        added_bgmn = self.by_group(self.v_bihp * self.to_end_bih1).transpose(-1, -2) @ self.k_bgin
+        return torch.addcmul(added_bgmn.reshape(state_bhpn.shape), self.kept_bh11, state_bhpn)
+
+    def read(self, state_bhpn: Tensor) -> Tensor:
+        """What the entering state gives each step, before its decay, (b, i, h, p)."""
+        return self.by_head(self.q_bgin @ self.state_by_group(state_bhpn).transpose(-1, -2))
+
+    def outputs(self, state_bhpn: Tensor) -> Tensor:
+        """The outputs, (b, i, h, p)."""
+        y_diag_bhip = self.weigh(self.scores(), self.mask()) @ self.v_bihp.transpose(1, 2)
+        return torch.addcmul(y_diag_bhip.transpose(1, 2), self.read(state_bhpn), self.from_start_bih1)
+
+
+class _ChunkGrads(NamedTuple):
+    """Gradients of one chunk's inputs and of the state that enters it."""
+
+    dv_bihp: Tensor
+    dk_bgin: Tensor
+    dq_bgin: Tensor
+    da_bhl: Tensor
+    dstate_bhpn: Tensor
+
+
+def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: Tensor) -> _ChunkGrads:
+    """The formulas at the top of this file, for one chunk."""
+    g_bgmn, h_bgmn = chunk.state_by_group(g_bhpn), chunk.state_by_group(state_bhpn)
+    u_bihp = dy_bihp * chunk.from_start_bih1
+    u_bgim = chunk.by_group(u_bihp)
+    out_bih = (u_bihp * chunk.read(state_bhpn)).sum(-1)
+
+    mask_bhii, scores_bgii = chunk.mask(), chunk.scores()
+    dw_bhii = dy_bihp.transpose(1, 2) @ chunk.v_bihp.permute(0, 2, 3, 1)
+    dw_bhii *= mask_bhii
+    w_bhii = chunk.weigh(scores_bgii, mask_bhii)
+    dscores_bgii = dw_bhii.unflatten(1, (scores_bgii.shape[1], -1)).sum(2)
+    crossing_bhl = _crossing(chunk.weigh(scores_bgii, dw_bhii), chunk.rank)
+
+    dv_in_bihp = chunk.by_head(chunk.k_bgin @ g_bgmn.transpose(-1, -2)) * chunk.to_end_bih1
+    in_bih = (chunk.v_bihp * dv_in_bihp).sum(-1)
+    dk_in_bgin = chunk.by_group(chunk.v_bihp * chunk.to_end_bih1) @ g_bgmn
+
+    keep_bh1 = (chunk.kept_bh11 * g_bhpn * state_bhpn).sum((-1, -2)).unsqueeze(-1)
+    out_bhl, in_bhl = (x.unflatten(1, (-1, chunk.rank)).sum(2).transpose(1, 2) for x in (out_bih, in_bih))
+    out_after_bhl = out_bhl.flip(-1).cumsum(-1).flip(-1)
+    in_before_bhl = F.pad(in_bhl[..., :-1], (1, 0)).cumsum(-1)
+    return _ChunkGrads(
+        dv_bihp=(w_bhii.transpose(-1, -2) @ dy_bihp.transpose(1, 2)).transpose(1, 2) + dv_in_bihp,
+        dk_bgin=dscores_bgii.transpose(-1, -2) @ chunk.q_bgin + dk_in_bgin,
+        dq_bgin=dscores_bgii @ chunk.k_bgin + u_bgim @ h_bgmn,
+        da_bhl=out_after_bhl + in_before_bhl + keep_bh1 + crossing_bhl,
+        dstate_bhpn=torch.addcmul(
+            (u_bgim.transpose(-1, -2) @ chunk.q_bgin).reshape(g_bhpn.shape), chunk.kept_bh11, g_bhpn
+        ),
+    )
+
+
+def _crossing(e_bhii: Tensor, rank: int) -> Tensor:
+    """`Σ_{l ≥ k} Σ_{s < k} E[l, s]` for every k, (b, h, l): a running sum along s, then a sum over l ≥ k."""
+    b, h, i, _ = e_bhii.shape
+    e_bhll = e_bhii if rank == 1 else e_bhii.view(b, h, i // rank, rank, i // rank, rank).sum((3, 5))
+    sums_bhl = e_bhll[:, :, 1:, :-1].cumsum(-1).tril().sum(-2)
+    return F.pad(sums_bhl, (1, 0))
+
+
+def _forward(
+    v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, chunk_len: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    states = list(initial_state.split(initial_state.shape[0] if cu_seqlens is None else 1))
+    with without_autocast(v.device):
+        for sequence, start, stop in chunk_spans(v.shape[1], chunk_len, cu_seqlens):
+            chunk = _Chunk.cut(v, k, q, log_decay, start, stop)
+            y[:, start:stop] = chunk.outputs(states[sequence]).unflatten(1, (-1, chunk.rank))
+            states[sequence] = chunk.next_state(states[sequence])
+    return y, torch.cat(states)
+
+
+def _backward(
+    dy: Tensor,
+    dfinal_state: Tensor,
+    v: Tensor,
+    k: Tensor,
+    q: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    chunk_len: int,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = initial_state.shape[0] if cu_seqlens is None else 1
+    spans = chunk_spans(v.shape[1], chunk_len, cu_seqlens)
+    dv, dk, dq, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, k, q, log_decay))
+    with without_autocast(v.device):
+        states, entering = list(initial_state.split(rows)), []
+        for sequence, start, stop in spans:
+            entering.append(states[sequence])
+            states[sequence] = _Chunk.cut(v, k, q, log_decay, start, stop).next_state(states[sequence])
+        leaving = list(dfinal_state.split(rows))
+        for sequence, start, stop in reversed(spans):
+            chunk = _Chunk.cut(v, k, q, log_decay, start, stop)
+            dy_bihp = dy[:, start:stop].to(initial_state.dtype).flatten(1, 2)
+            grads = _chunk_backward(chunk, entering.pop(), dy_bihp, leaving[sequence])
+            dv[:, start:stop] = grads.dv_bihp.unflatten(1, (-1, chunk.rank))
+            dk[:, start:stop] = grads.dk_bgin.transpose(1, 2).unflatten(1, (-1, chunk.rank))
+            dq[:, start:stop] = grads.dq_bgin.transpose(1, 2).unflatten(1, (-1, chunk.rank))
+            da[:, start:stop] = grads.da_bhl.transpose(1, 2)
+            leaving[sequence] = grads.dstate_bhpn
+    return dv, dk, dq, da, torch.cat(leaving)
+
+
+_INPUTS = "Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, SymInt chunk_len, Tensor? cu_seqlens"
+
+_forward_op = torch.library.custom_op(
+    "anymamba::scan_recalculated", _forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
+)
+_backward_op = torch.library.custom_op(
+    "anymamba::scan_recalculated_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor dfinal_state, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_forward_op.register_fake
+def _(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), initial_state.new_empty(initial_state.shape)
+
+
+@_backward_op.register_fake
+def _(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:5])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, chunk_len, cu_seqlens = inputs
+    ctx.save_for_backward(*tensors, cu_seqlens)
+    ctx.chunk_len = chunk_len
+
+
+def _autograd(ctx: Any, dy: Tensor, dfinal_state: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seqlens = ctx.saved_tensors
+    return (*_backward_op(dy, dfinal_state, *tensors, ctx.chunk_len, cu_seqlens), None, None)
+
+
+def _no_second_order(*_: Any) -> None:
+    raise RuntimeError(
+        "serial_recalculated has no second derivative: its backward is derived by hand. "
+        "Use SsdPath.serial() or SsdPath.minimal() where gradients of gradients are needed."
+    )
+
+
+_forward_op.register_autograd(_autograd, setup_context=_setup_context)
+_backward_op.register_autograd(_no_second_order)
+
+
+def scan_serial_recalculated(
+    v: Float[Tensor, "b t r h p"],
+    k: Float[Tensor, "b t r g n"],
+    q: Float[Tensor, "b t r g n"],
+    log_decay: Float[Tensor, "b t h"],
+    *,
+    initial_state: Float[Tensor, "s h p n"],
+    chunk_len: int,
+    cu_seqlens: Int[Tensor, " s1"] | None,
+) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
+    """The scan one chunk at a time (`anymamba.scan.scan` has the contract)."""
+    y, final_state = _forward_op(v, k, q, log_decay, initial_state, chunk_len, cu_seqlens)
+    return y, final_state
