@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anymamba.operators import define_operator
 from anymamba.scan.chunking import chunk_spans
 from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor, state_dtype, without_autocast
 from anymamba.scan.serial import fuse_ranks
@@ -206,49 +207,20 @@ def _backward(
     return dv, dk, dq, da, torch.cat(leaving)
 
 
-_INPUTS = "Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, SymInt chunk_len, Tensor? cu_seqlens"
+def _fake(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    return y, torch.empty(initial_state.shape, dtype=initial_state.dtype, device=v.device)
 
-_forward_op = torch.library.custom_op(
-    "anymamba::scan_recalculated", _forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
+
+_operator = define_operator(
+    "scan_recalculated",
+    inputs="Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, SymInt chunk_len, Tensor? cu_seqlens",
+    outputs=2,
+    differentiable=5,
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
 )
-_backward_op = torch.library.custom_op(
-    "anymamba::scan_recalculated_backward",
-    _backward,
-    mutates_args=(),
-    schema=f"(Tensor dy, Tensor dfinal_state, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@_forward_op.register_fake
-def _(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), initial_state.new_empty(initial_state.shape)
-
-
-@_backward_op.register_fake
-def _(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:5])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, chunk_len, cu_seqlens = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens)
-    ctx.chunk_len = chunk_len
-
-
-def _autograd(ctx: Any, dy: Tensor, dfinal_state: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, cu_seqlens = ctx.saved_tensors
-    return (*_backward_op(dy, dfinal_state, *tensors, ctx.chunk_len, cu_seqlens), None, None)
-
-
-def _no_second_order(*_: Any) -> None:
-    raise RuntimeError(
-        "serial_recalculated has no second derivative: its backward is derived by hand. "
-        "Use SsdPath.serial() or SsdPath.minimal() where gradients of gradients are needed."
-    )
-
-
-_forward_op.register_autograd(_autograd, setup_context=_setup_context)
-_backward_op.register_autograd(_no_second_order)
 
 
 def scan_serial_recalculated(
@@ -262,5 +234,5 @@ def scan_serial_recalculated(
     cu_seqlens: Int[Tensor, " s1"] | None,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
     """The scan one chunk at a time (`anymamba.scan.scan` has the contract)."""
-    y, final_state = _forward_op(v, k, q, log_decay, initial_state, chunk_len, cu_seqlens)
+    y, final_state = _operator(v, k, q, log_decay, initial_state, chunk_len, cu_seqlens)
     return y, final_state

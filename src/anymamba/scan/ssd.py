@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -73,5 +74,5 @@ def ssd(
     )
     y = y_btrhp.squeeze(2)
     if D is not None:
-        y = y + (D if D.ndim == 2 else D.unsqueeze(-1)).to(x.dtype) * x
+        y = torch.addcmul(y, (D if D.ndim == 2 else D.unsqueeze(-1)).to(x.dtype), x)
     return y, final_state

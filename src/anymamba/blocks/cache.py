@@ -1,0 +1,103 @@
+"""What every cache can do: a cache is an immutable named tuple of tensors, the batch first in each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class _NamedTuple(Protocol):
+    _fields: ClassVar[tuple[str, ...]]
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+_Cache = TypeVar("_Cache", bound="CacheMethods")
+
+
+class CacheMethods:
+    """Methods for a named tuple whose fields are tensors, or strings that describe them.
+
+    `STATES` names the fields that stay float32 or wider whatever the activations are.
+    """
+
+    __slots__ = ()
+    STATES: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def batch_size(self: _NamedTuple) -> int:
+        """Rows (or packed sequences) in this cache."""
+        return next(x.shape[0] for x in self if isinstance(x, Tensor))
+
+    def _map(self: _Cache, function: Callable[[str, Tensor], Tensor]) -> _Cache:
+        fields: Any = self
+        pairs = zip(fields._fields, fields, strict=True)
+        return type(self)(*(function(name, x) if isinstance(x, Tensor) else x for name, x in pairs))
+
+    def clone(self: _Cache) -> _Cache:
+        """A copy that shares no memory with this cache."""
+        return self._map(lambda _, x: x.clone())
+
+    def detach(self: _Cache) -> _Cache:
+        """The same values without their autograd history."""
+        return self._map(lambda _, x: x.detach())
+
+    def to(self: _Cache, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> _Cache:
+        """On another device, or for activations of another dtype; states keep at least float32."""
+
+        def move(name: str, x: Tensor) -> Tensor:
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            return x.to(device=device, dtype=None if dtype is None else wide if name in self.STATES else dtype)
+
+        return self._map(move)
+
+    def rows(self: _Cache, index: Tensor | list[int] | slice | int) -> _Cache:
+        """Select rows of the batch; an index may repeat, to branch one sequence into several."""
+        if isinstance(index, int):
+            index = [index]
+        return self._map(lambda _, x: x[index])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a safetensors file, under a temporary name that is renamed when complete."""
+        fields: Any = self
+        pairs = list(zip(fields._fields, fields, strict=True))
+        tensors = {name: x.detach().contiguous() for name, x in pairs if isinstance(x, Tensor)}
+        notes = {name: x for name, x in pairs if not isinstance(x, Tensor)}
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            save_file(tensors, temporary, metadata={"kind": type(self).__name__, "fields": json.dumps(notes)})
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls: type[_Cache], path: str | os.PathLike[str], device: torch.device | str = "cpu") -> _Cache:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is not such a cache, or is damaged.
+        """
+        kind: Any = cls
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                if metadata.get("kind") != cls.__name__:
+                    raise ValueError(
+                        f"{path}: expected a saved {cls.__name__}, got {metadata.get('kind', 'no kind')!r}"
+                    )
+                values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+        if set(values) != set(kind._fields):
+            raise ValueError(f"{path}: expected the fields {sorted(kind._fields)}, got {sorted(values)}")
+        loaded: _Cache = kind(**values)
+        return loaded

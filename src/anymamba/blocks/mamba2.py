@@ -1,0 +1,355 @@
+"""Mamba-2: config, cache and block (Dao & Gu 2024, "Transformers are SSMs").
+
+    z, xBC, dt = in_proj(u)                       xBC = silu(conv(xBC))           dt = clamp(softplus(dt + dt_bias))
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t ⊗ B_t    y_t = h_t C_t + D x_t           out = out_proj(norm(y silu(z)))
+
+| letter | b | t | d | i | h | p | n | g | v | w |
+|---|---|---|---|---|---|---|---|---|---|---|
+| | batch | time | d_model | d_ssm = h p | heads | head width | state | groups | i + 2 g n | conv width |
+
+`prefill` from any cache, `step` unrolled from it, and any split of the sequence are the same function.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.conv import CausalConv
+from anymamba.blocks.norms import GatedRMSNorm
+from anymamba.blocks.padding import Padding
+from anymamba.scan import SsdPath, scan_step, ssd
+from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
+from anymamba.scan.numerics import state_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """Sizes and options of a Mamba-2 block, named as in the official implementation."""
+
+    d_model: int  # D, width of the residual stream
+    d_state: int = 128  # N, state size of a head
+    d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
+    conv_init: float | None = None  # conv weights uniform in ±conv_init; None: ±1/√W
+    expand: float = 2  # E / D
+    headdim: int = 64  # P, width of a head
+    d_ssm: int | None = None  # channels that pass the SSM, the rest pass a gated MLP; None: all
+    ngroups: int = 1  # G, groups of heads that share B and C
+    A_init_range: tuple[float, float] = (1, 16)  # -A uniform in it
+    D_has_hdim: bool = False  # skip weight per channel instead of per head
+    rmsnorm: bool = True  # norm before out_proj; False: gate only
+    norm_before_gate: bool = False
+    dt_min: float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
+    dt_max: float = 0.1
+    dt_init_floor: float = 1e-4
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # dt is clamped to it, in every mode
+    bias: bool = False  # of in_proj and out_proj
+    conv_bias: bool = True
+    chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
+    learnable_init_states: bool = False  # a parameter is the state of a fresh start
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        for name in ("d_model", "d_state", "d_conv", "headdim", "ngroups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Mamba2Config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"Mamba2Config: chunk_size must be None or at least 1, got {self.chunk_size}")
+        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
+            raise ValueError(
+                f"Mamba2Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
+            )
+        if not 0 < self.ssm_width <= self.d_inner:
+            raise ValueError(f"Mamba2Config: d_ssm must be between 1 and d_inner = {self.d_inner}, got {self.d_ssm}")
+        if self.ssm_width % self.headdim:
+            raise ValueError(
+                f"Mamba2Config: headdim must divide the SSM's {self.ssm_width} channels, got headdim = {self.headdim}"
+            )
+        if self.nheads % self.ngroups:
+            raise ValueError(f"Mamba2Config: ngroups must divide the {self.nheads} heads, got ngroups = {self.ngroups}")
+        if not 0 < self.A_init_range[0] <= self.A_init_range[1]:
+            raise ValueError(f"Mamba2Config: A_init_range must satisfy 0 < low <= high, got {self.A_init_range}")
+        if not 0 < self.dt_min <= self.dt_max:
+            raise ValueError(f"Mamba2Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
+        if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
+            raise ValueError(f"Mamba2Config: dt_limit must satisfy 0 <= low <= high, got {self.dt_limit}")
+
+    @property
+    def d_inner(self) -> int:
+        """E = expand · d_model."""
+        return int(self.expand * self.d_model)
+
+    @property
+    def ssm_width(self) -> int:
+        """Channels that pass the SSM."""
+        return self.d_inner if self.d_ssm is None else self.d_ssm
+
+    @property
+    def nheads(self) -> int:
+        """H."""
+        return self.ssm_width // self.headdim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass the convolution: x, B and C."""
+        return self.ssm_width + 2 * self.ngroups * self.d_state
+
+
+class _Mamba2CacheFields(NamedTuple):
+    conv: Float[Tensor, "b v w"]
+    ssm: Float[Tensor, "b h p n"]
+
+
+class Mamba2Cache(_Mamba2CacheFields, CacheMethods):
+    """What a block carries from one token to the next.
+
+    Attributes:
+        conv: the last `d_conv` inputs of the convolution, newest last, (b, v, w), in the activations' dtype.
+        ssm: the state, (b, h, p, n), float32 or wider.
+    """
+
+    __slots__ = ()
+    STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
+
+
+class Mamba2(nn.Module):
+    """The Mamba-2 block. Parameter names, shapes and initialisation are the official ones.
+
+    Args:
+        config: a `Mamba2Config`, or d_model, with the other fields of `Mamba2Config` as keywords.
+        device: of the parameters.
+        dtype: of the parameters (D is float32, as officially).
+    """
+
+    def __init__(
+        self,
+        config: Mamba2Config | int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create and initialise the parameters."""
+        super().__init__()
+        if isinstance(config, Mamba2Config):
+            if fields:
+                raise TypeError(f"Mamba2: give a config or its fields, not both; got also {sorted(fields)}")
+        else:
+            config = Mamba2Config(**fields) if config is None else Mamba2Config(d_model=config, **fields)
+        self.config = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        c, heads, width = config, config.nheads, config.ssm_width
+        self.mlp_width = c.d_inner - width
+        self.in_proj = nn.Linear(c.d_model, 2 * self.mlp_width + width + c.conv_dim + heads, bias=c.bias, **factory)
+        self.conv1d = CausalConv(c.conv_dim, c.d_conv, bias=c.conv_bias, **factory)
+        if c.conv_init is not None:
+            nn.init.uniform_(self.conv1d.weight, -c.conv_init, c.conv_init)
+        self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **factory))
+        a_h = torch.empty(heads, dtype=torch.float32, device=device).uniform_(*c.A_init_range)
+        self.A_log = nn.Parameter(torch.log(a_h).to(dtype))
+        self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device))
+        if c.rmsnorm:
+            self.norm = GatedRMSNorm(
+                width, group_size=width // c.ngroups, norm_before_gate=c.norm_before_gate, **factory
+            )
+        self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
+        if c.learnable_init_states:
+            self.init_states = nn.Parameter(torch.zeros(heads, c.headdim, c.d_state, **factory))
+        for parameter in (self.dt_bias, self.A_log, self.D):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    @property
+    def d_state(self) -> int:
+        """State size n."""
+        return self.config.d_state
+
+    @property
+    def headdim(self) -> int:
+        """Head width p."""
+        return self.config.headdim
+
+    @property
+    def rank(self) -> int:
+        """MIMO rank: Mamba-2 has one input and one output per head."""
+        return 1
+
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
+        """The cache of a fresh start: an empty window, and the learnable initial state or zeros.
+
+        Args:
+            batch_size: rows, or packed sequences.
+            dtype: of the activations; the parameters' if not given.
+        """
+        c, like = self.config, self.conv1d.weight
+        dtype = dtype or like.dtype
+        conv_bvw = like.new_zeros((batch_size, c.conv_dim, c.d_conv), dtype=dtype)
+        if c.learnable_init_states:
+            ssm_bhpn = self.init_states.to(state_dtype(dtype)).expand(batch_size, -1, -1, -1)
+        else:
+            ssm_bhpn = like.new_zeros((batch_size, c.nheads, c.headdim, c.d_state), dtype=state_dtype(dtype))
+        return Mamba2Cache(conv_bvw, ssm_bhpn)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " s1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """`prefill` from a fresh start, without the cache: (b, t, d) -> (b, t, d)."""
+        return self.prefill(x, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
+
+    def prefill(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: Mamba2Cache | None = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " s1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Mamba2Cache]:
+        """Run the block over a sequence of any length, from any cache to a new one.
+
+        Args:
+            x: inputs, (b, t, d).
+            cache: where the rows (or packed sequences) go on from; a fresh start if not given.
+            path: the scan's algorithm; the default, with the config's `chunk_size`, if not given.
+            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+                rows that are padded at the end. Outputs at the padding are zero.
+
+        Returns:
+            y (b, t, d), and the cache behind the last real token of each row.
+        """
+        b, t = self._check_input("prefill", x, "b t d")
+        padding = None
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("Mamba2.prefill: mask and cu_seqlens exclude each other, got both")
+            padding = Padding.of("Mamba2.prefill", mask, b, t, x.device)
+            x = padding.compact(x)
+        if cu_seqlens is not None:
+            check_cu_seqlens("Mamba2.prefill", cu_seqlens, b, t)
+        z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
+        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        cache = self._checked_cache("prefill", cache, rows, xbc_btv)
+        xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=padding and padding.lengths, cu_seqlens=cu_seqlens)
+        dt_bth = self._dt(dt_bth)
+        if padding is not None:
+            dt_bth = dt_bth.masked_fill(~padding.front.unsqueeze(-1), 0)
+        x_bthp, b_btgn, c_btgn = self._heads(xbc_btv)
+        y_bthp, ssm = ssd(
+            x_bthp,
+            dt_bth,
+            self._a(dt_bth.dtype),
+            b_btgn,
+            c_btgn,
+            self._skip(),
+            initial_state=cache.ssm,
+            path=self._path(path),
+            cu_seqlens=cu_seqlens,
+        )
+        out_btd = self._output(y_bthp.flatten(2), z_bti, x0, z0)
+        return (out_btd if padding is None else padding.restore(out_btd)), Mamba2Cache(window, ssm)
+
+    def step(
+        self, x: Float[Tensor, "b d"], cache: Mamba2Cache | None = None
+    ) -> tuple[Float[Tensor, "b d"], Mamba2Cache]:
+        """Run the block over one token.
+
+        Args:
+            x: inputs, (b, d).
+            cache: where the rows go on from; a fresh start if not given. It is not changed.
+
+        Returns:
+            y (b, d), and the new cache.
+        """
+        (b,) = self._check_input("step", x, "b d")
+        z0, x0, z_bi, xbc_bv, dt_bh = self._split(self.in_proj(x))
+        cache = self._checked_cache("step", cache, b, xbc_bv)
+        xbc_bv, window = self.conv1d.step(xbc_bv, cache.conv)
+        dt_bh = self._dt(dt_bh)
+        x_bhp, b_bgn, c_bgn = self._heads(xbc_bv)
+        v_brhp = (x_bhp * dt_bh.unsqueeze(-1)).to(x_bhp.dtype).unsqueeze(1)
+        y_brhp, ssm = scan_step(v_brhp, b_bgn.unsqueeze(1), c_bgn.unsqueeze(1), dt_bh * self._a(dt_bh.dtype), cache.ssm)
+        d = self._skip()
+        y_bhp = torch.addcmul(y_brhp.squeeze(1), (d if d.ndim == 2 else d.unsqueeze(-1)).to(x_bhp.dtype), x_bhp)
+        return self._output(y_bhp.flatten(1), z_bi, x0, z0), Mamba2Cache(window, ssm)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """(..., in_proj's width) -> z0, x0 of the MLP channels, z, xBC, dt."""
+        c = self.config
+        return projected.split([self.mlp_width, self.mlp_width, c.ssm_width, c.conv_dim, c.nheads], dim=-1)
+
+    def _heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., v) -> x (..., h, p), B (..., g, n), C (..., g, n)."""
+        c = self.config
+        bc_width = c.ngroups * c.d_state
+        x, b, cc = xbc.split([c.ssm_width, bc_width, bc_width], dim=-1)
+        return x.unflatten(-1, (-1, c.headdim)), b.unflatten(-1, (c.ngroups, -1)), cc.unflatten(-1, (c.ngroups, -1))
+
+    def _dt(self, dt: Tensor) -> Tensor:
+        wide = state_dtype(dt.dtype)
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        return dt if self.config.dt_limit == (0.0, math.inf) else dt.clamp(*self.config.dt_limit)
+
+    def _a(self, dtype: torch.dtype) -> Tensor:
+        return -torch.exp(self.A_log.to(dtype))
+
+    def _skip(self) -> Tensor:
+        return self.D.unflatten(0, (-1, self.config.headdim)) if self.config.D_has_hdim else self.D
+
+    def _path(self, path: SsdPath | None) -> SsdPath:
+        path = path or SsdPath()
+        return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
+
+    def _output(self, y: Tensor, z: Tensor, x0: Tensor, z0: Tensor) -> Tensor:
+        """Norm and gate (..., i), join the MLP channels, project to (..., d)."""
+        y = self.norm(y, z) if self.config.rmsnorm else y * F.silu(z)
+        if self.mlp_width:
+            y = torch.cat([F.silu(z0) * x0, y], dim=-1)
+        return self.out_proj(y)
+
+    def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:
+        sizes = {"d": self.config.d_model}
+        where = f"Mamba2.{method}"
+        expect_shape(where, "x", x, letters, sizes)
+        if sizes.get("t") == 0:
+            raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
+        like = self.conv1d.weight
+        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+        expect_like(where, "x", x, x.dtype if autocast else like.dtype, like.device)
+        return list(x.shape[:-1])
+
+    def _checked_cache(self, method: str, cache: Mamba2Cache | None, rows: int, xbc: Tensor) -> Mamba2Cache:
+        if cache is None:
+            return self.init_cache(rows, xbc.dtype)
+        c, where = self.config, f"Mamba2.{method}"
+        sizes = {"b": rows, "v": c.conv_dim, "w": c.d_conv, "h": c.nheads, "p": c.headdim, "n": c.d_state}
+        expect_shape(where, "cache.conv", cache.conv, "b v w", sizes)
+        expect_shape(where, "cache.ssm", cache.ssm, "b h p n", sizes)
+        expect_like(where, "cache.conv", cache.conv, xbc.dtype, xbc.device)
+        expect_like(where, "cache.ssm", cache.ssm, state_dtype(xbc.dtype), xbc.device)
+        return cache
+
+
+def initial_dt_bias(
+    heads: int,
+    dt_min: float,
+    dt_max: float,
+    floor: float,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, " h"]:
+    """The bias whose softplus is log-uniform in (dt_min, dt_max), at least `floor`: `dt + log(1 - exp(-dt))`."""
+    uniform_h = torch.rand(heads, device=device, dtype=torch.float32)
+    dt_h = torch.exp(uniform_h * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min)).clamp(min=floor)
+    return (dt_h + torch.log(-torch.expm1(-dt_h))).to(dtype)
