@@ -3,6 +3,12 @@
 from anymamba.blocks.mamba2 import Mamba2 as Mamba2
 from anymamba.blocks.mamba2 import Mamba2Cache as Mamba2Cache
 from anymamba.blocks.mamba2 import Mamba2Config as Mamba2Config
+from anymamba.generation import GenerationState as GenerationState
+from anymamba.generation import generate as generate
+from anymamba.generation import stream as stream
+from anymamba.models import LMCache as LMCache
+from anymamba.models import MambaLM as MambaLM
+from anymamba.models import MambaLMConfig as MambaLMConfig
 from anymamba.scan import SsdPath as SsdPath
 from anymamba.scan import ssd as ssd
 from anymamba.version import __version__ as __version__
