@@ -19,7 +19,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m examples.paths_agree
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype
+	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-
-class _NamedTuple(Protocol):
-    _fields: ClassVar[tuple[str, ...]]
-
-    def __iter__(self) -> Iterator[Any]: ...
-
 
 _Cache = TypeVar("_Cache", bound="CacheMethods")
 
@@ -33,14 +26,16 @@ class CacheMethods:
     STATES: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def batch_size(self: _NamedTuple) -> int:
+    def batch_size(self) -> int:
         """Rows (or packed sequences) in this cache."""
-        return next(x.shape[0] for x in self if isinstance(x, Tensor))
+        return next(x.shape[0] for _, x in self._items() if isinstance(x, Tensor))
+
+    def _items(self) -> list[tuple[str, Any]]:
+        fields: Any = self
+        return list(zip(fields._fields, fields, strict=True))
 
     def _map(self: _Cache, function: Callable[[str, Tensor], Tensor]) -> _Cache:
-        fields: Any = self
-        pairs = zip(fields._fields, fields, strict=True)
-        return type(self)(*(function(name, x) if isinstance(x, Tensor) else x for name, x in pairs))
+        return type(self)(*(function(name, x) if isinstance(x, Tensor) else x for name, x in self._items()))
 
     def clone(self: _Cache) -> _Cache:
         """A copy that shares no memory with this cache."""
@@ -67,10 +62,8 @@ class CacheMethods:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a safetensors file, under a temporary name that is renamed when complete."""
-        fields: Any = self
-        pairs = list(zip(fields._fields, fields, strict=True))
-        tensors = {name: x.detach().contiguous() for name, x in pairs if isinstance(x, Tensor)}
-        notes = {name: x for name, x in pairs if not isinstance(x, Tensor)}
+        tensors = {name: x.detach().contiguous() for name, x in self._items() if isinstance(x, Tensor)}
+        notes = {name: x for name, x in self._items() if not isinstance(x, Tensor)}
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:

@@ -292,9 +292,9 @@ class Mamba2(nn.Module):
     def _heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., v) -> x (..., h, p), B (..., g, n), C (..., g, n)."""
         c = self.config
-        bc_width = c.ngroups * c.d_state
-        x, b, cc = xbc.split([c.ssm_width, bc_width, bc_width], dim=-1)
-        return x.unflatten(-1, (-1, c.headdim)), b.unflatten(-1, (c.ngroups, -1)), cc.unflatten(-1, (c.ngroups, -1))
+        shape = (c.ngroups, c.d_state)
+        x, b, cc = xbc.split([c.ssm_width, math.prod(shape), math.prod(shape)], dim=-1)
+        return x.unflatten(-1, (c.nheads, c.headdim)), b.unflatten(-1, shape), cc.unflatten(-1, shape)
 
     def _dt(self, dt: Tensor) -> Tensor:
         wide = state_dtype(dt.dtype)

@@ -52,7 +52,7 @@ class GatedRMSNorm(nn.Module):
 
 
 def _by_group(x_mi: Tensor, group_size: int) -> Tensor:
-    return x_mi.reshape(x_mi.shape[0], -1, group_size)
+    return x_mi.reshape(x_mi.shape[0], x_mi.shape[1] // group_size, group_size)
 
 
 def _forward(x: Tensor, z: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool, eps: float) -> Tensor:

@@ -50,7 +50,7 @@ class ChunkLayout:
             padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
         else:
             padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))[:, self.index]
-        return padded.reshape(x.shape[0], -1, self.chunk_len, *x.shape[2:])
+        return padded.unflatten(1, (padded.shape[1] // self.chunk_len, self.chunk_len))
 
     def join(self, x: Tensor) -> Tensor:
         """(b, c, l, ...) -> (b, t, ...), the inverse of `split` without the padding."""

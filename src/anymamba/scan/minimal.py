@@ -28,11 +28,11 @@ def scan_minimal(
     cu_seqlens: Int[Tensor, " s1"] | None,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
     """The scan by segment sums (`anymamba.scan.scan` has the contract)."""
-    dtype, g = state_dtype(v.dtype), k.shape[3]
+    dtype, g, e = state_dtype(v.dtype), k.shape[3], v.shape[3] // k.shape[3]
     layout = ChunkLayout(v.shape[1], chunk_len, cu_seqlens)
-    v_bclrgep = layout.split(v.to(dtype)).unflatten(4, (g, -1))
+    v_bclrgep = layout.split(v.to(dtype)).unflatten(4, (g, e))
     k_bclrgn, q_bclrgn = layout.split(k.to(dtype)), layout.split(q.to(dtype))
-    a_bcgel = layout.split(log_decay.to(dtype)).movedim(2, 3).unflatten(2, (g, -1))
+    a_bcgel = layout.split(log_decay.to(dtype)).movedim(2, 3).unflatten(2, (g, e))
     lam_bcgel = cumulative_decay(a_bcgel, -1)
     total_bcge = lam_bcgel[..., -1]
 
@@ -48,7 +48,7 @@ def scan_minimal(
 
     # States that enter the chunks, and the last one, by one matmul a sequence.
     entering, finals = [], []
-    initial = layout.initial_states(initial_state.to(dtype).unflatten(1, (g, -1)))
+    initial = layout.initial_states(initial_state.to(dtype).unflatten(1, (g, e)))
     for (first, last), state_bgepn in zip(layout.sequences, initial, strict=True):
         sources_bcgepn = torch.cat([state_bgepn.unsqueeze(1), added_bcgepn[:, first:last]], dim=1)
         ends_bgec = F.pad(total_bcge[:, first:last].movedim(1, -1), (1, 0))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 Algorithm = Literal["recurrent", "minimal", "serial", "serial_recalculated"]
 
 
+@runtime_checkable
 class ScanDims(Protocol):
     """What a block tells of its scan: every block of the library has these three."""
 

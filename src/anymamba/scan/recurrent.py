@@ -4,7 +4,8 @@ This is the oracle that every other algorithm is held against, and the decode st
 
     S_t = exp(a_t) S_{t-1} + Σ_r v_t[r] ⊗ k_t[r]        y_t[r] = S_t q_t[r]
 
-Letters: b batch, t time, r MIMO rank, h heads, p head width, g groups, n state, e = h / g heads of a group.
+Letters: b batch, t time, r MIMO rank, h heads, p head width, g groups, n state,
+m the heads of a group and their width fused.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ def scan_step(
     """
     b, r, h, p = v.shape
     g, n = k.shape[2:]
+    m = h // g * p
     dtype = state.dtype
-    v_bgmr = v.to(dtype).reshape(b, r, g, -1).permute(0, 2, 3, 1)
+    v_bgmr = v.to(dtype).reshape(b, r, g, m).permute(0, 2, 3, 1)
     k_bgrn, q_bgrn = k.to(dtype).transpose(1, 2), q.to(dtype).transpose(1, 2)
     kept_bhpn = state * log_decay.to(dtype).exp()[:, :, None, None]
     if r == 1:
-        state_bgmn = torch.addcmul(kept_bhpn.reshape(b, g, -1, n), v_bgmr, k_bgrn)
+        state_bgmn = torch.addcmul(kept_bhpn.reshape(b, g, m, n), v_bgmr, k_bgrn)
     else:
-        state_bgmn = kept_bhpn.reshape(b, g, -1, n) + v_bgmr @ k_bgrn
+        state_bgmn = kept_bhpn.reshape(b, g, m, n) + v_bgmr @ k_bgrn
     y_bgmr = state_bgmn @ q_bgrn.transpose(2, 3)
     y = y_bgmr.permute(0, 3, 1, 2).reshape(b, r, h, p)
     return y.to(v.dtype), state_bgmn.reshape(b, h, p, n)

@@ -55,7 +55,7 @@ def chunk_states(
     g, n = k_bcgin.shape[2], k_bcgin.shape[4]
     to_end_bclh = decay_factor(total_bch.unsqueeze(-1) - lam_bchl, v_bcihp.dtype).transpose(2, 3)
     decayed_bcihp = v_bcihp * to_end_bclh.repeat_interleave(i // lam_bchl.shape[3], dim=2).unsqueeze(-1)
-    decayed_bcgmi = decayed_bcihp.reshape(b, c, i, g, -1).permute(0, 1, 3, 4, 2)
+    decayed_bcgmi = decayed_bcihp.reshape(b, c, i, g, h // g * p).permute(0, 1, 3, 4, 2)
     return (decayed_bcgmi @ k_bcgin).reshape(b, c, h, p, n)
 
 
@@ -87,11 +87,11 @@ def chunk_outputs(
     b, c, i, h, p = v_bcihp.shape
     g, n = q_bcgin.shape[2], q_bcgin.shape[4]
     rank, dtype = i // lam_bchl.shape[3], v_bcihp.dtype
-    read_bcgim = q_bcgin @ entering_bchpn.reshape(b, c, g, -1, n).transpose(-1, -2)
+    read_bcgim = q_bcgin @ entering_bchpn.reshape(b, c, g, h // g * p, n).transpose(-1, -2)
     from_start_bcih = decay_factor(lam_bchl, dtype).transpose(2, 3).repeat_interleave(rank, dim=2)
     y_off_bcihp = read_bcgim.transpose(2, 3).reshape(b, c, i, h, p) * from_start_bcih.unsqueeze(-1)
     mask_bchii = fuse_ranks(causal_decay(lam_bchl, dtype), rank)
-    weights_bcgeii = scores_bcgii.unsqueeze(3) * mask_bchii.unflatten(2, (g, -1))
+    weights_bcgeii = scores_bcgii.unsqueeze(3) * mask_bchii.unflatten(2, (g, h // g))
     y_diag_bchip = weights_bcgeii.flatten(2, 3) @ v_bcihp.transpose(2, 3)
     return y_off_bcihp + y_diag_bchip.transpose(2, 3)
 
@@ -117,4 +117,4 @@ def scan_serial(
     added_bchpn = chunk_states(v_bcihp, k_bcgin, lam_bchl, total_bch)
     entering_bchpn, final_state = pass_states(added_bchpn, total_bch, initial_state.to(dtype), layout)
     y_bcihp = chunk_outputs(v_bcihp, q_bcgin, scores_bcgii, lam_bchl, entering_bchpn)
-    return layout.join(y_bcihp.unflatten(2, (-1, rank))).to(v.dtype), final_state
+    return layout.join(y_bcihp.unflatten(2, (layout.chunk_len, rank))).to(v.dtype), final_state

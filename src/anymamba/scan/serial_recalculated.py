@@ -71,9 +71,19 @@ class _Chunk(NamedTuple):
     def rank(self) -> int:
         return self.v_bihp.shape[1] // self.lam_bhl.shape[2]
 
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups, and heads of a group."""
+        g = self.k_bgin.shape[1]
+        return g, self.v_bihp.shape[2] // g
+
+    def by_step(self, x_bi: Tensor) -> Tensor:
+        """(b, i, ...) -> (b, l, r, ...)."""
+        return x_bi.unflatten(1, (self.lam_bhl.shape[2], self.rank))
+
     def by_group(self, x_bihp: Tensor) -> Tensor:
         """(b, i, h, p) -> (b, g, i, m)."""
-        return x_bihp.unflatten(2, (self.k_bgin.shape[1], -1)).flatten(3).transpose(1, 2)
+        return x_bihp.unflatten(2, self.groups).flatten(3).transpose(1, 2)
 
     def by_head(self, x_bgim: Tensor) -> Tensor:
         """(b, g, i, m) -> (b, i, h, p)."""
@@ -81,7 +91,7 @@ class _Chunk(NamedTuple):
 
     def state_by_group(self, state_bhpn: Tensor) -> Tensor:
         """(b, h, p, n) -> (b, g, m, n)."""
-        return state_bhpn.unflatten(1, (self.k_bgin.shape[1], -1)).flatten(2, 3)
+        return state_bhpn.unflatten(1, self.groups).flatten(2, 3)
 
     def mask(self) -> Tensor:
         """Causal decay between the fused steps, (b, h, i, i)."""
@@ -93,8 +103,7 @@ class _Chunk(NamedTuple):
 
     def weigh(self, scores_bgii: Tensor, x_bhii: Tensor) -> Tensor:
         """`scores ∘ x`, the scores of a group applied to each of its heads, (b, h, i, i)."""
-        g = self.k_bgin.shape[1]
-        return (x_bhii.unflatten(1, (g, -1)) * scores_bgii.unsqueeze(2)).flatten(1, 2)
+        return (x_bhii.unflatten(1, self.groups) * scores_bgii.unsqueeze(2)).flatten(1, 2)
 
     def next_state(self, state_bhpn: Tensor) -> Tensor:
         """The state after the chunk, from the one before it."""
@@ -132,7 +141,7 @@ def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: 
     dw_bhii = dy_bihp.transpose(1, 2) @ chunk.v_bihp.permute(0, 2, 3, 1)
     dw_bhii *= mask_bhii
     w_bhii = chunk.weigh(scores_bgii, mask_bhii)
-    dscores_bgii = dw_bhii.unflatten(1, (scores_bgii.shape[1], -1)).sum(2)
+    dscores_bgii = dw_bhii.unflatten(1, chunk.groups).sum(2)
     crossing_bhl = _crossing(chunk.weigh(scores_bgii, dw_bhii), chunk.rank)
 
     dv_in_bihp = chunk.by_head(chunk.k_bgin @ g_bgmn.transpose(-1, -2)) * chunk.to_end_bih1
@@ -140,7 +149,7 @@ def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: 
     dk_in_bgin = chunk.by_group(chunk.v_bihp * chunk.to_end_bih1) @ g_bgmn
 
     keep_bh1 = (chunk.kept_bh11 * g_bhpn * state_bhpn).sum((-1, -2)).unsqueeze(-1)
-    out_bhl, in_bhl = (x.unflatten(1, (-1, chunk.rank)).sum(2).transpose(1, 2) for x in (out_bih, in_bih))
+    out_bhl, in_bhl = (chunk.by_step(x).sum(2).transpose(1, 2) for x in (out_bih, in_bih))
     out_after_bhl = out_bhl.flip(-1).cumsum(-1).flip(-1)
     in_before_bhl = F.pad(in_bhl[..., :-1], (1, 0)).cumsum(-1)
     return _ChunkGrads(
@@ -170,7 +179,7 @@ def _forward(
     with without_autocast(v.device):
         for sequence, start, stop in chunk_spans(v.shape[1], chunk_len, cu_seqlens):
             chunk = _Chunk.cut(v, k, q, log_decay, start, stop)
-            y[:, start:stop] = chunk.outputs(states[sequence]).unflatten(1, (-1, chunk.rank))
+            y[:, start:stop] = chunk.by_step(chunk.outputs(states[sequence]))
             states[sequence] = chunk.next_state(states[sequence])
     return y, torch.cat(states)
 
@@ -199,9 +208,9 @@ def _backward(
             chunk = _Chunk.cut(v, k, q, log_decay, start, stop)
             dy_bihp = dy[:, start:stop].to(initial_state.dtype).flatten(1, 2)
             grads = _chunk_backward(chunk, entering.pop(), dy_bihp, leaving[sequence])
-            dv[:, start:stop] = grads.dv_bihp.unflatten(1, (-1, chunk.rank))
-            dk[:, start:stop] = grads.dk_bgin.transpose(1, 2).unflatten(1, (-1, chunk.rank))
-            dq[:, start:stop] = grads.dq_bgin.transpose(1, 2).unflatten(1, (-1, chunk.rank))
+            dv[:, start:stop] = chunk.by_step(grads.dv_bihp)
+            dk[:, start:stop] = chunk.by_step(grads.dk_bgin.transpose(1, 2))
+            dq[:, start:stop] = chunk.by_step(grads.dq_bgin.transpose(1, 2))
             da[:, start:stop] = grads.da_bhl.transpose(1, 2)
             leaving[sequence] = grads.dstate_bhpn
     return dv, dk, dq, da, torch.cat(leaving)

@@ -1,0 +1,33 @@
+import os
+
+# Before torch is imported: some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import jaxtyping
+import pytest
+import torch
+
+# The suite works on small tensors, where threads only wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fill what `torch.empty` returns with NaN, so that a value nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked():
+    """Switch the annotations' checks off: for bad input, which must meet our own errors, and for tracing."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

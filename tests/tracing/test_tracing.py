@@ -1,0 +1,111 @@
+"""`torch.compile` and `torch.export` take the scan and the blocks whole."""
+
+import shutil
+
+import pytest
+import torch
+
+from anymamba import Mamba2, SsdPath
+from anymamba.scan import scan
+from tests.scan.cases import ALGORITHMS, make_inputs
+from tests.support import FLOOR, assert_near
+
+
+@pytest.fixture(autouse=True)
+def fresh_tracer():
+    torch._dynamo.reset()
+
+
+def gradients(function, inputs):
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    y, final_state = function(**leaves)
+    (y.sum() + final_state.square().sum()).backward()
+    return {"y": y, "final_state": final_state, **{name: x.grad for name, x in leaves.items()}}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compile_takes_the_whole_scan(algorithm):
+    inputs = make_inputs(t=11, r=2, dtype=torch.float32)
+
+    def run(**kw):
+        return scan(**kw, path=SsdPath(algorithm, 4))
+
+    expected = gradients(run, inputs)
+    actual = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), inputs)
+    for name in expected:
+        assert_near(actual[name], expected[name], FLOOR[torch.float32], name)
+
+
+class OnPath(torch.nn.Module):
+    """A block on one path, as a module that can be exported."""
+
+    def __init__(self, block, path):
+        super().__init__()
+        self.block, self.path = block, path
+
+    def forward(self, x):
+        return self.block.prefill(x, path=self.path)
+
+
+@pytest.mark.parametrize("algorithm", ["minimal", "serial", "serial_recalculated"])
+def test_export_takes_a_block_with_any_sequence_length(algorithm):
+    block = Mamba2(d_model=16, d_state=8, headdim=8, ngroups=2).eval()
+    module = OnPath(block, SsdPath(algorithm, 8))
+    t = torch.export.Dim("t", min=2, max=4096)
+    program = torch.export.export(module, (torch.randn(2, 19, 16),), dynamic_shapes={"x": {1: t}})
+    for length in (3, 8, 19, 50):
+        x = torch.randn(2, length, 16)
+        with torch.no_grad():
+            y, cache = program.module()(x)
+            y_eager, cache_eager = module(x)
+        assert_near(y, y_eager, FLOOR[torch.float32])
+        assert_near(cache.ssm, cache_eager.ssm, FLOOR[torch.float32])
+        assert torch.equal(cache.conv, cache_eager.conv)
+
+
+@pytest.mark.parametrize("algorithm", ["minimal", "serial", "serial_recalculated"])
+def test_compile_takes_a_block_with_any_sequence_length(algorithm):
+    block = Mamba2(d_model=16, d_state=8, headdim=8)
+    compiled = torch.compile(OnPath(block, SsdPath(algorithm, 8)), fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 19, 34):
+        x = torch.randn(2, length, 16)
+        y, _ = compiled(x)
+        y.sum().backward()
+        grads = {name: p.grad.clone() for name, p in block.named_parameters()}
+        block.zero_grad()
+        y_eager, _ = block.prefill(x)
+        y_eager.sum().backward()
+        assert_near(y, y_eager, FLOOR[torch.float32])
+        for name, p in block.named_parameters():
+            assert_near(grads[name], p.grad, FLOOR[torch.float32], name)
+        block.zero_grad()
+
+
+def test_compile_takes_step_packed_and_padded_input():
+    block = Mamba2(d_model=16, d_state=8, headdim=8)
+    x = torch.randn(1, 12, 16)
+    cu_seqlens = torch.tensor([0, 5, 12])
+
+    def packed(x):
+        return block.prefill(x, cu_seqlens=cu_seqlens)
+
+    def padded(x, mask):
+        return block.prefill(x, mask=mask)
+
+    y, cache = torch.compile(packed, fullgraph=True, backend="aot_eager")(x)
+    assert_near(y, packed(x)[0], FLOOR[torch.float32])
+    mask = torch.arange(12).unsqueeze(0) > 3
+    assert_near(
+        torch.compile(padded, fullgraph=True, backend="aot_eager")(x, mask)[0], padded(x, mask)[0], FLOOR[torch.float32]
+    )
+    step = torch.compile(block.step, fullgraph=True, backend="aot_eager")
+    y_step, _ = step(x[:, 0].expand(2, -1), cache)
+    assert_near(y_step, block.step(x[:, 0].expand(2, -1), cache)[0], FLOOR[torch.float32])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
+def test_the_default_backend_compiles_a_block():
+    block = Mamba2(d_model=16, d_state=8, headdim=8)
+    x = torch.randn(2, 20, 16)
+    y = torch.compile(block, fullgraph=True)(x)
+    assert_near(y, block(x), FLOOR[torch.float32])
