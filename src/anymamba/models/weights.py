@@ -7,6 +7,7 @@ restricted reader, which builds tensors and runs no code.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,10 +88,9 @@ class PickleFile:
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file")
         try:
-            try:
-                self._tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # the form before zip files cannot be mapped
-                self._tensors = torch.load(self.path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about forms of pickle, which are then refused or read
+                self._tensors = self._load()
         except pickle.UnpicklingError as error:
             raise ValueError(
                 f"{self.path}: refused, because it holds more than tensors and loading it could run code; "
@@ -101,6 +101,12 @@ class PickleFile:
         if not isinstance(self._tensors, dict) or not all(isinstance(x, Tensor) for x in self._tensors.values()):
             raise ValueError(f"{self.path}: expected a table of tensors by name")
         return self
+
+    def _load(self) -> Any:
+        try:
+            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the form before zip files cannot be mapped
+            return torch.load(self.path, map_location="cpu", weights_only=True)
 
     def __exit__(self, *error: object) -> None:
         """Let go of the tensors that nobody keeps."""

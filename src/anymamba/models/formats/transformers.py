@@ -78,9 +78,7 @@ class TransformersFormat:
         )
         heads = config.block_config().nheads
         if raw.get("num_heads", heads) != heads:
-            raise ValueError(
-                f"num_heads · head_dim must be expand · hidden_size: expected {heads}, got {raw['num_heads']}"
-            )
+            raise ValueError(f"num_heads must be expand · hidden_size / head_dim = {heads}, got {raw['num_heads']}")
         return config
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -95,7 +93,7 @@ class TransformersFormat:
                 stacklevel=2,
             )
         silent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        return {
+        raw = {
             **silent,
             **config.extra.get("transformers", {}),
             "architectures": ["Mamba2ForCausalLM"],
@@ -111,6 +109,7 @@ class TransformersFormat:
             "time_step_limit": list(block.dt_limit),
             "chunk_size": config.ssm_cfg.get("chunk_size") or 256,
         }
+        return dict(sorted(raw.items()))
 
     def our_key(self, key: str) -> str:
         """`backbone.embeddings` is our `backbone.embedding`."""
