@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Half a MiB of float32: with an operand or two beside it, a block stays in a core's second-level cache.
+CACHE_ELEMENTS = 2**17
+
 
 def define_operator(
     name: str,
@@ -85,7 +88,7 @@ def define_operator(
 
 def cache_blocks(x: Tensor, steps: int, row: int) -> Iterator[tuple[int, int]]:
     """Cut `steps` of `row` elements each into blocks [start, stop) that stay in a CPU's cache; elsewhere, into one."""
-    size = max(1, 2**17 // max(1, row)) if x.device.type == "cpu" else steps
+    size = max(1, CACHE_ELEMENTS // max(1, row)) if x.device.type == "cpu" else steps
     for start in range(0, steps, size):
         yield start, min(start + size, steps)
 

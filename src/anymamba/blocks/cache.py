@@ -83,11 +83,11 @@ class CacheMethods:
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
-                if metadata.get("kind") != cls.__name__:
-                    raise ValueError(
-                        f"{path}: expected a saved {cls.__name__}, got {metadata.get('kind', 'no kind')!r}"
-                    )
-                values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+                found = metadata.get("kind", "a file of no kind")
+                if found != cls.__name__:
+                    raise ValueError(f"{path}: expected a saved {cls.__name__}, got {found}")
+                names = list(file.keys())
+                values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name) for name in names}}
         except SafetensorError as error:
             raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
         if set(values) != set(kind._fields):

@@ -38,18 +38,18 @@ class Mamba2Config:
     d_state: int = 128  # N, state size of a head
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
     conv_init: float | None = None  # conv weights uniform in ±conv_init; None: ±1/√W
-    expand: float = 2  # E / D
+    expand: int | float = 2  # E / D
     headdim: int = 64  # P, width of a head
     d_ssm: int | None = None  # channels that pass the SSM, the rest pass a gated MLP; None: all
     ngroups: int = 1  # G, groups of heads that share B and C
-    A_init_range: tuple[float, float] = (1, 16)  # -A uniform in it
+    A_init_range: tuple[int | float, int | float] = (1, 16)  # -A uniform in it
     D_has_hdim: bool = False  # skip weight per channel instead of per head
     rmsnorm: bool = True  # norm before out_proj; False: gate only
     norm_before_gate: bool = False
-    dt_min: float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
-    dt_max: float = 0.1
-    dt_init_floor: float = 1e-4
-    dt_limit: tuple[float, float] = (0.0, math.inf)  # dt is clamped to it, in every mode
+    dt_min: int | float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
+    dt_max: int | float = 0.1
+    dt_init_floor: int | float = 1e-4
+    dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     bias: bool = False  # of in_proj and out_proj
     conv_bias: bool = True
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
@@ -125,7 +125,7 @@ class Mamba2(nn.Module):
     Args:
         config: a `Mamba2Config`, or d_model, with the other fields of `Mamba2Config` as keywords.
         device: of the parameters.
-        dtype: of the parameters (D is float32, as officially).
+        dtype: of the parameters (D is float32 or wider, as officially).
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class Mamba2(nn.Module):
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **factory))
         a_h = torch.empty(heads, dtype=torch.float32, device=device).uniform_(*c.A_init_range)
         self.A_log = nn.Parameter(torch.log(a_h).to(dtype))
-        self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device))
+        wide = state_dtype(dtype or torch.get_default_dtype())
+        self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device, dtype=wide))
         if c.rmsnorm:
             self.norm = GatedRMSNorm(
                 width, group_size=width // c.ngroups, norm_before_gate=c.norm_before_gate, **factory
@@ -343,9 +344,9 @@ class Mamba2(nn.Module):
 
 def initial_dt_bias(
     heads: int,
-    dt_min: float,
-    dt_max: float,
-    floor: float,
+    dt_min: int | float,
+    dt_max: int | float,
+    floor: int | float,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, " h"]:

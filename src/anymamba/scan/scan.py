@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.scan.checks import check_scan
 from anymamba.scan.minimal import scan_minimal
 from anymamba.scan.numerics import state_dtype, without_autocast
+from anymamba.scan.operator import Algorithm, exported
 from anymamba.scan.path import SsdPath
 from anymamba.scan.recurrent import scan_recurrent
 from anymamba.scan.serial import scan_serial
 from anymamba.scan.serial_recalculated import scan_serial_recalculated
 
-_ALGORITHMS: dict[str, Callable[..., Any]] = {
+_ALGORITHMS: dict[str, Algorithm] = {
     "recurrent": scan_recurrent,
     "minimal": scan_minimal,
     "serial": scan_serial,
+    "serial_recalculated": scan_serial_recalculated,
+}
+_EXPORTED: dict[str, Algorithm] = {
+    "recurrent": exported("scan_recurrent", scan_recurrent),
+    "minimal": exported("scan_minimal", scan_minimal),
+    "serial": exported("scan_serial", scan_serial),
     "serial_recalculated": scan_serial_recalculated,
 }
 
@@ -67,8 +72,9 @@ def scan(
         rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = v.new_zeros((rows, h, p, n), dtype=state_dtype(v.dtype))
     chunk_len = path.chunk_len_or_optimal(n, p, r)
+    algorithms = _EXPORTED if torch.compiler.is_exporting() else _ALGORITHMS
     with without_autocast(v.device):
-        y, final_state = _ALGORITHMS[path.algorithm](
+        y, final_state = algorithms[path.algorithm](
             v, k, q, log_decay, initial_state=initial_state, chunk_len=chunk_len, cu_seqlens=cu_seqlens
         )
     return y, final_state

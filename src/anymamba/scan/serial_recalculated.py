@@ -23,16 +23,15 @@ m = (e p) the heads of a group and their width fused, h = (g e), p head width, n
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.operators import define_operator
 from anymamba.scan.chunking import chunk_spans
 from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor, state_dtype, without_autocast
+from anymamba.scan.operator import scan_operator
 from anymamba.scan.serial import fuse_ranks
 
 
@@ -216,32 +215,4 @@ def _backward(
     return dv, dk, dq, da, torch.cat(leaving)
 
 
-def _fake(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return y, torch.empty(initial_state.shape, dtype=initial_state.dtype, device=v.device)
-
-
-_operator = define_operator(
-    "scan_recalculated",
-    inputs="Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, SymInt chunk_len, Tensor? cu_seqlens",
-    outputs=2,
-    differentiable=5,
-    forward=_forward,
-    backward=_backward,
-    fake=_fake,
-)
-
-
-def scan_serial_recalculated(
-    v: Float[Tensor, "b t r h p"],
-    k: Float[Tensor, "b t r g n"],
-    q: Float[Tensor, "b t r g n"],
-    log_decay: Float[Tensor, "b t h"],
-    *,
-    initial_state: Float[Tensor, "s h p n"],
-    chunk_len: int,
-    cu_seqlens: Int[Tensor, " s1"] | None,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
-    """The scan one chunk at a time (`anymamba.scan.scan` has the contract)."""
-    y, final_state = _operator(v, k, q, log_decay, initial_state, chunk_len, cu_seqlens)
-    return y, final_state
+scan_serial_recalculated = scan_operator("scan_recalculated", _forward, _backward)

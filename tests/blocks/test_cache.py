@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from anymamba import Mamba2, Mamba2Cache
+
+
+@pytest.fixture
+def cache():
+    block = Mamba2(d_model=16, d_state=8, headdim=8)
+    return block.prefill(torch.randn(3, 5, 16))[1]
+
+
+def test_clone_shares_no_memory(cache):
+    clone = cache.clone()
+    assert isinstance(clone, Mamba2Cache)
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(cache, clone, strict=True))
+
+
+def test_detach_drops_the_history(cache):
+    assert cache.ssm.requires_grad
+    assert not cache.detach().ssm.requires_grad
+
+
+def test_to_keeps_the_state_wide(cache):
+    half = cache.to(dtype=torch.bfloat16)
+    assert (half.conv.dtype, half.ssm.dtype) == (torch.bfloat16, torch.float32)
+    double = cache.to(dtype=torch.float64)
+    assert (double.conv.dtype, double.ssm.dtype) == (torch.float64, torch.float64)
+    assert cache.to("meta").ssm.device.type == "meta"
+
+
+@pytest.mark.parametrize("index", [[0, 2], [1, 1, 1], slice(1, 3), 2, torch.tensor([2, 0])], ids=str)
+def test_rows_selects_and_repeats(cache, index):
+    rows = cache.rows(index)
+    expected = cache.ssm[[index] if isinstance(index, int) else index]
+    assert torch.equal(rows.ssm, expected)
+    assert rows.batch_size == expected.shape[0]
+
+
+def test_save_and_load_give_the_same_bits(cache, tmp_path):
+    file = tmp_path / "state.safetensors"
+    cache.save(file)
+    loaded = Mamba2Cache.load(file)
+    assert isinstance(loaded, Mamba2Cache)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(cache, loaded, strict=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_a_damaged_or_foreign_file_is_refused(cache, tmp_path):
+    file = tmp_path / "state.safetensors"
+    cache.save(file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        Mamba2Cache.load(file)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="expected a saved Mamba2Cache, got a file of no kind"):
+        Mamba2Cache.load(file)
+
+
+def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
+    file = tmp_path / "state.safetensors"
+    cache.save(file)
+    before = file.read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("anymamba.blocks.cache.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(file)
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
