@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 from anymamba.files import read_json
 
 _REPLACEMENT = "\ufffd"
-_UNFINISHED = 3  # bytes of a character that can be missing its last
 _WINDOW = 64  # tokens that are looked at together, at most
 
 
@@ -172,10 +171,8 @@ class TextStream:
         """Add a token; the text that is now certain, maybe none."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # Bytes of an unfinished character decode to at most three replacement characters.
-        unfinished = min(_UNFINISHED, len(text) - len(text.rstrip(_REPLACEMENT)))
-        if len(self._ids) > _WINDOW:
-            unfinished = 0
+        # An unfinished character decodes to replacement characters, and with some tokenizers so do the bytes before it.
+        unfinished = 0 if len(self._ids) > _WINDOW else len(text) - len(text.rstrip(_REPLACEMENT))
         certain = text[self._given : len(text) - unfinished]
         if unfinished or not certain:
             self._given += len(certain)
