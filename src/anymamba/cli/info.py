@@ -12,6 +12,7 @@ from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import open_checkpoint
+from anymamba.models.skeleton import skeleton
 from anymamba.scan import SsdPath
 from anymamba.version import __version__
 
@@ -54,7 +55,7 @@ def _default_paths() -> list[tuple[str, str]]:
 def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
     checkpoint = open_checkpoint(source)
     config = checkpoint.config
-    model = MambaLM(config, device="meta", dtype=dtype or checkpoint.dtype)
+    model = skeleton(config, dtype or checkpoint.dtype)
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
     working = _working_bytes(model)

@@ -73,20 +73,20 @@ def choose(
         raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
     if sampling.temperature == 0:
         return greedy
-    scaled = (logits - largest.unsqueeze(-1)) / sampling.temperature
-    return torch.stack([_draw(row, sampling, u) for row, u in zip(scaled, uniforms, strict=True)])
+    p_bv = ((logits - largest.unsqueeze(-1)) / sampling.temperature).softmax(-1)
+    return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv, uniforms, strict=True)])
 
 
-def _draw(logits_v: Tensor, sampling: Sampling, uniform: float) -> Tensor:
+def _draw(p_v: Tensor, sampling: Sampling, uniform: float) -> int:
     """Draw from one row: the first candidate whose cumulative probability exceeds `uniform`."""
-    probabilities_v = logits_v.double().softmax(-1)
-    candidates, p = _candidates(probabilities_v, sampling)
+    candidates, p = _candidates(p_v, sampling)
     if sampling.min_p > 0:
         p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)
-    cumulative = p.cumsum(-1)
+    cumulative = p.cumsum(-1, dtype=torch.float64)
     index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    index = min(index, p.shape[0] - 1)
-    return torch.tensor(index) if candidates is None else candidates[index]
+    # Rounding may bring the product up to the sum; the last token that has a probability is meant then.
+    index = min(index, int(p.nonzero()[-1])) if index == p.shape[0] else index
+    return index if candidates is None else int(candidates[index])
 
 
 def _candidates(p_v: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
@@ -96,7 +96,7 @@ def _candidates(p_v: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]
         return None, p_v
     if sampling.top_k is not None:
         p, ids = p_v.topk(min(sampling.top_k, size))
-        kept = _nucleus(p, sampling.top_p * float(p.sum())) or p.shape[0]
+        kept = _nucleus(p, sampling.top_p * float(p.double().sum())) or p.shape[0]
         return ids[:kept], p[:kept]
     # Sorting a whole vocabulary takes longer than the model's step: take a few, and more only if they do not suffice.
     count = min(_FIRST_CANDIDATES, size)
@@ -110,7 +110,7 @@ def _candidates(p_v: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]
 
 def _nucleus(p: Tensor, mass: float) -> int:
     """How many of the descending probabilities it takes to reach `mass`; 0 if all together do not."""
-    reached = p.cumsum(-1) >= mass
+    reached = p.cumsum(-1, dtype=torch.float64) >= mass
     return int(reached.int().argmax()) + 1 if bool(reached[-1]) else 0
 
 

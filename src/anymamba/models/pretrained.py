@@ -14,6 +14,7 @@ from anymamba.files import read_json, replacing, write_json, write_tensors
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.lm import MambaLM
+from anymamba.models.skeleton import skeleton
 from anymamba.models.weights import Stored, describe_mismatch, find_weights, read_entries, weight_file
 
 # Files that go with the weights, whatever the format.
@@ -65,7 +66,7 @@ def load_model(
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
     checkpoint = open_checkpoint(source)
     asked = dtype or checkpoint.dtype
-    model = MambaLM(checkpoint.config, device="meta", dtype=asked)
+    model = skeleton(checkpoint.config, asked)
     targets = {name: x.dtype for name, x in model.state_dict().items()}
     if dtype is None:
         # What a block keeps wider than its weights stays as it is stored.
@@ -82,7 +83,7 @@ def load_model(
             )
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    return model.eval()
+    return model.to(device).eval()
 
 
 def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = "official") -> None:
@@ -182,7 +183,7 @@ def _match(
     directory: Path, adapter: Format, config: MambaLMConfig, files: list[Path]
 ) -> dict[str, tuple[Path, str, Stored]]:
     """Match the stored tensors with the model's parameters, one to one, by name and shape."""
-    expected = {name: tuple(x.shape) for name, x in MambaLM(config, device="meta").state_dict().items()}
+    expected = {name: tuple(x.shape) for name, x in skeleton(config).state_dict().items()}
     tensors: dict[str, tuple[Path, str, Stored]] = {}
     unexpected, twice, misshapen = [], [], []
     for path, key, stored in read_entries(files):
