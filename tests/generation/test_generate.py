@@ -26,7 +26,7 @@ def test_greedy_tokens_are_those_of_the_reference():
     assert torch.equal(model.generate(prompt, 16).tokens, g["greedy"][:, prompt.shape[1] :])
 
 
-@pytest.mark.parametrize("name", ["lm_mamba2", "lm_mamba2_mlp_untied"])
+@pytest.mark.parametrize("name", ["lm_mamba2", "lm_mamba2_mlp_untied", "lm_mamba3_siso", "lm_mamba3_mimo"])
 def test_greedy_tokens_are_the_most_likely_of_the_reference_logits(name):
     model, g = MambaLM.from_pretrained(GOLDEN / name), golden(name)
     for t in (1, 7, 40):

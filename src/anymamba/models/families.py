@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
+from anymamba.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
 
 
 class Family(NamedTuple):
@@ -19,6 +20,7 @@ class Family(NamedTuple):
 # Keyed by the value of "layer" in the official `ssm_cfg`.
 FAMILIES: dict[str, Family] = {
     "Mamba2": Family(Mamba2, Mamba2Config, Mamba2Cache),
+    "Mamba3": Family(Mamba3, Mamba3Config, Mamba3Cache),
 }
 
 

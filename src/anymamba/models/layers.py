@@ -17,27 +17,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from anymamba.blocks import norms
 from anymamba.blocks.cache import CacheMethods
 from anymamba.models.config import MambaLMConfig
 
-EPS = 1e-5  # of every official norm
 
-
-class RMSNorm(nn.Module):
+class RMSNorm(norms.RMSNorm):
     """`y = weight x / √(mean(x²) + eps)` over the last axis, computed in the dtype of x and rounded to the weight's."""
-
-    def __init__(
-        self, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Create the weight, all ones."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Norm `x` (..., d)."""
-        # torch's own rms_norm takes two to three times as long on a CPU.
-        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-        return (unit * self.weight.to(x.dtype)).to(self.weight.dtype)
+        return super().forward(x).to(self.weight.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -47,7 +37,7 @@ class LayerNorm(nn.LayerNorm):
         self, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Create the weight, all ones, and the bias, all zeros."""
-        super().__init__(width, eps=EPS, device=device, dtype=dtype)
+        super().__init__(width, eps=1e-5, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Norm `x` (..., d)."""

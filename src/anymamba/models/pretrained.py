@@ -68,11 +68,6 @@ def load_model(
     asked = dtype or checkpoint.dtype
     model = skeleton(checkpoint.config, asked)
     targets = {name: x.dtype for name, x in model.state_dict().items()}
-    if dtype is None:
-        # What a block keeps wider than its weights stays as it is stored.
-        for name, target in targets.items():
-            if target != asked and name in checkpoint.tensors:
-                targets[name] = checkpoint.tensors[name][2].dtype
     state = _read(checkpoint, targets, torch.device(device), copy=asked != checkpoint.dtype)
     if checkpoint.config.tie_embeddings:
         head = state.setdefault(_HEAD, state[_EMBEDDING])
