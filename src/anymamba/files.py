@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,8 +34,8 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], meta
 
 
 @contextmanager
-def open_tensors(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Map a safetensors file into memory, as `safetensors.safe_open` on the CPU.
+def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Iterator[Any]:
+    """Open a safetensors file, as `safetensors.safe_open`; on the CPU its tensors are views of the file.
 
     Raises:
         ValueError: the file is missing, cut short, or of another format.
@@ -42,7 +43,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[Any]:
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
