@@ -118,3 +118,9 @@ def test_without_the_library_the_extra_is_named(byte_level, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'anymamba\[hf\]'"):
         load_tokenizer(byte_level, byte_level, 1000)
+
+
+def test_a_tokenizer_is_fetched_from_the_hub(byte_level, tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(byte_level))
+    assert load_tokenizer("some/tokenizer", tmp_path, 1000).end == [0]

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from anymamba.files import read_json
+from anymamba.models.hub import fetch, is_repository_id
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64  # tokens that are looked at together, at most
 
@@ -140,19 +142,9 @@ def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if path.is_dir():
         return path / "tokenizer.json"
-    if path.exists() or str(name).count("/") != 1 or path.suffix == ".json":
+    if path.exists() or path.suffix == ".json" or not is_repository_id(name):
         return path
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise ValueError(
-            f"{name}: no such file; to fetch it from the hub, install huggingface_hub (pip install 'anymamba[hf]')"
-        ) from error
-    try:
-        return Path(hf_hub_download(str(name), "tokenizer.json"))
-    except (OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name}: no such file, nor did the hub give it ({reason}); pass a tokenizer.json") from error
+    return fetch(str(name), *_FILES, instead="a tokenizer.json") / _FILES[0]
 
 
 class TextStream:

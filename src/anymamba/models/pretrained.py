@@ -13,6 +13,7 @@ from torch import Tensor
 from anymamba.files import read_json, replacing, write_json, write_tensors
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
+from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
 from anymamba.models.skeleton import skeleton
 from anymamba.models.weights import Stored, describe_mismatch, find_weights, read_entries, weight_file
@@ -114,39 +115,22 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
-    name = str(source)
     if path.exists():
-        raise ValueError(f"{name}: expected a directory with config and weights, got a file")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        raise ValueError(f'{name}: no such directory, and not the id of a hub repository ("owner/name")')
-    return _fetch(name)
+        raise ValueError(f"{source}: expected a directory with config and weights, got a file")
+    if not is_repository_id(source):
+        raise ValueError(f'{source}: no such directory, and not the id of a hub repository ("owner/name")')
+    return _fetch(str(source))
 
 
 def _fetch(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"{name}: no such directory; to fetch it from the hub, install huggingface_hub (pip install 'anymamba[hf]')"
-        ) from error
-
-    def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
-
-    try:
-        directory = fetch("*.json")
-        adapter, _ = _read_config(directory)
-        for weights in adapter.weight_files:
-            stem, suffix = weights.rsplit(".", 1)
-            directory = fetch("*.json", weights, f"{stem}-*.{suffix}")
-            if find_weights(directory, (weights,)):
-                return directory
-    except (OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{name}: no such directory, and the hub did not give it ({reason}); "
-            "pass a directory that holds config.json and the weights"
-        ) from error
+    """Fetch the config, and then the weights in the first form that the repository has."""
+    instead = "a directory that holds config.json and the weights"
+    adapter, _ = _read_config(fetch(name, "*.json", instead=instead))
+    for weights in adapter.weight_files:
+        stem, suffix = weights.rsplit(".", 1)
+        directory = fetch(name, "*.json", weights, f"{stem}-*.{suffix}", instead=instead)
+        if find_weights(directory, (weights,)):
+            return directory
     raise ValueError(f"{name}: the repository has no weights in one of {', '.join(adapter.weight_files)}")
 
 
