@@ -17,7 +17,7 @@ from torch import Tensor
 from anymamba.blocks.sequences import sequences_of, starts_of
 from anymamba.operators import define_operator
 
-Quaternions = Float[Tensor, "*batch 4"]
+Quaternions = Float[Tensor, "*#batch 4"]
 
 
 def multiply(p: Quaternions, q: Quaternions) -> Quaternions:
@@ -33,7 +33,7 @@ def conjugate(q: Quaternions) -> Quaternions:
     return torch.cat([q[..., :1], -q[..., 1:]], dim=-1)
 
 
-def turn_by_vector(direction: Float[Tensor, "*batch 3"], most: Float[Tensor, "*#batch 1"]) -> Quaternions:
+def turn_by_vector(direction: Float[Tensor, "*#batch 3"], most: Float[Tensor, "*#batch 1"]) -> Quaternions:
     """The unit quaternion that turns by `most · tanh|r|` about `r / |r|`, smooth at r = 0 and for any length of r.
 
     Args:
@@ -76,7 +76,10 @@ def _forward(q: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _backward(dproducts: Tensor, q: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """With `P_t = q_t ... q_0` and `S_t = Σ_{s ≥ t} P̄_s dQ_s`: `dq_t = P_t S_t Q̄_{t-1}` and `dstart = S_0`."""
+    """With `P_t = q_t ... q_0` and `S_t = Σ_{s ≥ t} P̄_s dQ_s`: `dq_t = P_t S_t Q̄_{t-1}` and `dstart = S_0`.
+
+    Results are kept at length 1, so of `dQ_s` only what is perpendicular to `Q_s` counts.
+    """
     dqs, dstarts = [], []
     for part, first, dpart in zip(
         sequences_of(q, cu_seqlens), starts_of(start, cu_seqlens), sequences_of(dproducts, cu_seqlens), strict=True
@@ -84,8 +87,10 @@ def _backward(dproducts: Tensor, q: Tensor, start: Tensor, cu_seqlens: Tensor | 
         unit = torch.zeros_like(first)
         unit[..., 0] = 1
         alone = _running_products(part, unit)
-        later = multiply(conjugate(alone), dpart.contiguous()).flip(1).cumsum(1).flip(1)
-        before = torch.cat([first.unsqueeze(1), multiply(alone[:, :-1], first.unsqueeze(1))], dim=1)
+        products = multiply(alone, first.unsqueeze(1))
+        tangent = dpart - products * (products * dpart).sum(-1, keepdim=True)
+        later = multiply(conjugate(alone), tangent).flip(1).cumsum(1).flip(1)
+        before = torch.cat([first.unsqueeze(1), products[:, :-1]], dim=1)
         dqs.append(multiply(multiply(alone, later), conjugate(before)))
         dstarts.append(later[:, 0])
     return torch.cat(dqs, dim=1), torch.cat(dstarts)
