@@ -24,7 +24,8 @@ def multiply(p: Quaternions, q: Quaternions) -> Quaternions:
     """The Hamilton product, broadcasting over the leading axes."""
     a, b = torch.view_as_complex(p.unflatten(-1, (2, 2))).unbind(-1)
     c, d = torch.view_as_complex(q.unflatten(-1, (2, 2))).unbind(-1)
-    product = torch.stack([a * c - b * d.conj(), a * d + b * c.conj()], dim=-1)
+    # conj() only marks a tensor, and inside an operator of a compiled graph the mark is overlooked.
+    product = torch.stack([a * c - b * d.conj_physical(), a * d + b * c.conj_physical()], dim=-1)
     return torch.view_as_real(product).flatten(-2)
 
 
