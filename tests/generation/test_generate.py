@@ -76,6 +76,16 @@ def test_any_segment_length_gives_the_same(family):
             assert torch.allclose(x, expected.cache.tensors()[name], atol=1e-10), name
 
 
+def test_no_more_than_a_segment_is_computed_at_once():
+    model, sizes = small_lm(), []
+    model.backbone.norm_f.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape[:2])))
+    ids, mask, _ = prompts(3, 50, 1000)
+    start(model, ids, mask=mask, segment_len=64)
+    assert max(t for _, t in sizes) == 64
+    assert len(sizes) == 16
+    assert sizes[:3] == [(3, 64), (1, 64), (1, 64)], "rows that have ended take no further part"
+
+
 def test_a_seed_repeats_and_another_differs():
     model, ids = small_lm(), torch.randint(61, (1, 5))
     first = model.generate(ids, 30, **SAMPLED).tokens

@@ -1,7 +1,8 @@
 import json
+import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
@@ -87,6 +88,7 @@ def test_an_unfinished_character_is_given_at_the_end():
     assert streamed(ByteTokenizer(), [0x61, 0xE6, 0x97]) == ["a", "", "", "\ufffd"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=40))
 def test_any_bytes_stream_to_what_they_decode_to(ids):
     assert "".join(streamed(ByteTokenizer(), ids)) == ByteTokenizer().decode(ids)
@@ -115,7 +117,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
 
 
 def test_without_the_library_the_extra_is_named(byte_level, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'anymamba\[hf\]'"):
         load_tokenizer(byte_level, byte_level, 1000)
 

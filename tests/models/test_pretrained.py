@@ -1,6 +1,7 @@
 import json
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from anymamba import MambaLM
 from anymamba.files import read_json
 from anymamba.models.pretrained import open_checkpoint
-from tests.models.cases import GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
+from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -42,6 +43,14 @@ def test_a_round_trip_is_exact_to_the_bit(format, dtype, tmp_path):
     loaded.save_pretrained(tmp_path / "b", format=format)
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_family_survives_the_official_format(family, dtype, tmp_path):
+    model = small_lm(family, dtype, d_intermediate=10)
+    model.save_pretrained(tmp_path)
+    assert same(MambaLM.from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize("name", LM_GOLDENS)
@@ -83,6 +92,8 @@ def test_codestral_files_have_the_prefix_and_params(tmp_path):
 def test_a_format_refuses_what_it_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match=r"transformers format cannot hold .*'d_intermediate': 0.*'d_intermediate': 7"):
         small_lm(d_intermediate=7).save_pretrained(tmp_path, format="transformers")
+    with pytest.raises(ValueError, match=r"transformers format cannot hold .*'Mamba2'.*'Mamba3'"):
+        small_lm("Mamba3").save_pretrained(tmp_path, format="transformers")
     with pytest.raises(ValueError, match=r"Codestral format cannot hold .*'d_state': 128.*'d_state': 16"):
         small_lm().save_pretrained(tmp_path, format="codestral")
     with pytest.raises(ValueError, match=r"format must be one of .*'gguf'"):
@@ -156,6 +167,7 @@ def test_weights_are_read_in_the_asked_dtype(dtype, directory):
             assert torch.equal(x, stored[name].to(x.dtype)), name
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_of_the_stored_dtype_are_mapped_and_not_copied(tmp_path):
     model = MambaLM(d_model=256, n_layer=4, vocab_size=50000, ssm_cfg={"layer": "Mamba2"})
     size = sum(p.nbytes for p in model.parameters())
@@ -366,6 +378,6 @@ class TestHub:
             MambaLM.from_pretrained("some/model")
 
     def test_without_the_library_the_extra_is_named(self, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
         with pytest.raises(ValueError, match=r"pip install 'anymamba\[hf\]'"):
             MambaLM.from_pretrained("some/model")

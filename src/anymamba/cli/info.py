@@ -82,7 +82,8 @@ _BLOCK_FIELDS = ("d_state", "headdim", "nheads", "ngroups", "expand", "is_mimo",
 
 
 def _working_bytes(model: MambaLM) -> int:
-    """Roughly what a segment takes: three times a layer's projection for each token, and the logits."""
-    widths = [layer.mixer.in_proj.out_features for layer in model.backbone.layers]  # type: ignore[union-attr]
-    tokens = SEGMENT_LEN * 4 * (3 * max(widths) + 4 * model.config.d_model)  # type: ignore[type-var, operator]
-    return int(tokens) + 8 * model.config.padded_vocab_size
+    """Roughly what a segment takes in a layer, as measured: some multiples of its widest tensors, and the logits."""
+    mixer: Any = model.backbone.layers[0].mixer
+    keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries of every head
+    floats = 4 * mixer.in_proj.out_features + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())
+    return 4 * (SEGMENT_LEN * floats + 2 * model.config.padded_vocab_size)

@@ -69,14 +69,12 @@ def load_model(
     asked = dtype or checkpoint.dtype
     model = skeleton(checkpoint.config, asked)
     targets = {name: x.dtype for name, x in model.state_dict().items()}
-    state = _read(checkpoint, targets, torch.device(device), copy=asked != checkpoint.dtype)
-    if checkpoint.config.tie_embeddings:
-        head = state.setdefault(_HEAD, state[_EMBEDDING])
-        if head.data_ptr() != state[_EMBEDDING].data_ptr() and not torch.equal(head, state[_EMBEDDING]):
-            raise ValueError(
-                f"{checkpoint.directory}: the config says that head and embedding are one (tied), "
-                "but the weights hold two different ones"
-            )
+    if tied := checkpoint.config.tie_embeddings:
+        _check_tied(checkpoint)
+        targets.pop(_HEAD)
+    state = _read(checkpoint, targets, copy=asked != checkpoint.dtype, device=torch.device(device))
+    if tied:
+        state[_HEAD] = state[_EMBEDDING]
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(device).eval()
@@ -183,14 +181,33 @@ def _match(
     return tensors
 
 
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """Raise if a model whose head is its embedding was stored with a head that differs."""
+    if _HEAD not in checkpoint.tensors:
+        return
+    stored = {name: checkpoint.tensors[name][2].dtype for name in (_HEAD, _EMBEDDING)}
+    found = _read(checkpoint, stored, copy=False)
+    head, embedding = found[_HEAD], found[_EMBEDDING]
+    if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{checkpoint.directory}: the config says that head and embedding are one (tied), "
+            "but the weights hold two different ones"
+        )
+
+
 def _read(
-    checkpoint: Checkpoint, targets: dict[str, torch.dtype], device: torch.device, *, copy: bool
+    checkpoint: Checkpoint,
+    dtypes: dict[str, torch.dtype],
+    *,
+    copy: bool,
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor by our name, in the dtype of `targets`, file by file."""
+    """Tensors by our name, those that `dtypes` names and in its dtypes, file by file."""
     state = {}
     for path in checkpoint.files:
         with weight_file(path) as file:
-            for name, (where, key, _) in checkpoint.tensors.items():
+            for name, dtype in dtypes.items():
+                where, key, _ = checkpoint.tensors[name]
                 if where == path:
-                    state[name] = file.read(key, targets[name], copy=copy).to(device)
+                    state[name] = file.read(key, dtype, copy=copy).to(device)
     return state

@@ -19,7 +19,19 @@ from torch import Tensor
 from anymamba.files import open_tensors, read_json
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MAPPED_AT_ONCE = 2**28  # bytes of a file that may stay mapped while its tensors are converted
+
+
+class _Converted:
+    """Counts converted bytes: pages of a file that were read stay in memory until the file is let go."""
+
+    def __init__(self, path: Path) -> None:
+        self._limit = max(2**24, path.stat().st_size // 40) if path.is_file() else 0
+        self._bytes = 0
+
+    def too_many(self, more: int) -> bool:
+        """Add to the count; whether it is time to let the file go, and to count again."""
+        self._bytes = 0 if (over := self._bytes + more > self._limit) else self._bytes + more
+        return over
 
 
 class Stored(NamedTuple):
@@ -35,7 +47,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Remember the path."""
         self.path = path
-        self._converted = 0
+        self._converted = _Converted(path)
         self._stack = ExitStack()
 
     def __enter__(self) -> SafetensorsFile:
@@ -67,12 +79,9 @@ class SafetensorsFile:
         if not copy:
             return self._file.get_tensor(name).to(dtype)
         tensor = self._file.get_tensor(name).to(dtype, copy=True)
-        self._converted += tensor.nbytes
-        if self._converted > _MAPPED_AT_ONCE:
-            # Pages that were read stay in memory until the file is let go.
+        if self._converted.too_many(tensor.nbytes):
             self.__exit__()
             self.__enter__()
-            self._converted = 0
         return tensor
 
 
@@ -82,6 +91,7 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         """Remember the path."""
         self.path = path
+        self._converted = _Converted(path)
 
     def __enter__(self) -> PickleFile:
         """Read the table of tensors; their values stay in the file where its form allows."""
@@ -118,7 +128,11 @@ class PickleFile:
 
     def read(self, name: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
         """One tensor: a view of the file, or a copy (or conversion) of it."""
-        return self._tensors[name].detach().to(dtype, copy=copy).contiguous()
+        tensor: Tensor = self._tensors[name].detach().to(dtype, copy=copy).contiguous()
+        if copy and self._converted.too_many(tensor.nbytes):
+            self.__exit__()
+            self.__enter__()
+        return tensor
 
 
 def weight_file(path: Path) -> SafetensorsFile | PickleFile:
