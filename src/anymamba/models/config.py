@@ -35,10 +35,13 @@ class MambaLMConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        for f in dataclasses.fields(self):
+            if f.type in ("int", "bool"):
+                _typed(f.name, getattr(self, f.name), f)
         for name in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"MambaLMConfig: {name} must be a whole number, at least 1, got {value!r}")
-        if not isinstance(self.d_intermediate, int) or self.d_intermediate < 0:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"MambaLMConfig: {name} must be at least 1, got {value!r}")
+        if self.d_intermediate < 0:
             raise ValueError(f"MambaLMConfig: d_intermediate must be 0 or a width, got {self.d_intermediate!r}")
         if not isinstance(self.ssm_cfg, dict):
             raise ValueError(f"MambaLMConfig: ssm_cfg must be a table of the block's fields, got {self.ssm_cfg!r}")
@@ -74,20 +77,12 @@ class MambaLMConfig:
         Raises:
             ValueError: `ssm_cfg` has entries that the block does not know, or values that cannot work.
         """
-        kind = self.family.config
-        defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+        fields = {f.name: f for f in dataclasses.fields(self.family.config)}
         given = {k: v for k, v in self.ssm_cfg.items() if k != "layer" and k not in _KERNEL_OPTIONS}
-        if unknown := sorted(set(given) - set(defaults)):
+        if unknown := sorted(set(given) - set(fields)):
             raise ValueError(f"MambaLMConfig: ssm_cfg has entries that {self.layer} does not know: {unknown}")
-        for name, value in given.items():
-            if isinstance(defaults[name], tuple) and isinstance(value, list):
-                given[name] = tuple(value)
-        try:
-            return kind(**{**given, "d_model": self.d_model})
-        except TypeError as error:
-            raise ValueError(
-                f"MambaLMConfig: ssm_cfg = {self.ssm_cfg} has a value of a wrong type ({error})"
-            ) from error
+        values = {name: _typed(f'ssm_cfg["{name}"]', value, fields[name]) for name, value in given.items()}
+        return self.family.config(**{**values, "d_model": self.d_model})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MambaLMConfig:
@@ -101,3 +96,22 @@ class MambaLMConfig:
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
         return {**values, **extra}
+
+
+def _typed(name: str, value: Any, field: dataclasses.Field[Any]) -> Any:
+    """A value from a JSON file as the field's annotation wants it, a list as a tuple."""
+    wanted, default = str(field.type), field.default
+    number = isinstance(value, int | float if "float" in wanted else int) and not isinstance(value, bool)
+    if wanted.startswith("tuple"):
+        fine = isinstance(value, list | tuple) and isinstance(default, tuple) and len(value) == len(default)
+        fine = fine and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
+        value = tuple(value) if fine else value
+    elif "bool" in wanted:
+        fine = isinstance(value, bool)
+    elif "Literal" in wanted:
+        fine = isinstance(value, str)
+    else:
+        fine = number or (value is None and "None" in wanted)
+    if not fine:
+        raise ValueError(f"MambaLMConfig: {name} must be {wanted}, got {value!r}")
+    return value

@@ -106,8 +106,9 @@ class PickleFile:
                 f"{self.path}: refused, because it holds more than tensors and loading it could run code; "
                 "convert it to safetensors where it was made"
             ) from error
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{self.path}: not a readable torch file ({error})") from error
+        except Exception as error:  # a damaged pickle can fail in any way
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{self.path}: not a readable torch file ({reason})") from error
         if not isinstance(self._tensors, dict) or not all(isinstance(x, Tensor) for x in self._tensors.values()):
             raise ValueError(f"{self.path}: expected a table of tensors by name")
         return self
