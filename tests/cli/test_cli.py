@@ -93,6 +93,17 @@ class TestGenerate:
         done = subprocess.run(command, input=b"Hello", capture_output=True, check=True)
         assert done.stdout.decode() == continuation(model, b"Hello", 8) + "\n"
 
+    def test_the_first_token_does_not_wait_for_a_compiler(self, model):
+        """Loading a model and generating imports neither torch's compiler nor symbolic mathematics."""
+        script = """
+import sys
+from anymamba.cli.main import main
+code = main(["generate", sys.argv[1], "--prompt", "Hello", "--max-new-tokens", "3"])
+assert not {"torch._dynamo", "sympy", "transformers"} & set(sys.modules)
+sys.exit(code)
+"""
+        subprocess.run([sys.executable, "-c", script, model], capture_output=True, check=True)
+
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
