@@ -6,6 +6,12 @@ from anymamba.blocks.mamba2 import Mamba2Config as Mamba2Config
 from anymamba.blocks.mamba3 import Mamba3 as Mamba3
 from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
 from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
+from anymamba.generation import GenerationState as GenerationState
+from anymamba.generation import generate as generate
+from anymamba.generation import stream as stream
+from anymamba.models import LMCache as LMCache
+from anymamba.models import MambaLM as MambaLM
+from anymamba.models import MambaLMConfig as MambaLMConfig
 from anymamba.scan import SsdPath as SsdPath
 from anymamba.scan import ssd as ssd
 from anymamba.version import __version__ as __version__

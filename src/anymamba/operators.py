@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Half a MiB of float32: with an operand or two beside it, a block stays in a core's second-level cache.
 CACHE_ELEMENTS = 2**17
@@ -38,7 +38,9 @@ def define_operator(
         fake: the outputs without their values, for tracing.
 
     Returns:
-        The operator, to be called with `inputs`. Its second derivative raises `RuntimeError`.
+        The operator, to be called with `inputs`. Its second derivative raises `RuntimeError`. Where nothing is traced
+        and no gradient is wanted, `forward` is called as it is: the dispatcher takes longer than a decode step's work,
+        and on its first call loads a second of compiler.
     """
 
     def schema(arguments: str, results: int) -> str:
@@ -83,7 +85,21 @@ def define_operator(
     backward_op.register_fake(fake_backward)
     forward_op.register_autograd(autograd, setup_context=setup_context)
     backward_op.register_autograd(second_order)
-    return forward_op
+
+    def call(*arguments: Any) -> Any:
+        return (forward if _is_plain(arguments) else forward_op)(*arguments)
+
+    return call
+
+
+def _is_plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether the arguments are ordinary tensors that neither a compiler nor autograd follows."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
 def cache_blocks(x: Tensor, steps: int, row: int) -> Iterator[tuple[int, int]]:

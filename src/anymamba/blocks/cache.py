@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from anymamba.files import open_tensors, write_tensors
 
 _Cache = TypeVar("_Cache", bound="CacheMethods")
 
@@ -62,15 +61,9 @@ class CacheMethods:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a safetensors file, under a temporary name that is renamed when complete."""
-        tensors = {name: x.detach().contiguous() for name, x in self._items() if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in self._items() if isinstance(x, Tensor)}
         notes = {name: x for name, x in self._items() if not isinstance(x, Tensor)}
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            save_file(tensors, temporary, metadata={"kind": type(self).__name__, "fields": json.dumps(notes)})
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_tensors(path, tensors, {"kind": type(self).__name__, "fields": json.dumps(notes)})
 
     @classmethod
     def load(cls: type[_Cache], path: str | os.PathLike[str], device: torch.device | str = "cpu") -> _Cache:
@@ -80,16 +73,13 @@ class CacheMethods:
             ValueError: the file is not such a cache, or is damaged.
         """
         kind: Any = cls
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                found = metadata.get("kind", "a file of no kind")
-                if found != cls.__name__:
-                    raise ValueError(f"{path}: expected a saved {cls.__name__}, got {found}")
-                names = list(file.keys())
-                values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name) for name in names}}
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+        with open_tensors(path, device) as file:
+            metadata = file.metadata() or {}
+            found = metadata.get("kind", "a file of no kind")
+            if found != cls.__name__:
+                raise ValueError(f"{path}: expected a saved {cls.__name__}, got {found}")
+            names = list(file.keys())
+            values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name) for name in names}}
         if set(values) != set(kind._fields):
             raise ValueError(f"{path}: expected the fields {sorted(kind._fields)}, got {sorted(values)}")
         loaded: _Cache = kind(**values)

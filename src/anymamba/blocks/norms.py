@@ -69,8 +69,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
         """Norm `x` (..., i)."""
-        wide = state_dtype(x.dtype)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        # torch's own rms_norm takes two to three times as long on a CPU.
+        wide_x = x.to(state_dtype(x.dtype))
+        unit = wide_x * _rho(wide_x, self.eps)
+        return (unit * self.weight.to(unit.dtype)).to(x.dtype)
 
 
 def _by_group(x_mi: Tensor, group_size: int) -> Tensor:

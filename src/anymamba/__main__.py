@@ -1,0 +1,7 @@
+"""`python -m anymamba`: the command line."""
+
+import sys
+
+from anymamba.cli.main import main
+
+sys.exit(main())

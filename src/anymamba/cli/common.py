@@ -1,0 +1,95 @@
+"""What several commands share: the arguments of a model, reading text, and a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from anymamba.models.lm import MambaLM
+from anymamba.models.pretrained import load_model, resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --tokenizer, --dtype, --device and --threads."""
+    parser.add_argument("model", metavar="MODEL", help="directory with config and weights, or hub id (owner/name)")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help='tokenizer.json, a directory or hub id with one, or "bytes"'
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: that of the file)")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads to compute with")
+
+
+def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
+    """The model and tokenizer that the arguments name."""
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    directory, device = resolve(args.model), device_named(args.device)
+    model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device)
+    return model, load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
+
+
+def device_named(name: str) -> torch.device:
+    """The device of that name, if there is one."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: not available here ({str(error).splitlines()[0]})") from error
+    return device
+
+
+def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:
+    """The text of bytes from outside; any bytes will do for the byte tokenizer, others need UTF-8."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return content.decode("utf-8", errors="surrogateescape")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a file."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path}: no such file")
+    return file.read_bytes()
+
+
+class Progress:
+    """A bar on stderr, if that is a terminal."""
+
+    def __init__(self, total: int) -> None:
+        """Start at 0 of `total`."""
+        self._total, self._shown = max(1, total), -1
+        self._visible = sys.stderr.isatty()
+
+    def at(self, done: int, note: str = "") -> None:
+        """Show how much is done."""
+        percent = min(100, 100 * done // self._total)
+        if self._visible and percent != self._shown:
+            self._shown = percent
+            bar = "#" * (percent * 30 // 100)
+            print(f"\r[{bar:<30}] {percent:3d} % {note}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the line."""
+        if self._visible and self._shown >= 0:
+            print(file=sys.stderr)
+
+
+def readable_bytes(size: int) -> str:
+    """A size with three digits or more: 987 B, 12.3 MiB."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -1,0 +1,50 @@
+"""`anymamba convert`: a checkpoint from any format to one of ours, complete or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from anymamba.cli.common import DTYPES
+from anymamba.models.formats import FORMATS
+from anymamba.models.pretrained import copy_companions, load_model, open_checkpoint, resolve, save_model
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser("convert", help="convert a checkpoint to another format")
+    parser.add_argument("source", metavar="SRC", help="directory or hub id")
+    parser.add_argument("target", metavar="DST", help="directory to write")
+    parser.add_argument("--format", choices=FORMATS, default="official", help="default: official")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert in a directory beside the target, then move what is complete."""
+    source, target = resolve(args.source), Path(args.target)
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target}: expected a directory, got a file")
+    if target.is_dir() and any(target.iterdir()) and not args.force:
+        raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
+    checkpoint = open_checkpoint(source)
+    model = load_model(source, dtype=DTYPES.get(args.dtype))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        save_model(model, temporary, args.format)
+        copied = copy_companions(source, temporary)
+        target.mkdir(exist_ok=True)
+        # The config goes last: a directory with a config is complete.
+        for file in sorted(temporary.iterdir(), key=lambda path: path.name in ("config.json", "params.json")):
+            file.replace(target / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{checkpoint.format.name} -> {args.format}: {parameters:,} parameters, {model.dtype} in {target}")
+    if copied:
+        print(f"copied {', '.join(copied)}")

@@ -1,0 +1,172 @@
+"""`anymamba generate`: a prompt in, text out as it is made."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from anymamba.cli.common import add_model_arguments, decode_text, load, read_file
+from anymamba.generation import GenerationState, TokenStream, stream
+from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.models.lm import MambaLM
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser("generate", help="continue a text")
+    add_model_arguments(parser)
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
+    text.add_argument("--file", metavar="FILE", help="read the text to continue from a file")
+    text.add_argument("--interactive", action="store_true", help="a prompt a line from stdin, the state kept between")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from those that together reach P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="draw from those at least P as likely")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
+    parser.add_argument("--seed", type=int, metavar="N", help="make draws repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
+    parser.add_argument("--ignore-end", action="store_true", help="do not stop at the tokenizer's end token")
+    parser.add_argument("--load-state", metavar="FILE", help="go on from a saved state")
+    parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, generate, print; at the end save the state if asked to."""
+    if any(not text for text in args.stop):
+        raise ValueError("--stop needs a text, got an empty one")
+    model, tokenizer = load(args)
+    state = GenerationState.load(args.load_state, model) if args.load_state else None
+    if state is not None and state.batch_size != 1:
+        raise ValueError(f"{args.load_state}: expected the state of one sequence, got {state.batch_size}")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    session = _Session(args, model, tokenizer, state)
+    try:
+        for prompt in _prompts(args, tokenizer):
+            session.turn(prompt)
+    finally:
+        if args.save_state and session.state is not None:
+            session.state.save(args.save_state, model)
+    session.report()
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
+    if args.interactive:
+        while True:
+            if sys.stdin.isatty():
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.buffer.readline()
+            if not line:
+                return
+            yield decode_text("stdin", line, tokenizer)
+    elif args.prompt is not None:
+        yield decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
+    elif args.file is not None:
+        yield decode_text(args.file, read_file(args.file), tokenizer)
+    elif args.load_state and sys.stdin.isatty():
+        yield ""
+    else:
+        yield decode_text("stdin", sys.stdin.buffer.read(), tokenizer)
+
+
+class _Session:
+    """A sequence that grows by turns: a prompt is read, a continuation printed."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, state: GenerationState | None
+    ) -> None:
+        self.args, self.model, self.tokenizer, self.state = args, model, tokenizer, state
+        self.read = self.written = 0
+        self.reading = self.writing = 0.0
+
+    def turn(self, prompt: str) -> None:
+        """Read the prompt and print the continuation; an interrupt ends the turn."""
+        ids = self.tokenizer.encode(prompt)
+        if not ids and self.state is None:
+            raise ValueError("the prompt is empty: pass --prompt, --file, or a text on stdin")
+        began = perf_counter()
+        tokens = stream(
+            self.model,
+            torch.tensor([ids]) if ids else None,
+            self.args.max_new_tokens,
+            temperature=self.args.temperature,
+            top_k=self.args.top_k,
+            top_p=self.args.top_p,
+            min_p=self.args.min_p,
+            repetition_penalty=self.args.repetition_penalty,
+            seed=self.args.seed,
+            stop=None if self.args.ignore_end else self.tokenizer.end,
+            cache=self.state,
+        )
+        self.read += len(ids)
+        self.reading += perf_counter() - began
+        began = perf_counter()
+        try:
+            self._print(tokens)
+        except KeyboardInterrupt:
+            if not self.args.interactive:
+                raise
+        finally:
+            print(flush=True)
+            self.writing += perf_counter() - began
+            if self.args.interactive or self.args.save_state:
+                self.state = tokens.state
+
+    def _print(self, tokens: TokenStream) -> None:
+        text, output = TextStream(self.tokenizer), _UntilStop(self.args.stop)
+        ends = () if self.args.ignore_end else self.tokenizer.end
+        for (token,) in tokens:
+            assert token is not None
+            self.written += 1
+            if token not in ends:
+                print(output.push(text.push(token)), end="", flush=True)
+            if output.stopped:
+                return
+        print(output.push(text.finish()) + output.rest(), end="", flush=True)
+
+    def report(self) -> None:
+        """Tokens per second, to stderr."""
+        print(
+            f"read {self.read} tokens at {self.read / max(self.reading, 1e-9):.1f}/s, "
+            f"wrote {self.written} at {self.written / max(self.writing, 1e-9):.1f} tokens/s",
+            file=sys.stderr,
+        )
+
+
+class _UntilStop:
+    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops, self._held, self.stopped = stops, "", False
+
+    def push(self, text: str) -> str:
+        """Add text; what may be printed of it and of what was held back."""
+        self._held += text
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            passed, self._held = self._held[: min(found)], ""
+            return passed
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        keep = next(
+            (
+                n
+                for n in range(min(longest, len(self._held)), 0, -1)
+                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
+        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return passed
+
+    def rest(self) -> str:
+        """What was held back, once nothing more comes."""
+        rest, self._held = self._held, ""
+        return rest

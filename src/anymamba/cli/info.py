@@ -1,0 +1,89 @@
+"""`anymamba info`: this machine, or a model, without reading its weights."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from typing import Any
+
+import torch
+
+from anymamba.cli.common import DTYPES, readable_bytes
+from anymamba.generation.prefill import SEGMENT_LEN
+from anymamba.models.lm import MambaLM
+from anymamba.models.pretrained import open_checkpoint
+from anymamba.models.skeleton import skeleton
+from anymamba.scan import SsdPath
+from anymamba.version import __version__
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser("info", help="what this machine offers, or what a model is")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id; none: this machine")
+    parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: that of the file)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a table."""
+    rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def _machine() -> list[tuple[str, str]]:
+    return [
+        ("anymamba", __version__),
+        ("torch", torch.__version__),
+        ("python", f"{platform.python_version()} on {platform.machine()}"),
+        ("threads", str(torch.get_num_threads())),
+        *_default_paths(),
+    ]
+
+
+def _default_paths() -> list[tuple[str, str]]:
+    """Which algorithm computes the scan, by device and dtype: the one place that knows of compiled kernels."""
+    devices = ["cpu"]
+    devices += ["cuda"] if torch.cuda.is_available() else []
+    devices += ["mps"] if torch.backends.mps.is_available() else []
+    algorithm = SsdPath().algorithm
+    return [(f"scan on {device}", f"{algorithm} for {', '.join(DTYPES)}") for device in devices]
+
+
+def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
+    checkpoint = open_checkpoint(source)
+    config = checkpoint.config
+    model = skeleton(config, dtype or checkpoint.dtype)
+    weights = sum(p.nbytes for p in model.parameters())
+    state = model.init_cache(1).nbytes
+    working = _working_bytes(model)
+    block = config.block_config()
+    shape = f"{config.n_layer} layers of width {config.d_model}"
+    if config.mlp_width:
+        shape += f", MLP {config.mlp_width}"
+    padding = config.padded_vocab_size - config.vocab_size
+    return [
+        ("model", f"{config.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
+        ("shape", shape),
+        ("block", ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))),
+        ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
+        ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
+        ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
+        ("stored as", f"{checkpoint.dtype}, {readable_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
+        ("weights", f"{readable_bytes(weights)} in {model.dtype}"),
+        ("state", f"{readable_bytes(state)} a sequence, whatever its length"),
+        ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
+    ]
+
+
+_BLOCK_FIELDS = ("d_state", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
+
+
+def _working_bytes(model: MambaLM) -> int:
+    """Roughly what a segment takes in a layer, as measured: some multiples of its widest tensors, and the logits."""
+    mixer: Any = model.backbone.layers[0].mixer
+    keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries of every head
+    floats = 4 * mixer.in_proj.out_features + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())
+    return 4 * (SEGMENT_LEN * floats + 2 * model.config.padded_vocab_size)

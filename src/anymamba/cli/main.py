@@ -1,0 +1,61 @@
+"""`anymamba`: parse the arguments, run a command, turn a user's mistake into one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from anymamba.cli import convert, evaluate, generate, info
+from anymamba.version import __version__
+
+_COMMANDS = (generate, convert, info, evaluate)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands."""
+    parser = argparse.ArgumentParser(prog="anymamba", description="Mamba-1, Mamba-2 and Mamba-3 on any machine.")
+    parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; those of the process if not given.
+
+    Returns:
+        The exit code: 0, 2 for a user's mistake, 130 when interrupted.
+    """
+    args = build_parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            args.run(args)
+        except BrokenPipeError:
+            # Whoever read our output has enough. The interpreter must not fail when it flushes.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (ValueError, TypeError, OSError) as error:
+            print(f"anymamba: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"anymamba: warning: {message}", file=sys.stderr)

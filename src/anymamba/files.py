@@ -1,0 +1,70 @@
+"""Files that are either complete or absent, and errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary name beside `path`, renamed to it if the block succeeds and removed if it does not."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file."""
+    with replacing(path) as temporary:
+        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
+
+
+@contextmanager
+def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Iterator[Any]:
+    """Open a safetensors file, as `safetensors.safe_open`; on the CPU its tensors are views of the file.
+
+    Raises:
+        ValueError: the file is missing, cut short, or of another format.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: the file is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not readable JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,245 @@
+"""The loop: prefill the prompts, then choose a token and take a step, row by row independent.
+
+Letters: b batch, t time, n new tokens, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from anymamba.generation.prefill import SEGMENT_LEN, start
+from anymamba.generation.sampling import Sampling, choose, split_keys, uniform
+from anymamba.generation.state import GenerationState
+from anymamba.models.cache import LMCache
+from anymamba.models.lm import MambaLM
+
+Stop = int | Sequence[int | Sequence[int]] | None
+
+
+class Generation(NamedTuple):
+    """New tokens.
+
+    Attributes:
+        tokens: (b, n), 0 behind the end of rows that stopped early.
+        lengths: how many tokens of each row count, the stop token included, (b,).
+        state: to go on from, if it was asked for.
+    """
+
+    tokens: Int[Tensor, "b n"]
+    lengths: Int[Tensor, " b"]
+    state: GenerationState | None
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row, without what lies behind its end."""
+        return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+
+
+class _Stopped(NamedTuple):
+    """Rows that have stopped: where they stood before their last token, or behind it if there is none."""
+
+    rows: list[int]
+    state: GenerationState
+    pending: Tensor | None
+
+
+class TokenStream:
+    """Tokens one step at a time: each step is a list with one token a row, None for rows that have stopped.
+
+    `stream` makes one. Between two steps, and after the last, `state` tells where the rows stand.
+    """
+
+    def __init__(
+        self,
+        model: MambaLM,
+        state: GenerationState,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: list[tuple[int, ...]],
+        seed: int,
+    ) -> None:
+        """Start from a state; the arguments are those of `stream`, checked."""
+        self._model, self._state, self._sampling, self._seed = model, state, sampling, seed
+        self._batch_size, self._left, self._stop = state.batch_size, max_new_tokens, stop
+        self._rows = list(range(state.batch_size))
+        self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
+        self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
+        self._longest_stop = max(map(len, stop), default=0)
+        self._stopped: list[_Stopped] = []
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """Itself."""
+        return self
+
+    # Not inference mode: what comes out of here may be trained on.
+    @torch.no_grad()
+    def __next__(self) -> list[int | None]:
+        """The next token of each row; the model is only run when a further token is asked for."""
+        if not self._rows or not self._left:
+            raise StopIteration
+        self._feed()
+        self._left -= 1
+        state, vocab = self._state, self._model.config.vocab_size
+        uniforms = [0.0] * len(self._rows)
+        if self._sampling.temperature > 0:
+            pairs = zip(state.keys.tolist(), state.counts.tolist(), strict=True)
+            uniforms = [uniform(self._seed, key, count) for key, count in pairs]
+        self._pending = choose(state.logits[:, :vocab], self._sampling, uniforms, state.seen[:, :vocab])
+        tokens: list[int | None] = [None] * self._batch_size
+        for row, token in zip(self._rows, self._pending.tolist(), strict=True):
+            tokens[row] = token
+        self._set_stopped_aside(tokens)
+        return tokens
+
+    @property
+    @torch.no_grad()
+    def state(self) -> GenerationState:
+        """Where the rows stand behind the tokens given so far."""
+        self._feed()
+        if any(part.pending is not None for part in self._stopped):
+            waiting = GenerationState.cat([part.state for part in self._stopped if part.pending is not None])
+            pending = torch.cat([part.pending for part in self._stopped if part.pending is not None])
+            rows = [row for part in self._stopped if part.pending is not None for row in part.rows]
+            fed = [part for part in self._stopped if part.pending is None]
+            self._stopped = [*fed, _Stopped(rows, _advance(self._model, waiting, pending), None)]
+        if not self._stopped:
+            return self._state
+        parts = [(part.rows, part.state) for part in self._stopped] + [(self._rows, self._state)]
+        parts = [(rows, state) for rows, state in parts if rows]
+        order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+        return GenerationState.cat([state for _, state in parts]).rows(order.to(self._model.device))
+
+    def _feed(self) -> None:
+        if self._pending is not None and self._rows:
+            self._state = _advance(self._model, self._state, self._pending)
+        self._pending = None
+
+    def _set_stopped_aside(self, tokens: list[int | None]) -> None:
+        if not self._stop or self._pending is None:
+            return
+        stopped: list[int] = []
+        going: list[int] = []
+        for i, row in enumerate(self._rows):
+            token = tokens[row]
+            assert token is not None
+            tail = self._tails[row] = (*self._tails[row], token)[-self._longest_stop :]
+            (stopped if any(tail[-len(s) :] == s for s in self._stop) else going).append(i)
+        if stopped:
+            rows = [self._rows[i] for i in stopped]
+            self._stopped.append(_Stopped(rows, self._state.rows(stopped), self._pending[stopped]))
+            self._rows = [self._rows[i] for i in going]
+            self._state, self._pending = self._state.rows(going), self._pending[going]
+
+
+def _advance(model: MambaLM, state: GenerationState, tokens: Tensor) -> GenerationState:
+    logits, cache = model.step(tokens.to(model.device), state.cache)
+    seen = state.seen.scatter(1, tokens.unsqueeze(1), True)
+    return GenerationState(cache, logits, seen, state.keys, state.counts + 1)
+
+
+def stream(
+    model: MambaLM,
+    input_ids: Int[Tensor, "b t"] | None = None,
+    max_new_tokens: int = 128,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Stop = None,
+    seed: int | None = None,
+    mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    cache: LMCache | GenerationState | None = None,
+    segment_len: int = SEGMENT_LEN,
+) -> TokenStream:
+    """Continue token sequences, one token at a time. Prompts are run before this returns.
+
+    Args:
+        model: the language model.
+        input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
+        max_new_tokens: the most tokens to give each row.
+        temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn.
+        top_k: draw from the k most likely tokens only.
+        top_p: draw from the most likely tokens that together reach this probability.
+        min_p: draw from tokens at least this many times as likely as the most likely.
+        repetition_penalty: above 1, makes tokens less likely that a row has had before.
+        stop: token ids, or sequences of them, behind which a row stops.
+        seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch.
+        mask: for prompts of different lengths, True for real tokens (b, t), padding anywhere; or lengths (b,) of rows
+            that are padded at the end.
+        cache: where the rows go on from: a cache of the model, or the state of an earlier generation.
+        segment_len: tokens of a prompt that are computed at once.
+
+    Returns:
+        An iterator of lists of tokens.
+
+    Raises:
+        ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
+    """
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    sequences = _stop_sequences(stop)
+    state = start(model, input_ids, cache, mask=mask, segment_len=segment_len)
+    keys = split_keys(state.keys.tolist(), state.counts.tolist())
+    return TokenStream(
+        model,
+        state._replace(keys=torch.tensor(keys, dtype=torch.int64)),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=sequences,
+        seed=secrets.randbits(63) if seed is None else seed,
+    )
+
+
+def generate(
+    model: MambaLM,
+    input_ids: Int[Tensor, "b t"] | None = None,
+    max_new_tokens: int = 128,
+    *,
+    return_state: bool = False,
+    **options: Any,
+) -> Generation:
+    """Continue token sequences.
+
+    Args:
+        model: the language model.
+        input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
+        max_new_tokens: the most tokens to give each row.
+        return_state: also return where the rows stand, which takes one more step of the model.
+        options: those of `stream`.
+
+    Returns:
+        The new tokens, how many of them count in each row, and the state if it was asked for.
+    """
+    tokens = stream(model, input_ids, max_new_tokens, **options)
+    rows: list[list[int]] = [[] for _ in range(tokens._batch_size)]
+    for step in tokens:
+        for row, token in zip(rows, step, strict=True):
+            if token is not None:
+                row.append(token)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    longest = max(map(len, rows), default=0)
+    padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int64)
+    return Generation(
+        padded.reshape(len(rows), longest).to(model.device),
+        lengths.to(model.device),
+        tokens.state if return_state else None,
+    )
+
+
+def _stop_sequences(stop: Stop) -> list[tuple[int, ...]]:
+    entries: Sequence[int | Sequence[int]] = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    sequences = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in entries]
+    if not all(sequences):
+        raise ValueError("a stop sequence must have at least one token, got an empty one")
+    return sequences

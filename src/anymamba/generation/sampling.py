@@ -1,0 +1,139 @@
+"""From logits to tokens: filters, and randomness that belongs to a row and not to its batch.
+
+A row draws its n-th token with a number in [0, 1) that is a hash of the seed, the row's key and n. So a row gives the
+same tokens in any batch, and goes on in another process where it stopped.
+
+Letters: b batch, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_FIRST_CANDIDATES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen; filters apply in the order of the fields."""
+
+    repetition_penalty: float = 1.0  # logits of tokens seen before are divided by it if positive, else multiplied
+    temperature: float = 0.0  # 0: the most likely token, always
+    top_k: int | None = None  # only the k most likely
+    top_p: float = 1.0  # only the most likely ones that together reach p
+    min_p: float = 0.0  # only those at least min_p times as likely as the most likely
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        checks = (
+            ("repetition_penalty", "positive", self.repetition_penalty > 0),
+            ("temperature", "0 (greedy) or positive", 0 <= self.temperature < float("inf")),
+            ("top_k", "None or at least 1", self.top_k is None or self.top_k >= 1),
+            ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
+            ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),
+        )
+        for name, expected, fine in checks:
+            if not fine:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+
+
+def choose(
+    logits: Float[Tensor, "b v"],
+    sampling: Sampling,
+    uniforms: Sequence[float],
+    seen: Bool[Tensor, "b v"] | None = None,
+) -> Int[Tensor, " b"]:
+    """Choose the next token of each row.
+
+    Args:
+        logits: (b, v), in any dtype, on any device.
+        sampling: filters and temperature.
+        uniforms: a number in [0, 1) for each row; not used for temperature 0.
+        seen: True for tokens that the repetition penalty is meant for, (b, v).
+
+    Returns:
+        Token ids (b,), on the CPU.
+
+    Raises:
+        ValueError: a row's logits are not finite.
+    """
+    logits = logits.to("cpu", torch.float32)
+    if sampling.repetition_penalty != 1 and seen is not None:
+        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+    largest, greedy = logits.max(dim=-1)
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
+    if sampling.temperature == 0:
+        return greedy
+    p_bv = ((logits - largest.unsqueeze(-1)) / sampling.temperature).softmax(-1)
+    return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv, uniforms, strict=True)])
+
+
+def _draw(p_v: Tensor, sampling: Sampling, uniform: float) -> int:
+    """Draw from one row: the first candidate whose cumulative probability exceeds `uniform`."""
+    candidates, p = _candidates(p_v, sampling)
+    if sampling.min_p > 0:
+        p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)
+    cumulative = p.cumsum(-1, dtype=torch.float64)
+    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    # Rounding may bring the product up to the sum; the last token that has a probability is meant then.
+    index = min(index, int(p.nonzero()[-1])) if index == p.shape[0] else index
+    return index if candidates is None else int(candidates[index])
+
+
+def _candidates(p_v: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
+    """What top-k and top-p leave: token ids (None: all, in order) and their probabilities, most likely first."""
+    size = p_v.shape[0]
+    if sampling.top_k is None and sampling.top_p == 1:
+        return None, p_v
+    if sampling.top_k is not None:
+        p, ids = p_v.topk(min(sampling.top_k, size))
+        kept = _nucleus(p, sampling.top_p * float(p.double().sum())) or p.shape[0]
+        return ids[:kept], p[:kept]
+    # Sorting a whole vocabulary takes longer than the model's step: take a few, and more only if they do not suffice.
+    count = min(_FIRST_CANDIDATES, size)
+    while True:
+        p, ids = p_v.topk(count)
+        kept = _nucleus(p, sampling.top_p)
+        if kept or count == size:
+            return ids[: kept or count], p[: kept or count]
+        count = min(count * 16, size)
+
+
+def _nucleus(p: Tensor, mass: float) -> int:
+    """How many of the descending probabilities it takes to reach `mass`; 0 if all together do not."""
+    reached = p.cumsum(-1, dtype=torch.float64) >= mass
+    return int(reached.int().argmax()) + 1 if bool(reached[-1]) else 0
+
+
+def row_key(tokens: Int[Tensor, " t"]) -> int:
+    """The key of a row that starts with these tokens: a hash."""
+    return _hash(tokens.to("cpu", torch.int64).numpy().tobytes())
+
+
+def split_keys(keys: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Give rows that are alike (same key, same count) keys of their own, in order; the first keeps its key."""
+    occurrences: dict[tuple[int, int], int] = {}
+    result = []
+    for pair in zip(keys, counts, strict=True):
+        n = occurrences[pair] = occurrences.get(pair, -1) + 1
+        result.append(pair[0] if n == 0 else _hash(struct.pack("<qq", pair[0], n)))
+    return result
+
+
+def uniform(seed: int, key: int, count: int) -> float:
+    """The number in [0, 1) with which a row draws its `count`-th token."""
+    return (_hash(struct.pack("<QqQ", seed % 2**64, key, count)) & (2**53 - 1)) / 2**53
+
+
+def _hash(content: bytes) -> int:
+    """A hash as a signed 64-bit number."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,180 @@
+"""Text to tokens and back: tokenizer.json files, and bytes for models of our own.
+
+A token may end in the middle of a character. `TextStream` gives text only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from anymamba.files import read_json
+from anymamba.models.hub import fetch, is_repository_id
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_REPLACEMENT = "\ufffd"
+_WINDOW = 64  # tokens that are looked at together, at most
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What generation asks of a tokenizer.
+
+    Attributes:
+        vocab_size: ids are below it.
+        end: ids of tokens that end a text, if there are any.
+    """
+
+    vocab_size: int
+    end: list[int]
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids; bytes that are no character become U+FFFD."""
+
+
+class ByteTokenizer:
+    """A text as its UTF-8 bytes: ids 0 to 255, no special tokens."""
+
+    vocab_size = 256
+    end: list[int] = []  # noqa: RUF012
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text. What came from undecodable bytes of a file or terminal goes back to these bytes."""
+        return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of bytes; ids beyond 255, which padding of the vocabulary may bring, are U+FFFD."""
+        return b"".join(bytes([i]) if i < 256 else b"\xff" for i in ids).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json, read by the `tokenizers` library."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, and the end token from files beside it.
+
+        Raises:
+            ValueError: the file is missing or damaged, or the library is not installed.
+        """
+        try:
+            from tokenizers import Tokenizer as Reader
+        except ImportError as error:
+            raise ValueError(
+                f"{path}: to read it, install tokenizers (pip install 'anymamba[hf]'), or pass the byte tokenizer"
+            ) from error
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        try:
+            self._tokenizer: Any = Reader.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path}: not a readable tokenizer ({error})") from error
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.end = sorted({i for token in _end_tokens(path.parent) if (i := self._id(token)) is not None})
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without tokens that the file would add around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _id(self, token: str | int) -> int | None:
+        found: int | None = token if isinstance(token, int) else self._tokenizer.token_to_id(token)
+        return found
+
+
+def _end_tokens(directory: Path) -> Iterable[str | int]:
+    """What the files beside a tokenizer call the end of a text, as token or id."""
+    for name, field in (
+        ("tokenizer_config.json", "eos_token"),
+        ("special_tokens_map.json", "eos_token"),
+        ("generation_config.json", "eos_token_id"),
+    ):
+        value = read_json(directory / name).get(field) if (directory / name).is_file() else None
+        if isinstance(value, dict):
+            value = value.get("content")
+        yield from value if isinstance(value, list) else [] if value is None else [value]
+
+
+def load_tokenizer(
+    name: str | os.PathLike[str] | None, directory: str | os.PathLike[str], vocab_size: int
+) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Args:
+        name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one beside the weights, or the
+            byte tokenizer for a vocabulary of 256.
+        directory: of the model.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        ValueError: there is no tokenizer, or it has more tokens than the model.
+    """
+    tokenizer: Tokenizer
+    beside = Path(directory) / "tokenizer.json"
+    if name == "bytes" or (name is None and not beside.is_file() and vocab_size == 256):
+        tokenizer = ByteTokenizer()
+    elif name is not None:
+        tokenizer = FileTokenizer(_tokenizer_file(name))
+    elif beside.is_file():
+        tokenizer = FileTokenizer(beside)
+    else:
+        raise ValueError(
+            f"{directory}: no tokenizer.json beside the weights; pass one with --tokenizer, "
+            '"bytes" for a model of bytes, or the hub id of a repository that has it'
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer does not belong to the model: it has {tokenizer.vocab_size} tokens, the model {vocab_size}"
+        )
+    return tokenizer
+
+
+def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        return path / "tokenizer.json"
+    if path.exists() or path.suffix == ".json" or not is_repository_id(name):
+        return path
+    return fetch(str(name), *_FILES, instead="a tokenizer.json") / _FILES[0]
+
+
+class TextStream:
+    """Text from tokens that come one at a time, never half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Start a text."""
+        self._tokenizer = tokenizer
+        # A token's text may depend on those before it, so the tokens behind the last whole text are kept, and decoded
+        # again with every new one.
+        self._ids: list[int] = []
+        self._kept = 0  # how many of them belong to text that has been given
+        self._given = 0  # how many characters of their text have been given
+
+    def push(self, token: int) -> str:
+        """Add a token; the text that is now certain, maybe none."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        # An unfinished character decodes to replacement characters, and with some tokenizers so do the bytes before it.
+        unfinished = 0 if len(self._ids) > _WINDOW else len(text) - len(text.rstrip(_REPLACEMENT))
+        certain = text[self._given : len(text) - unfinished]
+        if unfinished or not certain:
+            self._given += len(certain)
+        else:
+            self._ids = self._ids[self._kept :]
+            self._kept, self._given = len(self._ids), len(self._tokenizer.decode(self._ids))
+        return certain
+
+    def finish(self) -> str:
+        """The rest, a character that stayed incomplete as U+FFFD."""
+        text = self._tokenizer.decode(self._ids)[self._given :]
+        self._ids, self._kept, self._given = [], 0, 0
+        return text

@@ -1,0 +1,20 @@
+"""Checkpoint formats: one adapter each, between the format's config and keys and ours."""
+
+from anymamba.models.formats.base import Format as Format
+from anymamba.models.formats.codestral import CodestralFormat
+from anymamba.models.formats.official import OfficialFormat
+from anymamba.models.formats.transformers import TransformersFormat
+
+# In the order in which a directory is tried.
+FORMATS: dict[str, Format] = {f.name: f for f in (TransformersFormat(), OfficialFormat(), CodestralFormat())}
+
+
+def format_named(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]

@@ -1,0 +1,109 @@
+"""The parts of a stack: norms, the gated MLP, and a block with its residual connection.
+
+    r <- r + mixer(norm(r))        r <- r + mlp(norm2(r))
+
+The residual stream r is float32 or wider, whatever the parameters are.
+
+Letters: b batch, t time, d d_model, f MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from anymamba.blocks import norms
+from anymamba.blocks.cache import CacheMethods
+from anymamba.models.config import MambaLMConfig
+
+
+class RMSNorm(norms.RMSNorm):
+    """`y = weight x / √(mean(x²) + eps)` over the last axis, computed in the dtype of x and rounded to the weight's."""
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Norm `x` (..., d)."""
+        return super().forward(x).to(self.weight.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`y = weight (x - mean(x)) / √(var(x) + eps) + bias`, computed in the dtype of x, rounded to the weight's."""
+
+    def __init__(
+        self, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create the weight, all ones, and the bias, all zeros."""
+        super().__init__(width, eps=1e-5, device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Norm `x` (..., d)."""
+        y = F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return y.to(self.weight.dtype)
+
+
+class GatedMLP(nn.Module):
+    """`fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as officially."""
+
+    def __init__(
+        self, d_model: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create two projections without bias."""
+        super().__init__()
+        self.fc1 = nn.Linear(d_model, 2 * width, bias=False, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """(..., d) -> (..., d)."""
+        y, gate = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(y * F.silu(gate))
+
+
+class ResidualLayer(nn.Module):
+    """A block, and an MLP if the config has one, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        config: MambaLMConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the block, the norms and the MLP."""
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.mixer = config.family.block(config.block_config(), **factory)
+        self.norm = make_norm(config, **factory)
+        self.mlp: GatedMLP | None = None
+        if config.mlp_width:
+            self.norm2 = make_norm(config, **factory)
+            self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
+
+    def forward(
+        self, residual: Float[Tensor, "b t d"], cache: CacheMethods | None = None, **options: Any
+    ) -> tuple[Float[Tensor, "b t d"], CacheMethods]:
+        """Run over a sequence, from any cache to a new one; `options` are those of the block's `prefill`."""
+        return self._around(residual, lambda x: self.mixer.prefill(x, cache, **options))
+
+    def step(
+        self, residual: Float[Tensor, "b d"], cache: CacheMethods | None = None
+    ) -> tuple[Float[Tensor, "b d"], CacheMethods]:
+        """Run over one token."""
+        return self._around(residual, lambda x: self.mixer.step(x, cache))
+
+    def _around(
+        self, residual: Tensor, mixer: Callable[[Tensor], tuple[Tensor, CacheMethods]]
+    ) -> tuple[Tensor, CacheMethods]:
+        hidden, cache = mixer(self.norm(residual))
+        residual = residual + hidden
+        if self.mlp is not None:
+            residual = residual + self.mlp(self.norm2(residual))
+        return residual, cache
+
+
+def make_norm(config: MambaLMConfig, **factory: Any) -> RMSNorm | LayerNorm:
+    """The norm that the config asks for."""
+    return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)

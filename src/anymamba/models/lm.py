@@ -1,0 +1,289 @@
+"""The language model: embedding, a stack of residual layers, a norm and a head, with the official names.
+
+    r = embedding[ids]        r <- layer_i(r)        logits = lm_head(norm_f(r))
+
+Letters: b batch, t time, d d_model, v padded vocabulary, s packed sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.blocks.padding import Padding
+from anymamba.models.cache import LMCache
+from anymamba.models.config import MambaLMConfig
+from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.scan import SsdPath
+
+IGNORED_LABEL = -100
+
+
+class LMOutput(NamedTuple):
+    """What the model says of a sequence.
+
+    Attributes:
+        logits: of the token that follows each input token, (b, t, v); (b, 1, v) for the last token only.
+        loss: mean negative log-likelihood of the labels, if there were any.
+        cache: to go on from.
+    """
+
+    logits: Float[Tensor, "b t v"]
+    loss: Float[Tensor, ""] | None
+    cache: LMCache
+
+
+class Backbone(nn.Module):
+    """Embedding, residual layers and the last norm."""
+
+    def __init__(
+        self, config: MambaLMConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create the parameters."""
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **factory)
+        self.layers = nn.ModuleList(ResidualLayer(config, **factory) for _ in range(config.n_layer))
+        self.norm_f = make_norm(config, **factory)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        cache: LMCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " s1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], LMCache]:
+        """The hidden states behind the last norm, and the new cache; arguments as for `MambaLM`."""
+        caches = self._layer_caches(cache)
+        residual = self._embed(input_ids)
+        padding = None
+        if mask is not None:
+            padding = Padding.of("MambaLM", mask, input_ids.shape[0], input_ids.shape[1], input_ids.device)
+            residual = padding.compact(residual)
+        lengths = None if padding is None else padding.lengths
+        new = []
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            residual, layer_cache = layer(residual, layer_cache, path=path, cu_seqlens=cu_seqlens, mask=lengths)
+            new.append(layer_cache)
+        hidden = self.norm_f(residual)
+        return (hidden if padding is None else padding.restore(hidden)), LMCache(tuple(new))
+
+    def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b d"], LMCache]:
+        """The hidden state behind the last norm for one token, and the new cache."""
+        residual, new = self._embed(input_ids), []
+        for layer, layer_cache in zip(self.layers, self._layer_caches(cache), strict=True):
+            residual, layer_cache = layer.step(residual, layer_cache)  # type: ignore[operator]
+            new.append(layer_cache)
+        return self.norm_f(residual), LMCache(tuple(new))
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        if input_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"MambaLM: input_ids must be int32 or int64, got {input_ids.dtype}")
+        try:
+            hidden = self.embedding(input_ids)
+        except IndexError as error:
+            raise ValueError(
+                f"MambaLM: token ids must be between 0 and {self.embedding.num_embeddings - 1}, "
+                f"got {int(input_ids.min())} to {int(input_ids.max())}"
+            ) from error
+        wide = self.residual_in_fp32 and hidden.dtype != torch.float64
+        return hidden.float() if wide else hidden
+
+    def _layer_caches(self, cache: LMCache | None) -> tuple[Any, ...]:
+        if cache is None:
+            return (None,) * len(self.layers)
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(f"MambaLM: the cache must have {len(self.layers)} layers, got {len(cache.layers)}")
+        return cache.layers
+
+
+class MambaLM(nn.Module):
+    """A Mamba language model. Parameter names, shapes and initialisation are the official ones.
+
+    Args:
+        config: a `MambaLMConfig`; its fields may be given as keywords instead.
+        device: of the parameters.
+        dtype: of the parameters (blocks keep some in float32, as officially).
+    """
+
+    def __init__(
+        self,
+        config: MambaLMConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create and initialise the parameters."""
+        super().__init__()
+        if config is not None and fields:
+            raise TypeError(f"MambaLM: give a config or its fields, not both; got also {sorted(fields)}")
+        self.config = config = config or MambaLMConfig(**fields)
+        self.backbone = Backbone(config, device=device, dtype=dtype)
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
+        self._initialise()
+        self.tie_weights()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        cache: LMCache | None = None,
+        labels: Int[Tensor, "b t"] | None = None,
+        cu_seqlens: Int[Tensor, " s1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        *,
+        last_only: bool = False,
+        path: SsdPath | None = None,
+    ) -> LMOutput:
+        """Run over a sequence of any length, from any cache to a new one.
+
+        Args:
+            input_ids: token ids, (b, t).
+            cache: where the rows (or packed sequences) go on from; a fresh start if not given. It is not changed.
+            labels: usually `input_ids` themselves, (b, t): the logits at each token are held against the label of the
+                next. -100 is ignored, and so are padding and the first token of each sequence.
+            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+                rows that are padded at the end. Logits at the padding are zero.
+            last_only: logits for the last (real) token of each row or packed sequence only.
+            path: the scan's algorithm; the default if not given.
+
+        Returns:
+            logits, loss (None without labels) and the new cache.
+        """
+        if last_only and labels is not None:
+            raise ValueError("MambaLM: labels need the logits of every token, got last_only = True as well")
+        hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
+        if last_only:
+            hidden_btd = _last(hidden_btd, cu_seqlens, mask)
+        logits_btv = self.lm_head(hidden_btd)
+        loss = None if labels is None else _loss(logits_btv, _next_labels(labels, cu_seqlens, mask))
+        return LMOutput(logits_btv, loss, new)
+
+    def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
+        """Run over one token a row, (b,): the logits of the next (b, v), and the new cache."""
+        hidden_bd, new = self.backbone.step(input_ids, cache)
+        return self.lm_head(hidden_bd), new
+
+    def init_cache(self, batch_size: int) -> LMCache:
+        """The cache of a fresh start."""
+        return LMCache(tuple(layer.mixer.init_cache(batch_size) for layer in self.backbone.layers))  # type: ignore[union-attr, operator]
+
+    def tie_weights(self) -> None:
+        """Make the head the embedding, if the config says so."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.backbone.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding."""
+        return self.backbone.embedding.weight.dtype
+
+    def fingerprint(self) -> str:
+        """A name for these weights in this dtype, so that a state is not fed to another model.
+
+        It covers the architecture and every parameter's name, shape, dtype and up to 256 of its values, evenly spaced.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps([self.config.layer, str(self.config.block_config())]).encode())
+        for name, parameter in self.named_parameters():
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            flat, count = parameter.detach().reshape(-1), min(256, parameter.numel())
+            index = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+            digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> MambaLM:
+        """Load a checkpoint: a directory, or the id of a repository on the hub.
+
+        Args:
+            source: a directory in any of `anymamba.models.formats`, or "owner/name".
+            dtype: of the parameters; that of the file if not given.
+            device: of the parameters.
+        """
+        # The file formats are built on this module, so they cannot be imported above it.
+        from anymamba.models.pretrained import load_model
+
+        return load_model(source, dtype=dtype, device=device)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], *, format: str = "official") -> None:
+        """Write config and weights in one of `anymamba.models.formats`."""
+        from anymamba.models.pretrained import save_model
+
+        save_model(self, directory, format)
+
+    def generate(self, input_ids: Int[Tensor, "b t"] | None = None, max_new_tokens: int = 128, **options: Any) -> Any:
+        """Continue token sequences: `anymamba.generation.generate` with this model."""
+        # Generation is a room above the models; this method is a door to it, opened when it is called.
+        from anymamba.generation import generate
+
+        return generate(self, input_ids, max_new_tokens, **options)
+
+    def _initialise(self) -> None:
+        """Embedding N(0, 0.02); projections into the residual stream divided by √layers; their biases zero."""
+        nn.init.normal_(self.backbone.embedding.weight, std=0.02)
+        for name, parameter in self.backbone.named_parameters():
+            if name.endswith(("out_proj.weight", "fc2.weight")):
+                bound = 1 / math.sqrt(parameter.shape[1] * self.config.n_layer)
+                nn.init.uniform_(parameter, -bound, bound)
+            elif name.endswith(("in_proj.bias", "out_proj.bias")):
+                nn.init.zeros_(parameter)
+
+
+def _last(hidden_btd: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
+    """The hidden state of the last real token of each row, (b, 1, d), or packed sequence, (s, 1, d)."""
+    if cu_seqlens is not None:
+        return hidden_btd[0, cu_seqlens[1:].long() - 1].unsqueeze(1)
+    if mask is None:
+        return hidden_btd[:, -1:]
+    if mask.dtype == torch.bool:
+        last_b = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    else:
+        last_b = (mask.long() - 1).clamp(min=0)
+    return hidden_btd.gather(1, last_b[:, None, None].expand(-1, 1, hidden_btd.shape[2]))
+
+
+def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
+    """The label that each position's logits are held against: that of the next real token of its sequence, (b, t)."""
+    padding = None
+    if mask is not None:
+        padding = Padding.of("MambaLM", mask, labels_bt.shape[0], labels_bt.shape[1], labels_bt.device)
+        if padding.order is not None:
+            labels_bt = labels_bt.gather(1, padding.order)
+        labels_bt = labels_bt.masked_fill(~padding.front, IGNORED_LABEL)
+    targets_bt = F.pad(labels_bt[:, 1:], (0, 1), value=IGNORED_LABEL)
+    if cu_seqlens is not None:
+        targets_bt[0, cu_seqlens[1:].long() - 1] = IGNORED_LABEL
+    if padding is None or padding.order is None:
+        return targets_bt
+    return torch.empty_like(targets_bt).scatter_(1, padding.order, targets_bt)
+
+
+def _loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    """Mean over the labels that count, in float32 or wider; zero if none does."""
+    wide = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
+    total = F.cross_entropy(wide.flatten(0, 1), targets_bt.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return total / (targets_bt != IGNORED_LABEL).sum().clamp(min=1)

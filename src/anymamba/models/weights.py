@@ -1,0 +1,187 @@
+"""Weights on disk: what each file holds, and every tensor straight from the file in the dtype that is asked for.
+
+safetensors files are mapped into memory: a tensor that keeps its dtype is never copied. Pickles are opened with torch's
+restricted reader, which builds tensors and runs no code.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.files import open_tensors, read_json
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class _Converted:
+    """Counts converted bytes: pages of a file that were read stay in memory until the file is let go."""
+
+    def __init__(self, path: Path) -> None:
+        self._limit = max(2**24, path.stat().st_size // 40) if path.is_file() else 0
+        self._bytes = 0
+
+    def too_many(self, more: int) -> bool:
+        """Add to the count; whether it is time to let the file go, and to count again."""
+        self._bytes = 0 if (over := self._bytes + more > self._limit) else self._bytes + more
+        return over
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SafetensorsFile:
+    """One mapped file; a context in which tensors can be read."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember the path."""
+        self.path = path
+        self._converted = _Converted(path)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SafetensorsFile:
+        """Map the file."""
+        self._file = self._stack.enter_context(open_tensors(self.path))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of the file. Tensors that are views of it keep it mapped."""
+        del self._file
+        self._stack.close()
+
+    def entries(self) -> dict[str, Stored]:
+        """Shape and dtype by name, from the header alone.
+
+        Raises:
+            ValueError: a tensor is not of a floating-point dtype.
+        """
+        found = {}
+        for name in self._file.keys():  # noqa: SIM118
+            part = self._file.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise ValueError(f"{self.path}: {name} must be one of {list(_DTYPES)}, got {part.get_dtype()}")
+            found[name] = Stored(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+        return found
+
+    def read(self, name: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
+        """One tensor: a view of the file, or a copy (or conversion) of it."""
+        if not copy:
+            return self._file.get_tensor(name).to(dtype)
+        tensor = self._file.get_tensor(name).to(dtype, copy=True)
+        if self._converted.too_many(tensor.nbytes):
+            self.__exit__()
+            self.__enter__()
+        return tensor
+
+
+class PickleFile:
+    """One file of `torch.save`, read without running code."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember the path."""
+        self.path = path
+        self._converted = _Converted(path)
+
+    def __enter__(self) -> PickleFile:
+        """Read the table of tensors; their values stay in the file where its form allows."""
+        if not self.path.is_file():
+            raise ValueError(f"{self.path}: no such file")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about forms of pickle, which are then refused or read
+                self._tensors = self._load()
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{self.path}: refused, because it holds more than tensors and loading it could run code; "
+                "convert it to safetensors where it was made"
+            ) from error
+        except Exception as error:  # a damaged pickle can fail in any way
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{self.path}: not a readable torch file ({reason})") from error
+        if not isinstance(self._tensors, dict) or not all(isinstance(x, Tensor) for x in self._tensors.values()):
+            raise ValueError(f"{self.path}: expected a table of tensors by name")
+        return self
+
+    def _load(self) -> Any:
+        try:
+            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the form before zip files cannot be mapped
+            return torch.load(self.path, map_location="cpu", weights_only=True)
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of the tensors that nobody keeps."""
+        self._tensors = {}
+
+    def entries(self) -> dict[str, Stored]:
+        """Shape and dtype by name."""
+        return {name: Stored(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
+
+    def read(self, name: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
+        """One tensor: a view of the file, or a copy (or conversion) of it."""
+        tensor: Tensor = self._tensors[name].detach().to(dtype, copy=copy).contiguous()
+        if copy and self._converted.too_many(tensor.nbytes):
+            self.__exit__()
+            self.__enter__()
+        return tensor
+
+
+def weight_file(path: Path) -> SafetensorsFile | PickleFile:
+    """The reader for a file, by its suffix."""
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else PickleFile(path)
+
+
+def find_weights(directory: Path, names: tuple[str, ...]) -> list[Path]:
+    """The weight files of a directory: one of `names`, or the shards that `<name>.index.json` lists; none: empty.
+
+    Raises:
+        ValueError: an index is damaged, or a shard is missing.
+    """
+    for name in names:
+        if (directory / name).is_file():
+            return [directory / name]
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            return _shards(index)
+    return []
+
+
+def _shards(index: Path) -> list[Path]:
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ValueError(f'{index}: expected a table "weight_map" of file names, got {table!r}')
+    names = sorted({str(name) for name in table.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index}: a shard must be a file beside the index, got {name!r}")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index}: the shard {name} is missing")
+    return [index.parent / name for name in names]
+
+
+def read_entries(files: list[Path]) -> Iterator[tuple[Path, str, Stored]]:
+    """Every tensor of the files, from their headers."""
+    for path in files:
+        with weight_file(path) as file:
+            for name, stored in file.entries().items():
+                yield path, name, stored
+
+
+def describe_mismatch(problems: dict[str, list[Any]]) -> str:
+    """The kinds of problem that occurred, with up to five names each."""
+    parts = []
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            parts.append(f"{kind}: {', '.join(map(str, names[:5]))}{more}")
+    return "; ".join(parts)

@@ -1,0 +1,261 @@
+import io
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from anymamba import MambaLM
+from anymamba.cli.main import main
+from anymamba.generation.tokenizers import ByteTokenizer
+from tests.models.cases import GOLDEN, small_lm
+
+MODEL = dict(vocab_size=256, pad_vocab_size_multiple=1)  # noqa: C408
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model of bytes in a directory."""
+    small_lm(**MODEL).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def call(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return call
+
+
+def continuation(directory, prompt, n, **options):
+    tokens = MambaLM.from_pretrained(directory).generate(torch.tensor([list(prompt)]), n, **options).rows()[0]
+    return ByteTokenizer().decode(tokens)
+
+
+class TestGenerate:
+    def test_the_text_is_that_of_the_library(self, run, model):
+        code, out, err = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 12)
+        assert (code, out) == (0, continuation(model, b"Hello", 12) + "\n")
+        assert re.search(r"read 5 tokens at [\d.]+/s, wrote 12 at [\d.]+ tokens/s", err)
+
+    def test_a_prompt_comes_from_a_file_or_stdin(self, run, model, tmp_path):
+        (tmp_path / "prompt").write_bytes(b"Gr\xc3\xbc\xff")
+        expected = continuation(model, b"Gr\xc3\xbc\xff", 9) + "\n"
+        assert run("generate", model, "--file", tmp_path / "prompt", "--max-new-tokens", 9)[1] == expected
+        assert run("generate", model, "--max-new-tokens", 9, stdin=b"Gr\xc3\xbc\xff")[1] == expected
+
+    def test_options_reach_the_sampler(self, run, model):
+        options = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 3}
+        flags = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+        _, out, _ = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 20, *flags)
+        assert out == continuation(model, b"Hello", 20, **options) + "\n"
+
+    def test_a_state_goes_on_where_it_was_saved(self, run, model, tmp_path):
+        whole = continuation(model, b"Hello", 30)
+        state = tmp_path / "state"
+        _, first, _ = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 10, "--save-state", state)
+        _, second, _ = run("generate", model, "--prompt", "", "--max-new-tokens", 20, "--load-state", state)
+        assert ByteTokenizer().encode(whole)[:5] == ByteTokenizer().encode(first)[:5]
+        assert first[:-1] + second[:-1] == whole
+
+    def test_interactive_turns_share_the_state(self, run, model):
+        code, out, err = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"one\ntwo\n")
+        lm = MambaLM.from_pretrained(model)
+        first = lm.generate(torch.tensor([list(b"one\n")]), 6, return_state=True)
+        second = lm.generate(torch.tensor([list(b"two\n")]), 6, cache=first.state)
+        decode = ByteTokenizer().decode
+        assert code == 0
+        assert out == decode(first.rows()[0]) + "\n" + decode(second.rows()[0]) + "\n"
+        assert "read 8 tokens" in err
+
+    def test_text_stops_before_a_stop_text(self, run, model):
+        whole = continuation(model, b"Hello", 40, temperature=1.0, seed=0)
+        stop = whole[10:13]
+        flags = ("--max-new-tokens", 40, "--temperature", 1, "--seed", 0, "--stop", "nowhere", "--stop", stop)
+        _, out, _ = run("generate", model, "--prompt", "Hello", *flags)
+        assert out == whole[: whole.index(stop)] + "\n"
+
+    def test_the_command_streams_in_a_process_of_its_own(self, model):
+        command = [sys.executable, "-m", "anymamba", "generate", model, "--max-new-tokens", "8"]
+        done = subprocess.run(command, input=b"Hello", capture_output=True, check=True)
+        assert done.stdout.decode() == continuation(model, b"Hello", 8) + "\n"
+
+    def test_the_first_token_does_not_wait_for_a_compiler(self, model):
+        """Loading a model and generating imports neither torch's compiler nor symbolic mathematics."""
+        script = """
+import sys
+from anymamba.cli.main import main
+code = main(["generate", sys.argv[1], "--prompt", "Hello", "--max-new-tokens", "3"])
+assert not {"torch._dynamo", "sympy", "transformers"} & set(sys.modules)
+sys.exit(code)
+"""
+        subprocess.run([sys.executable, "-c", script, model], capture_output=True, check=True)
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--prompt", ""], "the prompt is empty: pass --prompt, --file, or a text on stdin"),
+            (["--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+            (["--prompt", "x", "--temperature", "nan"], "temperature must be 0 (greedy) or positive, got nan"),
+            (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
+            (["--prompt", "x", "--stop", ""], "--stop needs a text, got an empty one"),
+            (["--prompt", "x", "--load-state", "nowhere"], "nowhere: no such file"),
+            (["--prompt", "x", "--device", "cuda:77"], "--device cuda:77: not available here"),
+            (["--prompt", "x", "--device", "toaster"], "--device toaster: not available here"),
+            (["--prompt", "x", "--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
+            (["--prompt", "x", "--threads", "0"], "--threads must be at least 1, got 0"),
+            (["--file", "nowhere"], "nowhere: no such file"),
+        ],
+    )
+    def test_a_mistake_is_one_line_and_exit_code_2(self, run, model, flags, message):
+        code, out, err = run("generate", model, *flags)
+        assert (code, out) == (2, "")
+        assert err.startswith("anymamba: ")
+        assert message in err
+        assert err.count("\n") == 1
+
+    def test_a_state_of_another_model_or_a_cut_one_is_refused(self, run, model, tmp_path):
+        state = tmp_path / "state"
+        small_lm(**MODEL, seed=1).save_pretrained(tmp_path / "other")
+        run("generate", tmp_path / "other", "--prompt", "x", "--save-state", state)
+        code, _, err = run("generate", model, "--prompt", "x", "--load-state", state)
+        assert code == 2
+        assert "belongs to another model" in err
+        state.write_bytes(state.read_bytes()[:1000])
+        code, _, err = run("generate", model, "--prompt", "x", "--load-state", state)
+        assert code == 2
+        assert "not a readable safetensors file" in err
+
+    def test_a_model_without_a_tokenizer_says_what_to_pass(self, run):
+        code, _, err = run("generate", GOLDEN / "lm_mamba2", "--prompt", "x")
+        assert code == 2
+        assert "no tokenizer.json beside the weights; pass one with --tokenizer" in err
+
+
+class TestConvert:
+    def test_there_and_back_is_the_same(self, run, tmp_path):
+        source = GOLDEN / "lm_hf_mamba2"
+        code, out, _ = run("convert", source, tmp_path / "official")
+        assert code == 0
+        assert "transformers -> official" in out
+        assert run("convert", tmp_path / "official", tmp_path / "back", "--format", "transformers")[0] == 0
+        assert (tmp_path / "back" / "model.safetensors").read_bytes() != b""
+        a, b = MambaLM.from_pretrained(source), MambaLM.from_pretrained(tmp_path / "back")
+        assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+    def test_weights_are_converted_and_tokenizers_copied(self, run, model, tmp_path):
+        (tmp_path / "model" / "tokenizer.json").write_text("{}")
+        code, out, _ = run("convert", model, tmp_path / "narrow", "--dtype", "bfloat16")
+        assert code == 0
+        assert "copied tokenizer.json" in out
+        assert MambaLM.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
+        assert (tmp_path / "narrow" / "tokenizer.json").read_text() == "{}"
+
+    def test_nothing_is_left_where_it_fails(self, run, tmp_path):
+        code, _, err = run("convert", GOLDEN / "lm_mamba2_mlp_untied", tmp_path / "a", "--format", "transformers")
+        assert code == 2
+        assert "cannot hold this model" in err
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_directory_with_files_is_not_overwritten_unasked(self, run, model, tmp_path):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "notes").write_text("mine")
+        code, _, err = run("convert", model, tmp_path / "full")
+        assert code == 2
+        assert "not empty; pass --force" in err
+        assert [p.name for p in (tmp_path / "full").iterdir()] == ["notes"]
+        assert run("convert", model, tmp_path / "full", "--force")[0] == 0
+        assert sorted(p.name for p in (tmp_path / "full").iterdir()) == ["config.json", "model.safetensors", "notes"]
+
+    def test_a_warning_is_one_line(self, run, model, tmp_path):
+        command = [sys.executable, "-m", "anymamba", "convert", model, tmp_path / "out", "--format", "transformers"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stderr.startswith("anymamba: warning: transformers normalises over all channels")
+        assert done.stderr.count("\n") == 1
+
+
+class TestInfo:
+    def test_the_machine(self, run):
+        code, out, _ = run("info")
+        assert code == 0
+        assert re.search(rf"torch +{re.escape(torch.__version__)}\n", out)
+        assert re.search(r"scan on cpu +serial_recalculated for float32", out)
+
+    def test_a_model(self, run, model):
+        code, out, _ = run("info", model)
+        table = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines())
+        lm = MambaLM.from_pretrained(model)
+        assert code == 0
+        assert table["parameters"] == f"{sum(p.numel() for p in lm.parameters()):,}"
+        assert table["state"].startswith(f"{lm.init_cache(1).nbytes / 1024:.1f} KiB a sequence")
+        assert table["model"].startswith("Mamba2, official format")
+
+    def test_a_larger_dtype_weighs_more(self, run, model):
+        weigh = [
+            re.search(r"weights +([\d.]+) KiB", run("info", model, *flags)[1]) for flags in ([], ["--dtype", "float64"])
+        ]
+        assert float(weigh[1][1]) > 1.9 * float(weigh[0][1])
+
+
+class TestEval:
+    def test_bits_and_perplexity_are_those_of_one_forward(self, run, model, tmp_path):
+        text = ("The quick brown fox.\n" * 150).encode()
+        (tmp_path / "text").write_bytes(text)
+        code, out, err = run("eval", model, tmp_path / "text")
+        ids = torch.tensor([list(text)])
+        nats = MambaLM.from_pretrained(model)(ids, labels=ids).loss.item()
+        assert code == 0
+        assert float(re.search(r"bits per byte +([\d.]+)", out)[1]) == pytest.approx(
+            nats / 0.6931471805599453, rel=1e-4
+        )
+        assert float(re.search(r"perplexity +([\d.]+)", out)[1]) == pytest.approx(2.718281828459045**nats, rel=1e-4)
+        assert "tokens/s" in err
+
+    @pytest.mark.parametrize("content", [b"", b"x"])
+    def test_a_text_that_is_too_short_is_refused(self, run, model, tmp_path, content):
+        (tmp_path / "text").write_bytes(content)
+        code, _, err = run("eval", model, tmp_path / "text")
+        assert code == 2
+        assert f"at least two tokens is needed, got {len(content)}" in err
+
+    def test_a_file_that_is_not_there_is_refused(self, run, model):
+        assert run("eval", model, "nowhere")[0] == 2
+
+
+class TestAll:
+    @pytest.mark.parametrize("command", ["generate", "info", "convert", "eval"])
+    def test_damage_is_one_line_and_exit_code_2(self, run, tmp_path, command):
+        shutil.copytree(GOLDEN / "lm_mamba2", tmp_path / "model")
+        save_file({"a": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
+        rest = {"generate": ["--prompt", "x"], "info": [], "convert": [tmp_path / "out"], "eval": [tmp_path / "text"]}
+        (tmp_path / "text").write_text("some text")
+        code, out, err = run(command, tmp_path / "model", *rest[command])
+        assert (code, out) == (2, "")
+        assert "the weights do not fit the config" in err
+        assert err.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+    def test_no_command_and_unknown_flags_are_usage_errors(self, run):
+        assert run()[0] == 2
+        assert run("generate")[0] == 2
+        assert run("info", "--nonsense")[0] == 2
+
+    def test_help_and_version(self, run):
+        assert run("--version")[1].startswith("anymamba ")
+        for command in ("generate", "info", "convert", "eval"):
+            code, out, _ = run(command, "--help")
+            assert code == 0
+            assert "usage: anymamba" in out

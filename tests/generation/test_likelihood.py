@@ -1,0 +1,20 @@
+import pytest
+import torch
+
+from anymamba.generation.likelihood import likelihood
+from tests.models.cases import FAMILIES, small_lm
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("segment_len", [1, 7, 130, 1000])
+def test_pieces_and_segments_do_not_matter(family, segment_len):
+    model, ids = small_lm(family), torch.randint(61, (1, 300))
+    expected = model(ids, labels=ids).loss.item() * 299
+    pieces = [part.tolist() for part in ids[0].split([1, 0, 150, 149])]
+    *_, score = likelihood(model, pieces, segment_len)
+    assert score.nats == pytest.approx(expected, rel=1e-5)
+    assert (score.predicted, score.read) == (299, 300)
+
+
+def test_nothing_to_read_gives_nothing():
+    assert list(likelihood(small_lm(), [[]])) == []

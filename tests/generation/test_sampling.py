@@ -1,0 +1,124 @@
+import math
+
+import pytest
+import torch
+
+from anymamba.generation import Sampling
+from anymamba.generation.sampling import choose, row_key, split_keys, uniform
+
+PROBABILITIES = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])
+GRID = [(i + 0.5) / 2000 for i in range(2000)]
+
+
+def distribution(logits=None, seen=None, **options):
+    """The probabilities with which tokens are drawn, measured with evenly spaced numbers."""
+    logits = PROBABILITIES.log() if logits is None else logits
+    sampling = Sampling(temperature=options.pop("temperature", 1.0), **options)
+    rows = choose(logits.expand(len(GRID), -1), sampling, GRID, None if seen is None else seen.expand(len(GRID), -1))
+    return torch.bincount(rows, minlength=logits.shape[1]) / len(GRID)
+
+
+def near(a, b):
+    return torch.allclose(a, torch.as_tensor(b, dtype=torch.float32), atol=2e-3)
+
+
+def test_draws_follow_the_softmax():
+    assert near(distribution(), PROBABILITIES[0])
+
+
+def test_temperature_scales_the_logits():
+    expected = (PROBABILITIES.log() / 2).softmax(-1)[0]
+    assert near(distribution(temperature=2.0), expected)
+
+
+def test_temperature_zero_takes_the_most_likely_and_the_first_of_equals():
+    logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]])
+    assert choose(logits, Sampling(), [0.9, 0.9]).tolist() == [1, 0]
+
+
+def test_top_k_keeps_the_k_most_likely():
+    assert near(distribution(top_k=2), [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
+    assert near(distribution(top_k=1), [0, 1, 0, 0, 0])
+    assert near(distribution(top_k=99), PROBABILITIES[0])
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+    assert near(distribution(top_p=0.6), [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
+    assert near(distribution(top_p=0.66), [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85])
+    assert near(distribution(top_p=1e-6), [0, 1, 0, 0, 0])
+
+
+def test_top_p_is_relative_to_what_top_k_left():
+    assert near(distribution(top_k=2, top_p=0.61), [0, 1, 0, 0, 0])
+
+
+def test_top_p_looks_as_far_as_it_must():
+    """A flat distribution over more tokens than are looked at first."""
+    logits = torch.zeros(1, 6000)
+    drawn = choose(logits.expand(50, -1), Sampling(temperature=1.0, top_p=0.5), [i / 50 for i in range(50)])
+    assert len(set(drawn.tolist())) == 50
+
+
+def test_min_p_keeps_those_near_the_most_likely():
+    assert near(distribution(min_p=0.45), [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85])
+
+
+def test_the_repetition_penalty_touches_seen_tokens_only():
+    logits = torch.tensor([[1.0, -1.0, 2.0]])
+    seen = torch.tensor([[True, True, False]])
+    expected = torch.tensor([0.5, -2.0, 2.0]).softmax(-1)
+    assert near(distribution(logits, seen, repetition_penalty=2.0), expected)
+
+
+def test_tokens_of_probability_zero_are_never_drawn():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
+    for u in (0.0, 0.5, 1 - 2**-53):
+        assert choose(logits, Sampling(temperature=1.0), [u]).item() == 1
+
+
+def test_half_precision_logits_are_drawn_in_float32():
+    assert near(distribution(PROBABILITIES.log().bfloat16()), PROBABILITIES.log().bfloat16().float().softmax(-1)[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(bad, temperature):
+    logits = torch.tensor([[0.0, bad]])
+    with pytest.raises(ValueError, match="logits are not finite"):
+        choose(logits, Sampling(temperature=temperature), [0.5])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, r"temperature must be 0 \(greedy\) or positive, got -1.0"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"temperature": math.inf}, "temperature must be"),
+        ({"top_k": 0}, "top_k must be None or at least 1, got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"min_p": 1.0}, "min_p must be at least 0 and below 1, got 1.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive, got 0.0"),
+    ],
+)
+def test_values_outside_their_ranges_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_numbers_are_uniform_and_depend_on_everything():
+    numbers = torch.tensor([uniform(1, key, count) for key in range(50) for count in range(50)], dtype=torch.float64)
+    assert abs(numbers.mean() - 0.5) < 0.02
+    assert abs(numbers.var() - 1 / 12) < 0.005
+    assert 0 <= numbers.min() < numbers.max() < 1
+    assert len({uniform(1, 2, 3), uniform(2, 2, 3), uniform(1, 3, 3), uniform(1, 2, 4)}) == 4
+    assert uniform(-1, -(2**63), 0) == uniform(2**64 - 1, -(2**63), 0)
+
+
+def test_a_row_is_known_by_its_tokens_and_twins_are_told_apart():
+    key = row_key(torch.tensor([1, 2, 3]))
+    assert key == row_key(torch.tensor([1, 2, 3], dtype=torch.int32))
+    assert key != row_key(torch.tensor([1, 2]))
+    keys = split_keys([key, 5, key, key], [0, 0, 0, 1])
+    assert keys[0] == keys[3] == key
+    assert len(set(keys)) == 3

@@ -1,0 +1,128 @@
+import json
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
+
+TEXT = "héllo wörld 日本語 👍🏽 ẞ\nfoo  bar"
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """A small byte-level BPE, as GPT-NeoX and Llama 3 have."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    directory = tmp_path_factory.mktemp("byte_level")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """Words with a marked space, and bytes for what it does not know, as Llama 2 and Mistral have."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}, "▁hello": 257, "▁world": 258, "▁": 259}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    directory = tmp_path_factory.mktemp("byte_fallback")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def streamed(tokenizer, ids):
+    text = TextStream(tokenizer)
+    return [*(text.push(token) for token in ids), text.finish()]
+
+
+def test_text_survives_bytes_and_back():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode("é") == [0xC3, 0xA9]
+    assert tokenizer.encode(b"\xff".decode(errors="surrogateescape")) == [0xFF]
+    assert tokenizer.decode([300]) == "\ufffd"
+
+
+def test_a_tokenizer_file_is_read_with_its_end_token(byte_level):
+    tokenizer = FileTokenizer(byte_level / "tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.end == [0]
+
+
+def test_no_half_character_is_given(byte_level):
+    for tokenizer in (ByteTokenizer(), FileTokenizer(byte_level / "tokenizer.json")):
+        parts = streamed(tokenizer, tokenizer.encode(TEXT))
+        assert "".join(parts) == TEXT
+        assert not any("\ufffd" in part for part in parts)
+
+
+def test_words_keep_their_spaces_and_bytes_become_characters(byte_fallback):
+    tokenizer = FileTokenizer(byte_fallback / "tokenizer.json")
+    ids = [257, 258, *(i + 1 for i in "日本👍".encode()), 258, 257]
+    parts = streamed(tokenizer, ids)
+    assert "".join(parts) == "hello world日本👍 world hello"
+    assert parts[:2] == ["hello", " world"]
+    assert not any("\ufffd" in part for part in parts)
+
+
+def test_an_unfinished_character_is_given_at_the_end():
+    assert streamed(ByteTokenizer(), [0x61, 0xE6, 0x97]) == ["a", "", "", "\ufffd"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_any_bytes_stream_to_what_they_decode_to(ids):
+    assert "".join(streamed(ByteTokenizer(), ids)) == ByteTokenizer().decode(ids)
+
+
+def test_text_comes_as_soon_as_it_is_certain():
+    assert streamed(ByteTokenizer(), "aéb".encode()) == ["a", "", "é", "b", ""]
+
+
+def test_the_tokenizer_of_a_model_is_found(byte_level, tmp_path):
+    assert isinstance(load_tokenizer(None, tmp_path, 256), ByteTokenizer)
+    assert isinstance(load_tokenizer("bytes", byte_level, 1000), ByteTokenizer)
+    assert isinstance(load_tokenizer(None, byte_level, 1000), FileTokenizer)
+    assert isinstance(load_tokenizer(byte_level, tmp_path, 1000), FileTokenizer)
+    assert isinstance(load_tokenizer(byte_level / "tokenizer.json", tmp_path, 256 + 44), FileTokenizer)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
+    with pytest.raises(ValueError, match=r"does not belong to the model: it has .* tokens, the model 100"):
+        load_tokenizer(byte_level, tmp_path, 100)
+    with pytest.raises(ValueError, match=r"no tokenizer.json beside the weights; pass one with --tokenizer"):
+        load_tokenizer(None, tmp_path, 1000)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json: not a readable tokenizer"):
+        load_tokenizer(None, tmp_path, 1000)
+
+
+def test_without_the_library_the_extra_is_named(byte_level, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install 'anymamba\[hf\]'"):
+        load_tokenizer(byte_level, byte_level, 1000)
+
+
+def test_a_tokenizer_is_fetched_from_the_hub(byte_level, tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(byte_level))
+    assert load_tokenizer("some/tokenizer", tmp_path, 1000).end == [0]

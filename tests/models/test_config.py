@@ -1,0 +1,72 @@
+import dataclasses
+
+import pytest
+
+from anymamba import MambaLMConfig
+from tests.models.cases import FAMILIES, GOLDEN
+
+SMALL = {"d_model": 32, "n_layer": 2, "ssm_cfg": FAMILIES["Mamba2"]}
+
+
+def test_unknown_fields_are_kept_and_written_back():
+    raw = {**SMALL, "vocab_size": 100, "trained_on": "everything"}
+    config = MambaLMConfig.from_dict(raw)
+    assert config.extra == {"trained_on": "everything"}
+    assert raw.items() <= config.to_dict().items()
+    assert MambaLMConfig.from_dict(config.to_dict()) == config
+
+
+def test_vocabulary_and_mlp_width_are_rounded_up():
+    config = MambaLMConfig(**SMALL, vocab_size=50277, pad_vocab_size_multiple=16, d_intermediate=1264)
+    assert config.padded_vocab_size == 50288
+    assert config.mlp_width == 1280
+    assert MambaLMConfig(**SMALL, vocab_size=50288, pad_vocab_size_multiple=16).padded_vocab_size == 50288
+
+
+def test_options_of_the_official_kernels_change_nothing():
+    ssm_cfg = {**FAMILIES["Mamba2"], "use_mem_eff_path": False, "chunk_size": 256}
+    config = MambaLMConfig(**{**SMALL, "ssm_cfg": ssm_cfg})
+    assert config.block_config() == MambaLMConfig(**SMALL).block_config()
+    assert config.to_dict()["ssm_cfg"] == ssm_cfg
+
+
+def test_lists_of_a_json_file_become_tuples():
+    config = MambaLMConfig(**{**SMALL, "ssm_cfg": {**FAMILIES["Mamba2"], "dt_limit": [0.0, 0.5]}})
+    assert config.block_config().dt_limit == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ssm_cfg": {}}, "Mamba-1 models are not supported yet"),
+        ({"ssm_cfg": {"layer": "Mamba9"}}, "must be one of .*'Mamba9'"),
+        ({"ssm_cfg": {"layer": "Mamba2", "heads": 3}}, r"does not know: \['heads'\]"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 7}}, "headdim must divide"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": "eight"}}, r'ssm_cfg\["headdim"\] must be int, got .eight'),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_state": 1.5}}, "must be int, got 1.5"),
+        ({"ssm_cfg": {"layer": "Mamba2", "bias": 1}}, "must be bool, got 1"),
+        ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0.0]}}, r"must be tuple\[.*\], got \[0.0\]"),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": True}}, "must be int | None, got True"),
+        ({"ssm_cfg": {"layer": "Mamba3", "a_activation": 3}}, "must be Literal.*got 3"),
+        ({"attn_layer_idx": [1]}, r"attention layers are not supported, got attn_layer_idx = \[1\]"),
+        ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
+        ({"n_layer": 2.0}, "n_layer must be int, got 2.0"),
+        ({"rms_norm": "yes"}, "rms_norm must be bool, got 'yes'"),
+        ({"d_intermediate": -1}, "d_intermediate must be 0 or a width, got -1"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(change, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        MambaLMConfig(**{**SMALL, **change})
+
+
+def test_the_config_is_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MambaLMConfig(**SMALL).d_model = 3
+
+
+def test_golden_configs_survive_a_round_trip():
+    from anymamba.files import read_json
+
+    raw = read_json(GOLDEN / "lm_mamba2" / "config.json")
+    assert MambaLMConfig.from_dict(raw).to_dict() == raw

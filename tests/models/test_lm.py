@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from anymamba import MambaLM, SsdPath
+from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, golden, small_lm
+from tests.support import assert_near
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def ids(b, t, vocab=61):
+    return torch.randint(vocab, (b, t))
+
+
+@pytest.mark.parametrize("name", LM_GOLDENS)
+def test_logits_are_those_of_the_reference(name):
+    model, g = MambaLM.from_pretrained(GOLDEN / name), golden(name)
+    logits = model(g["input_ids"]).logits
+    assert logits.shape == g["logits"].shape
+    assert (logits - g["logits"]).abs().max() < 1e-5
+
+
+@families
+@pytest.mark.parametrize("d_intermediate", [0, 100])
+def test_steps_and_any_split_equal_one_call(family, d_intermediate):
+    model, x = small_lm(family, torch.float64, d_intermediate=d_intermediate), ids(2, 13)
+    whole = model(x)
+    cache, logits = None, []
+    for t in range(4):
+        step, cache = model.step(x[:, t], cache)
+        logits.append(step.unsqueeze(1))
+    for part in (x[:, 4:5], x[:, 5:12], x[:, 12:]):
+        out = model(part, cache)
+        cache = out.cache
+        logits.append(out.logits)
+    assert_near(torch.cat(logits, 1), whole.logits, 1e-10)
+    for name, tensor in whole.cache.tensors().items():
+        assert_near(cache.tensors()[name], tensor, 1e-10, name)
+
+
+@families
+def test_padded_rows_equal_the_rows_alone(family):
+    model, x = small_lm(family, torch.float64), ids(3, 9)
+    mask = torch.tensor([[1] * 9, [0, 0, 1, 1, 0, 1, 0, 0, 1], [1, 1, 1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    labels = x.clone()
+    labels[0, 3] = -100
+    out, last = model(x, labels=labels, mask=mask), model(x, mask=mask, last_only=True)
+    total, count = 0.0, 0
+    for row in range(3):
+        alone = model(x[row : row + 1, mask[row]])
+        assert_near(out.logits[row, mask[row]], alone.logits[0], 1e-10)
+        assert_near(last.logits[row, 0], alone.logits[0, -1], 1e-10)
+        for name, tensor in out.cache.rows(row).tensors().items():
+            assert_near(tensor, alone.cache.tensors()[name], 1e-10, name)
+        targets = labels[row, mask[row]][1:]
+        total += F.cross_entropy(alone.logits[0, :-1], targets, ignore_index=-100, reduction="sum")
+        count += (targets != -100).sum()
+    assert (out.logits[~mask] == 0).all()
+    assert_near(out.loss, total / count, 1e-10)
+
+
+@families
+def test_lengths_mean_padding_at_the_end(family):
+    model, x, lengths = small_lm(family), ids(2, 6), torch.tensor([6, 2])
+    mask = torch.arange(6) < lengths[:, None]
+    a, b = model(x, labels=x, mask=lengths, last_only=False), model(x, labels=x, mask=mask)
+    assert torch.equal(a.logits, b.logits)
+    assert torch.equal(a.loss, b.loss)
+    assert torch.equal(model(x, mask=lengths, last_only=True).logits, model(x, mask=mask, last_only=True).logits)
+
+
+@families
+def test_packed_sequences_equal_the_sequences_alone(family):
+    model, x, bounds = small_lm(family, torch.float64), ids(1, 12), [0, 5, 6, 12]
+    cu_seqlens = torch.tensor(bounds)
+    out, last = model(x, labels=x, cu_seqlens=cu_seqlens), model(x, cu_seqlens=cu_seqlens, last_only=True)
+    total = 0.0
+    for i in range(3):
+        part = x[:, bounds[i] : bounds[i + 1]]
+        alone = model(part)
+        assert_near(out.logits[:, bounds[i] : bounds[i + 1]], alone.logits, 1e-10)
+        assert_near(last.logits[i], alone.logits[0, -1:], 1e-10)
+        total += F.cross_entropy(alone.logits[0, :-1], part[0, 1:], reduction="sum")
+    assert_near(out.loss, total / 9, 1e-10)
+
+
+@families
+def test_logits_of_the_last_token_are_those_of_all(family):
+    model, x = small_lm(family, torch.float64), ids(2, 7)
+    assert_near(model(x, last_only=True).logits, model(x).logits[:, -1:], 1e-12)
+
+
+def test_every_algorithm_of_the_scan_gives_the_same_logits():
+    model, x = small_lm(dtype=torch.float64), ids(1, 20)
+    expected = model(x).logits
+    for path in (SsdPath.minimal(7), SsdPath.serial(8), SsdPath.recurrent()):
+        assert_near(model(x, path=path).logits, expected, 1e-10, path.algorithm)
+
+
+@families
+def test_every_parameter_receives_a_gradient(family):
+    model, x = small_lm(family, d_intermediate=10), ids(2, 9)
+    model(x, labels=x).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_loss_without_labels_that_count_is_zero():
+    model, x = small_lm(), ids(1, 1)
+    assert model(x, labels=x).loss == 0
+
+
+def test_initialisation_is_the_official_one():
+    torch.manual_seed(0)
+    model = MambaLM(
+        d_model=64, n_layer=4, vocab_size=1000, d_intermediate=64, ssm_cfg={"layer": "Mamba2", "bias": True}
+    )
+    assert model.backbone.embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    layer = model.backbone.layers[1]
+    for weight in (layer.mixer.out_proj.weight, layer.mlp.fc2.weight):
+        bound = 1 / math.sqrt(weight.shape[1]) / math.sqrt(4)
+        assert bound * 0.98 < weight.abs().max() <= bound
+    bound = 1 / math.sqrt(64)
+    assert bound * 0.98 < layer.mixer.in_proj.weight.abs().max() <= bound
+    assert (layer.mixer.in_proj.bias == 0).all()
+    assert (layer.mixer.out_proj.bias == 0).all()
+
+
+def test_tied_weights_are_one_parameter():
+    tied, untied = small_lm(), small_lm(tie_embeddings=False)
+    assert tied.lm_head.weight is tied.backbone.embedding.weight
+    assert untied.lm_head.weight is not untied.backbone.embedding.weight
+    assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
+
+
+def test_layer_norm_models_have_biases_and_run():
+    model = small_lm(rms_norm=False)
+    assert "backbone.norm_f.bias" in model.state_dict()
+    assert torch.isfinite(model(ids(1, 5)).logits).all()
+
+
+def test_the_residual_stream_is_float32_in_bfloat16_models():
+    model, x = small_lm(dtype=torch.bfloat16), ids(1, 5)
+    seen = []
+    model.backbone.norm_f.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    assert model(x).logits.dtype == torch.bfloat16
+    small_lm(dtype=torch.bfloat16, residual_in_fp32=False)
+    assert seen == [torch.float32]
+
+
+@families
+def test_bfloat16_stays_close_to_float32(family):
+    x = ids(2, 30)
+    wide, narrow = small_lm(family), small_lm(family, torch.bfloat16)
+    narrow.load_state_dict(wide.state_dict())
+    assert_near(narrow(x).logits, wide(x).logits, 0.05)
+
+
+def test_the_fingerprint_tells_models_apart():
+    a, b = small_lm(), small_lm()
+    assert a.fingerprint() == b.fingerprint()
+    assert a.fingerprint() != small_lm(seed=1).fingerprint()
+    assert a.fingerprint() != small_lm(dtype=torch.float64).fingerprint()
+    with torch.no_grad():
+        b.backbone.layers[1].mixer.out_proj.weight.mul_(1.01)
+    assert a.fingerprint() != b.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: m(torch.tensor([[3, 64]])), ValueError, "between 0 and 63, got 3 to 64"),
+        (lambda m: m(torch.tensor([[-1, 2]])), ValueError, "between 0 and 63, got -1 to 2"),
+        (lambda m: m.step(torch.tensor([64])), ValueError, "between 0 and 63"),
+        (lambda m: m(torch.tensor([[1.0]])), TypeError, "input_ids must be int32 or int64, got torch.float32"),
+        (lambda m: m(ids(1, 0)), ValueError, "at least one step"),
+        (lambda m: m(ids(2, 3), m.init_cache(1)), ValueError, "cache"),
+        (lambda m: m(ids(1, 3), small_lm(n_layer=1).init_cache(1)), ValueError, "2 layers, got 1"),
+        (lambda m: m(ids(1, 3), labels=ids(1, 3), last_only=True), ValueError, "labels need the logits of every token"),
+        (lambda m: m(ids(2, 3), mask=torch.ones(2, 4, dtype=torch.bool)), ValueError, r"\(b=2, t=3\), got \(2, 4\)"),
+        (lambda m: MambaLM(m.config, d_model=3), TypeError, "a config or its fields"),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, error, message, unchecked):
+    with pytest.raises(error, match=message):
+        call(small_lm())

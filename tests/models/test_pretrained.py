@@ -1,0 +1,383 @@
+import json
+import pickle
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from anymamba import MambaLM
+from anymamba.files import read_json
+from anymamba.models.pretrained import open_checkpoint
+from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def same(a, b):
+    """Equal to the bit, dtypes included."""
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**read_json(path), **changes}))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A writable copy of an official checkpoint."""
+    return shutil.copytree(GOLDEN / "lm_mamba2", tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", ["official", "transformers", "codestral"])
+def test_a_round_trip_is_exact_to_the_bit(format, dtype, tmp_path):
+    one_group = {"layer": "Mamba2", "headdim": 8}
+    model = codestral_lm(dtype) if format == "codestral" else small_lm(dtype=dtype, ssm_cfg=one_group)
+    model.save_pretrained(tmp_path / "a", format=format)
+    loaded = MambaLM.from_pretrained(tmp_path / "a")
+    assert same(loaded, model)
+    assert loaded.dtype == dtype
+    loaded.save_pretrained(tmp_path / "b", format=format)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_family_survives_the_official_format(family, dtype, tmp_path):
+    model = small_lm(family, dtype, d_intermediate=10)
+    model.save_pretrained(tmp_path)
+    assert same(MambaLM.from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", LM_GOLDENS)
+def test_what_was_read_is_written_back(name, tmp_path):
+    checkpoint = open_checkpoint(GOLDEN / name)
+    MambaLM.from_pretrained(GOLDEN / name).save_pretrained(tmp_path, format=checkpoint.format.name)
+    ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(GOLDEN / name / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    before, after = read_json(GOLDEN / name / "config.json"), read_json(tmp_path / "config.json")
+    before.pop("time_step_limit", None), after.pop("time_step_limit", None)  # two spellings of infinity
+    assert before == after
+
+
+def test_formats_convert_into_each_other(tmp_path):
+    model, g = MambaLM.from_pretrained(GOLDEN / "lm_hf_mamba2"), golden("lm_hf_mamba2")
+    model.save_pretrained(tmp_path / "official", format="official")
+    official = MambaLM.from_pretrained(tmp_path / "official")
+    assert same(official, model)
+    assert not {"architectures", "transformers"} & set(read_json(tmp_path / "official" / "config.json"))
+    official.save_pretrained(tmp_path / "transformers", format="transformers")
+    assert torch.equal(
+        MambaLM.from_pretrained(tmp_path / "transformers")(g["input_ids"]).logits, model(g["input_ids"]).logits
+    )
+
+
+def test_codestral_files_have_the_prefix_and_params(tmp_path):
+    model = codestral_lm()
+    model.save_pretrained(tmp_path, format="codestral")
+    assert all(name.startswith("model.") for name in load_file(tmp_path / "consolidated.safetensors"))
+    params = read_json(tmp_path / "params.json")
+    assert (params["dim"], params["n_layers"], params["n_groups"], params["model_type"]) == (64, 2, 2, "mamba")
+    edit_json(tmp_path / "params.json", mystery=3)
+    loaded = MambaLM.from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / "again", format="codestral")
+    assert read_json(tmp_path / "again" / "params.json")["mystery"] == 3
+
+
+def test_a_format_refuses_what_it_cannot_hold(tmp_path):
+    with pytest.raises(ValueError, match=r"transformers format cannot hold .*'d_intermediate': 0.*'d_intermediate': 7"):
+        small_lm(d_intermediate=7).save_pretrained(tmp_path, format="transformers")
+    with pytest.raises(ValueError, match=r"transformers format cannot hold .*'Mamba2'.*'Mamba3'"):
+        small_lm("Mamba3").save_pretrained(tmp_path, format="transformers")
+    with pytest.raises(ValueError, match=r"Codestral format cannot hold .*'d_state': 128.*'d_state': 16"):
+        small_lm().save_pretrained(tmp_path, format="codestral")
+    with pytest.raises(ValueError, match=r"format must be one of .*'gguf'"):
+        small_lm().save_pretrained(tmp_path, format="gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_that_transformers_computes_otherwise_are_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="in 2 groups"):
+        small_lm().save_pretrained(tmp_path, format="transformers")
+
+
+@pytest.mark.parametrize("spelling", ["Infinity", '{"__float__": "Infinity"}', '"Infinity"'])
+def test_infinity_is_read_in_every_spelling(spelling, tmp_path):
+    shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
+    raw = read_json(tmp_path / "config.json")
+    raw["time_step_limit"] = ["LOW", "HIGH"]
+    text = json.dumps(raw).replace('"LOW"', "0.0").replace('"HIGH"', spelling)
+    (tmp_path / "config.json").write_text(text)
+    assert open_checkpoint(tmp_path).config.block_config().dt_limit == (0.0, float("inf"))
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    small_lm().save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    model = MambaLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.backbone.embedding.weight
+
+
+@pytest.mark.parametrize("zip_form", [True, False])
+def test_a_torch_file_with_a_tied_head_is_read(directory, zip_form):
+    expected = MambaLM.from_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["backbone.embedding.weight"]
+    torch.save(tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=zip_form)
+    (directory / "model.safetensors").unlink()
+    assert same(MambaLM.from_pretrained(directory), expected)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_sharded_weights_are_read(directory, suffix):
+    expected = MambaLM.from_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    table = {}
+    for part in range(2):
+        shard = {name: x for i, (name, x) in enumerate(tensors.items()) if i % 2 == part}
+        file = f"{stem}-0000{part + 1}-of-00002.{suffix}"
+        save_file(shard, directory / file) if suffix == "safetensors" else torch.save(shard, directory / file)
+        table.update(dict.fromkeys(shard, file))
+    index = directory / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"weight_map": table}))
+    assert same(MambaLM.from_pretrained(directory), expected)
+
+    (directory / file).rename(directory / "elsewhere")
+    with pytest.raises(ValueError, match=f"the shard {file} is missing"):
+        MambaLM.from_pretrained(directory)
+    index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+    with pytest.raises(ValueError, match=r"must be a file beside the index, got '\.\./outside.safetensors'"):
+        MambaLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_read_in_the_asked_dtype(dtype, directory):
+    model, stored = MambaLM.from_pretrained(directory, dtype=dtype), load_file(directory / "model.safetensors")
+    fresh = MambaLM(model.config, dtype=dtype)
+    for name, x in model.state_dict().items():
+        assert x.dtype == fresh.state_dict()[name].dtype, name
+        if name in stored:
+            assert torch.equal(x, stored[name].to(x.dtype)), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_of_the_stored_dtype_are_mapped_and_not_copied(tmp_path):
+    model = MambaLM(d_model=256, n_layer=4, vocab_size=50000, ssm_cfg={"layer": "Mamba2"})
+    size = sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    del model
+    before = private_bytes()
+    loaded = MambaLM.from_pretrained(tmp_path)
+    assert private_bytes() - before < 0.2 * size
+    before = private_bytes()
+    narrow = MambaLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert private_bytes() - before < 0.5 * 1.2 * size
+    assert loaded.dtype == torch.float32
+    assert narrow.dtype == torch.bfloat16
+
+
+def private_bytes():
+    with open("/proc/self/smaps_rollup") as file:  # noqa: PTH123
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("Private_Dirty", "Private_Clean") if name in fields)
+
+
+def test_loaded_weights_can_be_trained(directory):
+    model, before = MambaLM.from_pretrained(directory), (directory / "model.safetensors").read_bytes()
+    x = torch.randint(101, (2, 9))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(x, labels=x).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    assert (directory / "model.safetensors").read_bytes() == before
+
+
+def test_transformers_opens_what_we_write(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    model = small_lm(ssm_cfg={"layer": "Mamba2", "d_state": 16, "headdim": 8})
+    model.save_pretrained(tmp_path, format="transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == "Mamba2ForCausalLM"
+    x = torch.randint(61, (2, 19))
+    assert (theirs(x).logits - model(x).logits).abs().max() < 1e-5
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert same(MambaLM.from_pretrained(tmp_path / "theirs"), model)
+
+
+class TestDamage:
+    """Whatever is wrong with a checkpoint, one sentence says what."""
+
+    def refused(self, directory, message):
+        with pytest.raises(ValueError, match=message):
+            MambaLM.from_pretrained(directory)
+
+    @pytest.mark.parametrize("keep", [0, 7, 1000, -1])
+    def test_truncated(self, directory, keep):
+        content = (directory / "model.safetensors").read_bytes()
+        (directory / "model.safetensors").write_bytes(content[:keep])
+        self.refused(directory, "model.safetensors: not a readable safetensors file")
+
+    def test_corrupt_header(self, directory):
+        content = (directory / "model.safetensors").read_bytes()
+        (directory / "model.safetensors").write_bytes(content[:8] + b"#" + content[9:])
+        self.refused(directory, "model.safetensors: not a readable safetensors file")
+
+    def test_foreign_tensors(self, directory):
+        save_file({"a.weight": torch.ones(3), "b.weight": torch.ones(3)}, directory / "model.safetensors")
+        self.refused(directory, "missing: backbone.embedding.weight, .* and 24 more; unexpected: a.weight, b.weight")
+
+    def test_wrong_shape(self, directory):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["backbone.norm_f.weight"] = torch.ones(31)
+        save_file(tensors, directory / "model.safetensors")
+        self.refused(directory, r"misshapen: backbone.norm_f.weight \(expected \(32,\), got \(31,\)\)")
+
+    def test_integers_for_weights(self, directory):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["backbone.norm_f.weight"] = torch.ones(32, dtype=torch.int8)
+        save_file(tensors, directory / "model.safetensors")
+        self.refused(directory, "backbone.norm_f.weight must be one of .*got I8")
+
+    def test_config_that_contradicts_the_weights(self, directory):
+        edit_json(directory / "config.json", n_layer=4)
+        self.refused(directory, r"missing: backbone.layers.3")
+        edit_json(directory / "config.json", n_layer=2)
+        self.refused(directory, r"unexpected: backbone.layers.2")
+        edit_json(directory / "config.json", n_layer=3, tie_embeddings=False)
+        self.refused(directory, "missing: lm_head.weight")
+        edit_json(directory / "config.json", tie_embeddings=True, d_model=48)
+        self.refused(directory, "misshapen")
+
+    def test_tied_config_with_two_different_weights(self, directory):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["backbone.embedding.weight"] + 1
+        save_file(tensors, directory / "model.safetensors")
+        self.refused(directory, "two different ones")
+
+    def test_a_key_that_maps_twice(self, tmp_path):
+        shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["backbone.embedding.weight"] = tensors["backbone.embeddings.weight"].clone()
+        save_file(tensors, tmp_path / "model.safetensors")
+        self.refused(tmp_path, "present twice: backbone.embedding")
+
+    def test_a_pickle_with_code(self, directory):
+        class Bomb:
+            def __reduce__(self):
+                return (open, (str(directory / "exploded"), "w"))
+
+        (directory / "model.safetensors").unlink()
+        for save in (torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))):
+            save({"a": Bomb()}, directory / "pytorch_model.bin")
+            self.refused(directory, "pytorch_model.bin: refused, because it holds more than tensors")
+        assert not (directory / "exploded").exists()
+
+    def test_a_torch_file_that_is_none(self, directory):
+        (directory / "model.safetensors").unlink()
+        (directory / "pytorch_model.bin").write_bytes(b"")
+        self.refused(directory, "pytorch_model.bin")
+        torch.save([1, 2], directory / "pytorch_model.bin")
+        self.refused(directory, "expected a table of tensors by name")
+
+    def test_config_files_that_are_none(self, directory):
+        for content, message in (
+            ("{", "config.json: not readable JSON"),
+            ("[]", "expected a JSON object, got list"),
+            ('{"model_type": "llama", "hidden_size": 3}', "expected .*\"mamba2\", got 'llama'"),
+            ('{"size": 3}', "a config of an unknown kind in config.json"),
+        ):
+            (directory / "config.json").write_text(content)
+            self.refused(directory, message)
+        (directory / "config.json").unlink()
+        self.refused(directory, "no config.json or params.json")
+
+    def test_transformers_configs_we_cannot_compute(self, tmp_path):
+        shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
+        edit_json(tmp_path / "config.json", hidden_act="gelu")
+        self.refused(tmp_path, "must have hidden_act = 'silu', got 'gelu'")
+        edit_json(tmp_path / "config.json", hidden_act="silu", num_heads=5)
+        self.refused(tmp_path, "num_heads must be .* = 8, got 5")
+
+    def test_no_weights(self, directory):
+        (directory / "model.safetensors").unlink()
+        self.refused(directory, "expected weights in one of model.safetensors, pytorch_model.bin, found none")
+
+    @pytest.mark.parametrize("name", ["lm_mamba1", "lm_hf_mamba"])
+    def test_mamba1(self, name):
+        self.refused(GOLDEN / name, "Mamba-1 models are not supported yet")
+
+    def test_a_file_or_nothing(self, directory):
+        self.refused(directory / "config.json", "expected a directory .*got a file")
+        self.refused(directory / "nothing", "no such directory, and not the id of a hub repository")
+
+
+class TestSaving:
+    def test_a_full_disk_leaves_what_was_there(self, directory, monkeypatch):
+        before = {path.name: path.read_bytes() for path in directory.iterdir()}
+
+        def full_disk(tensors, path, metadata):
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("anymamba.files.save_file", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            small_lm().save_pretrained(directory)
+        assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+    def test_a_model_may_be_saved_over_the_file_it_is_mapped_from(self, directory):
+        model = MambaLM.from_pretrained(directory)
+        expected = {name: x.clone() for name, x in model.state_dict().items()}
+        model.save_pretrained(directory)
+        for loaded in (model, MambaLM.from_pretrained(directory)):
+            assert all(torch.equal(x, expected[name]) for name, x in loaded.state_dict().items())
+
+
+class TestHub:
+    def test_a_repository_is_fetched_with_one_kind_of_weights(self, monkeypatch, tmp_path):
+        hub = pytest.importorskip("huggingface_hub")
+        asked = []
+
+        def snapshot_download(name, allow_patterns):
+            asked.append((name, allow_patterns))
+            shutil.copy(GOLDEN / "lm_mamba2" / "config.json", tmp_path)
+            if "model.safetensors" in allow_patterns:
+                shutil.copy(GOLDEN / "lm_mamba2" / "model.safetensors", tmp_path)
+            return str(tmp_path)
+
+        monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+        assert same(MambaLM.from_pretrained("some/model"), MambaLM.from_pretrained(GOLDEN / "lm_mamba2"))
+        assert asked == [
+            ("some/model", ["*.json"]),
+            ("some/model", ["*.json", "model.safetensors", "model-*.safetensors"]),
+        ]
+
+    def test_offline_says_what_to_pass_instead(self, monkeypatch):
+        hub = pytest.importorskip("huggingface_hub")
+
+        def snapshot_download(name, allow_patterns):
+            raise hub.errors.LocalEntryNotFoundError("no connection\nand more")
+
+        monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+        with pytest.raises(
+            ValueError, match=r"the hub did not give it \(no connection\); pass a directory that holds .* instead"
+        ):
+            MambaLM.from_pretrained("some/model")
+
+    def test_without_the_library_the_extra_is_named(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+        with pytest.raises(ValueError, match=r"pip install 'anymamba\[hf\]'"):
+            MambaLM.from_pretrained("some/model")
