@@ -7,7 +7,7 @@ import torch
 
 from anymamba import Mamba2, SsdPath
 from anymamba.scan import scan
-from tests.scan.cases import ALGORITHMS, make_inputs
+from tests.scan.cases import ALGORITHMS, CHUNKED, make_inputs
 from tests.support import FLOOR, assert_near
 
 
@@ -63,7 +63,7 @@ def test_export_takes_a_block_with_any_sequence_length(algorithm):
         assert torch.equal(cache.conv, cache_eager.conv)
 
 
-@pytest.mark.parametrize("algorithm", ["minimal", "serial", "serial_recalculated"])
+@pytest.mark.parametrize("algorithm", CHUNKED)
 def test_compile_takes_a_block_with_any_sequence_length(algorithm):
     block = Mamba2(d_model=16, d_state=8, headdim=8)
     compiled = torch.compile(OnPath(block, SsdPath(algorithm, 8)), fullgraph=True, backend="aot_eager", dynamic=True)
