@@ -76,5 +76,9 @@ const char* anymamba_isa() { return choice().name; }
 // 0: done. 1: out of memory.
 int anymamba_scan_forward(const ScanArgs* args) { return status(choice().kernels->scan_forward(*args)); }
 int anymamba_scan_backward(const ScanArgs* args) { return status(choice().kernels->scan_backward(*args)); }
+int anymamba_conv_forward(const ConvArgs* args) { return status(choice().kernels->conv_forward(*args)); }
+int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernels->conv_backward(*args)); }
+int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
+int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
 #pragma GCC visibility pop
 }
