@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.conv import CausalConv
+from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
 from anymamba.blocks.padding import Padding
 from anymamba.scan import SsdPath, scan_step, ssd
@@ -340,17 +341,3 @@ class Mamba2(nn.Module):
         expect_like(where, "cache.conv", cache.conv, xbc.dtype, xbc.device)
         expect_like(where, "cache.ssm", cache.ssm, state_dtype(xbc.dtype), xbc.device)
         return cache
-
-
-def initial_dt_bias(
-    heads: int,
-    dt_min: int | float,
-    dt_max: int | float,
-    floor: int | float,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Float[Tensor, " h"]:
-    """The bias whose softplus is log-uniform in (dt_min, dt_max), at least `floor`: `dt + log(1 - exp(-dt))`."""
-    uniform_h = torch.rand(heads, device=device, dtype=torch.float32)
-    dt_h = torch.exp(uniform_h * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min)).clamp(min=floor)
-    return (dt_h + torch.log(-torch.expm1(-dt_h))).to(dtype)

@@ -54,6 +54,28 @@ class GatedRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, group_size={self.group_size}, norm_before_gate={self.norm_before_gate}"
 
 
+class RMSNorm(nn.Module):
+    """`y = weight x / sqrt(mean(x²) + eps)` over the last axis, in float32 or wider."""
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the weight, all ones."""
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
+
+    def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
+        """Norm `x` (..., i)."""
+        wide = state_dtype(x.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
 def _by_group(x_mi: Tensor, group_size: int) -> Tensor:
     return x_mi.reshape(x_mi.shape[0], x_mi.shape[1] // group_size, group_size)
 

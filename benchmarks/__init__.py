@@ -1,0 +1,1 @@
+"""Benchmarks of anymamba against its peers: `python -m benchmarks --help`."""

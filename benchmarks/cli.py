@@ -1,0 +1,197 @@
+"""The command line: choose cases, measure them one after the other, print and write the results."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import fnmatch
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import mamba2
+from benchmarks.harness import Case, CaseResult, Contender, DisagreementError, time_case
+from benchmarks.machine import describe_machine
+from benchmarks.memory import measure_here, measure_in_child
+from benchmarks.report import Report, write_atomically
+
+CASES = {case.name: case for module in (mamba2,) for case in module.CASES}
+
+EXIT_DISAGREEMENT = 1
+EXIT_USAGE = 2
+
+_EPILOG = """\
+Contenders that claim to compute the same function are compared before they are timed, with gradients where those are
+timed too; a case whose contenders disagree is refused and the exit code is 1.
+
+Timings taken while other programs use the processor are marked as not to be trusted: on a busy machine the waiting
+loops of torch's threads slow a call down up to a hundred times. OMP_WAIT_POLICY=passive in the environment avoids that
+and is written to the JSON file; it is not the default because users of torch do not run with it.
+
+columns of the table (Markdown, on standard output):
+  median ms   wall-clock milliseconds a call, contenders interleaved in one process
+  spread ms   the smallest and the largest sample
+  ratio       median relative to the case's baseline
+  peak MiB    the most memory a call holds above its parameters and inputs, from a fresh process
+
+examples:
+  python -m benchmarks --list
+  python -m benchmarks --only 'ssd/*' 'seeds/*' --repeats 15 --json out.json
+  python -m benchmarks --quick
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        if options.memory_of is not None:
+            print(measure_here(_contender(options.memory_of)))
+            return 0
+        cases = select_cases(options.only)
+    except LookupError as error:
+        print(f"{parser.prog}: {error.args[0]}", file=sys.stderr)
+        return EXIT_USAGE
+    if options.list:
+        print("\n".join(_listing(case) for case in cases))
+        return 0
+    if options.skip_heavy:
+        cases = [light for case in cases if (light := without_heavy(case)) is not None]
+    if missing := missing_libraries(cases):
+        print(
+            f"{parser.prog}: {', '.join(missing)} must be installed to measure these cases: pip install -e '.[bench]', "
+            "or choose others with --only",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    report = Report(command=_command(options), machine=describe_machine())
+    for case in cases:
+        try:
+            report.results.append(_measure(case, options))
+        except DisagreementError as error:
+            _progress(str(error))
+            report.refused.append(error)
+        for path, text in ((options.json, report.json()), (options.markdown, report.markdown())):
+            if path is not None:
+                write_atomically(path, text)
+    print(report.markdown(), end="")
+    return EXIT_DISAGREEMENT if report.refused else 0
+
+
+def select_cases(globs: Sequence[str]) -> list[Case]:
+    """The cases whose names match any of `globs`, in the order of the registry; all if there is none.
+
+    Raises:
+        LookupError: if one of them matches nothing.
+    """
+    for glob in globs:
+        if not fnmatch.filter(CASES, glob):
+            raise LookupError(_unknown("case", glob, list(CASES)))
+    return [case for name, case in CASES.items() if not globs or any(fnmatch.fnmatch(name, glob) for glob in globs)]
+
+
+def without_heavy(case: Case) -> Case | None:
+    """`case` without its heavy contenders, or None if its baseline is one of them."""
+    light = tuple(contender for contender in case.contenders if not contender.heavy)
+    if all(contender.name != case.baseline for contender in light):
+        return None
+    return dataclasses.replace(case, contenders=light)
+
+
+def missing_libraries(cases: Sequence[Case]) -> list[str]:
+    """The packages that the contenders of `cases` need and that are not installed."""
+    needed = {contender.library for case in cases for contender in case.contenders}
+    return sorted(library for library in needed if importlib.util.find_spec(library) is None)
+
+
+def _measure(case: Case, options: argparse.Namespace) -> CaseResult:
+    result = time_case(case, options.repeats, _progress)
+    if result.doubt is not None:
+        _progress(f"{case.name}: not to be trusted, {result.doubt}; measure again on an idle machine")
+    if not options.memory:
+        return result
+    _progress(f"{case.name}: memory")
+    peaks = {
+        contender.name: measure_in_child(case.name, contender.name, options.threads) for contender in case.contenders
+    }
+    return dataclasses.replace(result, peak_bytes=peaks)
+
+
+def _contender(name: str) -> Contender:
+    """The contender called CASE/CONTENDER."""
+    everyone = {f"{case.name}/{contender.name}": contender for case in CASES.values() for contender in case.contenders}
+    if name not in everyone:
+        raise LookupError(_unknown("contender", name, list(everyone)))
+    return everyone[name]
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
+    hint = f"near matches: {', '.join(near)}" if near else "--list shows all"
+    return f"no {kind} matches {name!r}; {hint}"
+
+
+def _listing(case: Case) -> str:
+    contenders = [f"{c.name} (heavy)" if c.heavy else c.name for c in case.contenders]
+    return f"{case.name:28}  {', '.join(contenders)}"
+
+
+def _progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command that repeats this measurement: the options with an influence on it."""
+    words = ["python", "-m", "benchmarks"]
+    if options.only:
+        words += ["--only", *options.only]
+    words += ["--repeats", str(options.repeats), "--threads", str(options.threads)]
+    if options.skip_heavy:
+        words.append("--skip-heavy")
+    if not options.memory:
+        words.append("--no-memory")
+    return shlex.join(words)
+
+
+class _Quick(argparse.Action):
+    """--quick, as the options that it stands for."""
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, *_: object) -> None:
+        namespace.repeats, namespace.skip_heavy, namespace.memory = 3, True, False
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Time and memory of anymamba and its peers, side by side.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--list", action="store_true", help="show the cases and their contenders, and stop")
+    parser.add_argument("--only", nargs="+", default=[], metavar="GLOB", help="measure the cases that match any GLOB")
+    parser.add_argument("--repeats", type=_positive, default=7, metavar="N", help="samples of each contender (7)")
+    parser.add_argument(
+        "--threads", type=_positive, default=2, metavar="N", help="threads that torch computes with (2)"
+    )
+    parser.add_argument("--skip-heavy", action="store_true", help="leave out contenders that take very long")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure memory")
+    parser.add_argument("--quick", action=_Quick, nargs=0, help="the same as --repeats 3 --skip-heavy --no-memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine to FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed to FILE as well")
+    parser.add_argument("--memory-of", metavar="CASE/CONTENDER", help=argparse.SUPPRESS)
+    return parser

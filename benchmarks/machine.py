@@ -1,0 +1,67 @@
+"""The machine: what it is, and how busy other programs keep it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("anymamba", "torch", "transformers")
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "MALLOC_ARENA_MAX")
+
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, its cores and vector width, memory, threads and versions; nothing that names this machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "versions": {"python": platform.python_version(), **{name: _installed_version(name) for name in PACKAGES}},
+    }
+
+
+class Neighbours:
+    """How many cores other programs use, from the creation of this object on."""
+
+    def __init__(self) -> None:
+        """Start the clock."""
+        self._start = self._clock()
+
+    def cores_used(self) -> float | None:
+        """Mean number of cores that programs other than this one kept busy, None where the system does not tell."""
+        stop = self._clock()
+        if self._start is None or stop is None:
+            return None
+        wall, everyone, own = (b - a for a, b in zip(self._start, stop, strict=True))
+        # Both counts tick in hundredths of a second, so a difference just below zero is possible.
+        return max(0.0, (everyone - own) / wall)
+
+    @staticmethod
+    def _clock() -> tuple[float, float, float] | None:
+        """Seconds: wall clock, processor time of all programs, processor time of this one."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return None
+        # user, nice, system, idle, iowait, irq, softirq, steal; what follows is contained in user and nice.
+        ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+        everyone = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), everyone, time.process_time()
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

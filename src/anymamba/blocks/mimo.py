@@ -1,0 +1,74 @@
+"""Mamba-3's gate over MIMO ranks, as one operator that keeps its inputs only.
+
+    o[p] = Σ_r out[h, r, p] y[r, p] silu(z[p] gate[h, r, p])
+
+Letters: b batch, t time, m = (b t) rows, r MIMO rank, h heads, p head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from anymamba.operators import cache_blocks, define_operator, silu_backward
+from anymamba.scan.numerics import state_dtype
+
+
+def gate_ranks(
+    y: Float[Tensor, "b t r h p"],
+    z: Float[Tensor, "b t h p"],
+    gate: Float[Tensor, "h r p"],
+    out: Float[Tensor, "h r p"],
+) -> Float[Tensor, "b t h p"]:
+    """Gate each rank of `y` by its own view of `z`, and sum the ranks."""
+    o: Tensor = _operator(y, z, gate, out)
+    return o
+
+
+def _by_rank(weight_hrp: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight_hrp.to(dtype).transpose(0, 1).contiguous()
+
+
+def _forward(y: Tensor, z: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+    dtype = state_dtype(y.dtype)
+    gate_rhp, out_rhp = _by_rank(gate, dtype), _by_rank(out, dtype)
+    y_mrhp, z_mhp = y.flatten(0, 1), z.flatten(0, 1)
+    o_mhp = torch.empty(z_mhp.shape, dtype=z.dtype, device=z.device)
+    for start, stop in cache_blocks(y, y_mrhp.shape[0], gate.numel()):
+        open_mrhp = F.silu(z_mhp[start:stop].to(dtype).unsqueeze(1) * gate_rhp, inplace=True).mul_(out_rhp)
+        o_mhp[start:stop] = open_mrhp.mul_(y_mrhp[start:stop]).sum(1)
+    return o_mhp.reshape(z.shape)
+
+
+def _backward(do: Tensor, y: Tensor, z: Tensor, gate: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = state_dtype(y.dtype)
+    gate_rhp, out_rhp = _by_rank(gate, dtype), _by_rank(out, dtype)
+    dgate_rhp, dout_rhp = torch.zeros_like(gate_rhp), torch.zeros_like(out_rhp)
+    y_mrhp, z_mhp, do_mhp = y.flatten(0, 1), z.flatten(0, 1), do.flatten(0, 1)
+    dy_mrhp, dz_mhp = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (y_mrhp, z_mhp))
+    for start, stop in cache_blocks(y, y_mrhp.shape[0], gate.numel()):
+        ys_mrhp = y_mrhp[start:stop].to(dtype)
+        zs_m1hp, dos_m1hp = (x[start:stop].to(dtype).unsqueeze(1) for x in (z_mhp, do_mhp))
+        turned_mrhp = zs_m1hp * gate_rhp
+        open_mrhp = F.silu(turned_mrhp)
+        dout_rhp += (dos_m1hp * ys_mrhp * open_mrhp).sum(0)
+        weighted_mrhp = dos_m1hp * out_rhp
+        dy_mrhp[start:stop] = weighted_mrhp * open_mrhp
+        dturned_mrhp = silu_backward(weighted_mrhp * ys_mrhp, turned_mrhp)
+        dz_mhp[start:stop] = (dturned_mrhp * gate_rhp).sum(1)
+        dgate_rhp += (dturned_mrhp * zs_m1hp).sum(0)
+    dgate, dout = (x.transpose(0, 1).to(gate.dtype).contiguous() for x in (dgate_rhp, dout_rhp))
+    return dy_mrhp.reshape(y.shape), dz_mhp.reshape(z.shape), dgate, dout
+
+
+_operator = define_operator(
+    "gate_ranks",
+    inputs="Tensor y, Tensor z, Tensor gate, Tensor out",
+    outputs=1,
+    differentiable=4,
+    forward=_forward,
+    backward=_backward,
+    fake=lambda y, z, gate, out: torch.empty(z.shape, dtype=z.dtype, device=z.device),
+)
