@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: demo test lint format bench clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
@@ -20,6 +20,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype
+	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code behind the same functions
 	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
 
 lint: $(VENV)/.installed

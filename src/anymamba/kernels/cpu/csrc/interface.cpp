@@ -80,5 +80,6 @@ int anymamba_conv_forward(const ConvArgs* args) { return status(choice().kernels
 int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernels->conv_backward(*args)); }
 int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
 int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
+int anymamba_mamba2_step(const StepArgs* args) { return status(choice().kernels->mamba2_step(*args)); }
 #pragma GCC visibility pop
 }

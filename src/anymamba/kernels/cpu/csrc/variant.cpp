@@ -3,6 +3,7 @@
 #include "norm.h"
 #include "scan_backward.h"
 #include "scan_forward.h"
+#include "step.h"
 #include "variant.h"
 
 namespace ANYMAMBA_ISA {
@@ -21,6 +22,7 @@ const Kernels kernels = {
     by_dtype<ConvArgs, conv_backward<float>, conv_backward<double>>,
     by_dtype<NormArgs, norm_forward<float>, norm_forward<double>>,
     by_dtype<NormArgs, norm_backward<float>, norm_backward<double>>,
+    by_dtype<StepArgs, step<float>, step<double>>,
 };
 
 }  // namespace ANYMAMBA_ISA

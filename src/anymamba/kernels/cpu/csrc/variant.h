@@ -11,4 +11,5 @@ struct Kernels {
   bool (*conv_backward)(const ConvArgs&);
   bool (*norm_forward)(const NormArgs&);
   bool (*norm_backward)(const NormArgs&);
+  bool (*mamba2_step)(const StepArgs&);
 };
