@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from anymamba.kernels import library
-from anymamba.scan import SsdPath, scan
+from anymamba.scan import SsdPath, scan, ssd
 from tests.scan.cases import HAS_KERNELS, make_inputs, run
-from tests.support import FLOOR, assert_all_near, relative_error
+from tests.support import FLOOR, assert_all_near, assert_near, relative_error
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason=library.LIBRARY.reason)
 
@@ -163,7 +163,7 @@ def test_kernels_can_be_switched_off():
     code = """
 import torch
 from anymamba.kernels import library
-from anymamba.scan import SsdPath, scan
+from anymamba.scan import SsdPath, scan, ssd
 from anymamba.scan.scan import resolve_path
 from tests.scan.cases import make_inputs
 assert resolve_path(None, torch.device("cpu"), torch.float32) == SsdPath.serial_recalculated()
@@ -191,3 +191,42 @@ if child == 0:
 print(os.waitpid(child, 0)[1])
 """
     assert in_another_process(code) == "0"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bounds", [None, [0, 1, 50, 90]], ids=["batch", "packed"])
+@pytest.mark.parametrize("skip", [None, (6,), (6, 5)], ids=["no skip", "skip per head", "skip per channel"])
+def test_ssd_with_scale_and_skip_inside_equals_the_recurrence(skip, bounds, dtype):
+    generator = torch.Generator().manual_seed(0)
+    b, wide = 1 if bounds else 2, torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    x, B, C = normal(b, 90, 6, 5), normal(b, 90, 2, 7), normal(b, 90, 2, 7)
+    state = normal(3 if bounds else b, 6, 5, 7, dtype=wide)
+    dt, A = normal(b, 90, 6, dtype=wide).detach().abs().requires_grad_(), normal(6, dtype=wide)
+    A = (-A.detach().abs()).requires_grad_()
+    D = None if skip is None else normal(*skip, dtype=wide)
+    tensors = [x, dt, A, B, C, state, *([] if D is None else [D])]
+    heads = [normal(*x.shape), normal(*state.shape, dtype=wide)]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+
+    def run_ssd(tensors, heads, path):
+        x, dt, A, B, C, state, *D = leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        y, final_state = ssd(x, dt, A, B, C, *D, initial_state=state, path=path, cu_seqlens=cu_seqlens)
+        return [y, final_state, *torch.autograd.grad([y, final_state], leaves, heads)]
+
+    oracle = run_ssd([x.double() for x in tensors], [x.double() for x in heads], SsdPath.recurrent())
+    for tensor, actual, expected in zip([x, state, *tensors], run_ssd(tensors, heads, None), oracle, strict=True):
+        assert actual.dtype == tensor.dtype
+        assert_near(actual, expected, FLOOR[dtype])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_ssd_operator_passes_opcheck():
+    v, k, q, a, s = (x.requires_grad_() for x in make_inputs(t=9, r=2).values())
+    scale, skip = torch.rand(2, 9, 4, dtype=torch.float64, requires_grad=True), torch.rand(4, dtype=torch.float64)
+    operator = torch.ops.anymamba.ssd_fused.default
+    torch.library.opcheck(operator, (v, k, q, a, scale, skip.requires_grad_(), s, 4, None))
+    torch.library.opcheck(operator, (v, k, q, a, None, None, s, 4, None))

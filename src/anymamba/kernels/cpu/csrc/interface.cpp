@@ -69,7 +69,7 @@ extern "C" {
 bool anymamba_is_forked() { return forked; }
 
 // The version of this interface; library.py refuses a library of another one.
-int anymamba_interface_version() { return 1; }
+int anymamba_interface_version() { return 2; }
 
 const char* anymamba_isa() { return choice().name; }
 

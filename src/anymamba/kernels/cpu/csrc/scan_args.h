@@ -19,7 +19,10 @@ extern "C" struct ScanArgs {
   int64_t q_strides[4];
   const void* log_decay;
   int64_t log_decay_strides[3];  // batch, time, head
-  const void* initial_state;     // null for zeros
+  const void* scale;             // of v, (batch, time, heads); null for one
+  int64_t scale_strides[3];
+  const void* skip;           // (heads, width), y gains skip * v before its scale; null for none
+  const void* initial_state;  // null for zeros
   void* y;
   void* final_state;
   // The backward only.
@@ -30,5 +33,7 @@ extern "C" struct ScanArgs {
   void* dk;
   void* dq;
   void* dlog_decay;
+  void* dscale;  // where there is a scale
+  void* dskip;   // (sequences, heads, width), where there is a skip
   void* dinitial_state;
 };

@@ -15,6 +15,7 @@ constexpr int64_t kBackwardHeads = 4;
 template <typename T>
 struct BackwardBuffers {
   T *k, *q, *q_t, *scores, *dscores, *dk, *dq;       // of the group
+  T *x, *scale, *skip;                               // of a head: v before its scale (rows, p), (rows), (p)
   T *v, *dy, *dy_t, *rv, *u, *dv, *weights, *dweights;  // of a head
   T *read, *g_t, *sums, *out, *in;
   T *g;         // (heads of the block, p, n): gradient of the state that leaves the chunk
@@ -29,6 +30,9 @@ struct BackwardBuffers {
         dscores(arena.take<T>(size_t(s.rows) * s.rows_row)),
         dk(arena.take<T>(size_t(s.rows) * s.n_row)),
         dq(arena.take<T>(size_t(s.rows) * s.n_row)),
+        x(arena.take<T>(size_t(s.rows) * s.p_row)),
+        scale(arena.take<T>(s.rows_row)),
+        skip(arena.take<T>(s.p_row)),
         v(arena.take<T>(size_t(s.rows) * s.p_row)),
         dy(arena.take<T>(size_t(s.rows) * s.p_row)),
         dy_t(arena.take<T>(size_t(s.p) * s.rows_row)),
@@ -101,13 +105,56 @@ void write_dlog_decay(const ScanArgs& args, const Chunk& chunk, int64_t head, co
   }
 }
 
+// Reads v, and scales it where there is a scale; b.x then holds it as it came.
 template <typename T>
-void backward_head(const ScanArgs& args, const Chunk& chunk, int64_t head, const T* state, T* g, double* crossing,
+void read_values(const ScanArgs& args, const Chunk& chunk, int64_t head, BackwardBuffers<T>& b,
+                 const ChunkSizes<T>& size) {
+  T* target = args.scale ? b.x : b.v;
+  read_chunk(target, size.p_row, args.v, args.dtype, args.v_strides, head, chunk, size.rank, size.p);
+  if (!args.scale) return;
+  read_scale(b.scale, args, chunk, head, size.rank);
+  scale_rows(b.v, b.x, b.scale, chunk.steps * size.rank, size.p_cols, size.p_row);
+}
+
+// From the gradient of the scaled v in b.dv to that of v as it came, of the scale, and of the skip.
+template <typename T>
+void backward_scale_and_skip(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head,
+                             BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
+  const int rows = chunk.steps * size.rank, rank = size.rank;
+  const ptrdiff_t row = size.p_row;
+  if (args.scale) {
+    T* dscale = static_cast<T*>(args.dscale) + (chunk.batch * args.time + chunk.start) * args.heads + head;
+    for (int l = 0; l < chunk.steps; ++l) {
+      T sum = 0;
+      for (int i = l * rank; i < (l + 1) * rank; ++i) sum += dot(b.x + i * row, b.dv + i * row, size.p_cols);
+      dscale[l * args.heads] = sum;
+    }
+    scale_rows(b.dv, b.dv, b.scale, rows, size.p_cols, size.p_row);
+  }
+  if (args.skip) {
+    const T* x = args.scale ? b.x : b.v;
+    T* dskip = static_cast<T*>(args.dskip) + (sequence * args.heads + head) * args.width;
+    read_skip(b.skip, args, head);
+    for (int c = 0; c < size.p_cols; c += kLanes<T>) {
+      const Vec<T> skip = load(b.skip + c);
+      Vec<T> sum = {};
+      for (int i = 0; i < rows; ++i) {
+        const Vec<T> dy = load(b.dy + i * row + c);
+        sum += dy * load(x + i * row + c);
+        store(b.dv + i * row + c, load(b.dv + i * row + c) + skip * dy);
+      }
+      for (int i = c; i < c + kLanes<T> && i < size.p; ++i) dskip[i] += sum[i - c];
+    }
+  }
+}
+
+template <typename T>
+void backward_head(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, const T* state, T* g, double* crossing,
                    RowPrefetch& next_v, RowPrefetch& next_dy, BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
   const int rows = chunk.steps * size.rank, rows_cols = round_up<T>(rows);
   const int p_row = size.p_row, n_row = size.n_row, p_cols = size.p_cols, n_cols = size.n_cols;
   b.decay.read(args, chunk, head, size.rank);
-  read_chunk(b.v, p_row, args.v, args.dtype, args.v_strides, head, chunk, size.rank, size.p);
+  read_values(args, chunk, head, b, size);
   read_chunk(b.dy, p_row, args.dy, args.dtype, args.dy_strides, head, chunk, size.rank, size.p);
   if (rows_cols > rows) fill_zero(b.dy_t, size_t(size.p) * size.rows_row);
   transpose(b.dy_t, size.rows_row, b.dy, p_row, rows, size.p);
@@ -151,6 +198,7 @@ void backward_head(const ScanArgs& args, const Chunk& chunk, int64_t head, const
   within.span = Span::kDepthFromRow;
   within.rank = size.rank;
   gemm(within);
+  backward_scale_and_skip(args, chunk, sequence, head, b, size);
   write_chunk(args.dv, b.dv, p_row, args.dtype, args, head, args.heads, chunk, size.p);
   write_dlog_decay(args, chunk, head, b.out, b.in, keep, crossing);
 
@@ -184,7 +232,7 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
       RowPrefetch next_v = prefetch_of(args.v, args.dtype, args.v_strides, task.first_head + (last ? 0 : e + 1),
                                        last ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
       b.decay.read(args, chunk, task.first_head + e, size.rank);
-      read_chunk(b.v, size.p_row, args.v, args.dtype, args.v_strides, task.first_head + e, chunk, size.rank, size.p);
+      read_values(args, chunk, task.first_head + e, b, size);
       scale_rows(b.v, b.v, b.decay.to_end, rows, size.p_cols, size.p_row);
       T* state = b.entering + (e * chunks + c) * numbers;
       Gemm<T> add{b.v, 1, size.p_row, b.k, size.n_row, state + numbers, size.n_row, size.p, size.n_cols, rows};
@@ -222,6 +270,8 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
   for (int64_t i = 0; i < task.heads * args.width; ++i)
     std::memcpy(b.g + i * size.n_row, dfinal + i * size.n, size.n * sizeof(T));
 
+  if (args.skip)
+    fill_zero(static_cast<T*>(args.dskip) + state_row, task.heads * args.width);
   for (int64_t c = chunks - 1; c >= 0; --c) {
     const Chunk chunk = chunk_of(seq, c, size.steps);
     const int rows = chunk.steps * size.rank;
@@ -242,7 +292,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         next_v = prefetch_of(args.v, args.dtype, args.v_strides, head, next, size.rank, size.p);
         next_dy = prefetch_of(args.dy, args.dtype, args.dy_strides, head, next, size.rank, size.p);
       }
-      backward_head(args, chunk, task.first_head + e, b.entering + (e * chunks + c) * numbers, b.g + e * numbers,
+      backward_head(args, chunk, task.sequence, task.first_head + e, b.entering + (e * chunks + c) * numbers, b.g + e * numbers,
                     crossing, next_v, next_dy, b, size);
     }
     Gemm<T> dq{b.dscores, 1, size.rows_row, b.k, size.n_row, b.dq, size.n_row, rows, size.n_cols, rows};

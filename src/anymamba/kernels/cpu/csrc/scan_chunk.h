@@ -204,6 +204,23 @@ inline void scale_rows(T* target, const T* source, const T* scale, int rows, int
     for (int c = 0; c < cols; c += kLanes<T>) store(target + i * row + c, scale[i] * load(source + i * row + c));
 }
 
+// The scale of v for each row of a chunk.
+template <typename T>
+inline void read_scale(T* target, const ScanArgs& args, const Chunk& chunk, int64_t head, int rank) {
+  const int64_t* strides = args.scale_strides;
+  const T* source = static_cast<const T*>(args.scale) + chunk.batch * strides[0] + head * strides[2];
+  for (int l = 0; l < chunk.steps; ++l)
+    for (int r = 0; r < rank; ++r) target[l * rank + r] = source[(chunk.start + l) * strides[1]];
+}
+
+// The skip's weights of a head, padded with zeros to whole vectors.
+template <typename T>
+inline void read_skip(T* target, const ScanArgs& args, int64_t head) {
+  const int width = static_cast<int>(args.width);
+  read_row(target, reinterpret_cast<const char*>(static_cast<const T*>(args.skip) + head * args.width),
+           sizeof(T) == 8 ? kFloat64 : kFloat32, width, round_up<T>(width));
+}
+
 template <typename T>
 inline void fill_zero(T* target, size_t count) {
   std::memset(target, 0, count * sizeof(T));

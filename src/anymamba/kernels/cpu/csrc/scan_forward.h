@@ -9,6 +9,7 @@ template <typename T>
 struct ForwardBuffers {
   T *k, *q, *q_t, *scores;    // of the group: (rows, n), (rows, n), (n, rows), (rows, rows)
   T *v, *weights, *y;         // of a head: (rows, p), (rows, rows), (rows, p)
+  T *scale, *skip;            // of a head: (rows), (p)
   T* states;                  // (heads of the block, n, p)
   Decay<T> decay;
 
@@ -20,6 +21,8 @@ struct ForwardBuffers {
         v(arena.take<T>(size_t(s.rows) * s.p_row)),
         weights(arena.take<T>(size_t(s.rows) * s.rows_row)),
         y(arena.take<T>(size_t(s.rows) * s.p_row)),
+        scale(arena.take<T>(s.rows_row)),
+        skip(arena.take<T>(s.p_row)),
         states(arena.take<T>(size_t(heads) * s.n * s.p_row)),
         decay(arena, s) {}
 };
@@ -49,6 +52,19 @@ void forward_head(const ScanArgs& args, const Chunk& chunk, int64_t head, T* sta
 
   Gemm<T> read{b.q, size.n_row, 1, state, size.p_row, b.y, size.p_row, rows, size.p_cols, size.n};
   read.row_scale = b.decay.from_start;
+  if (args.skip) {
+    read_skip(b.skip, args, head);
+    for (int i = 0; i < rows; ++i)
+      for (int c = 0; c < size.p_cols; c += kLanes<T>) {
+        const ptrdiff_t at = i * static_cast<ptrdiff_t>(size.p_row) + c;
+        store(b.y + at, load(b.skip + c) * load(b.v + at));
+      }
+    read.c_in = b.y;
+  }
+  if (args.scale) {
+    read_scale(b.scale, args, chunk, head, size.rank);
+    scale_rows(b.v, b.v, b.scale, rows, size.p_cols, size.p_row);
+  }
   gemm(read);
   Gemm<T> within{b.weights, 1, size.rows_row, b.v, size.p_row, b.y, size.p_row, rows, size.p_cols, rows};
   within.c_in = b.y;
