@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -124,6 +125,24 @@ def test_the_operator_passes_opcheck():
     torch.library.opcheck(torch.ops.anymamba.scan_fused.default, (*inputs, 4, None))
     packed = [x.requires_grad_() for x in make_inputs(t=9, bounds=[0, 2, 9]).values()]
     torch.library.opcheck(torch.ops.anymamba.scan_fused.default, (*packed, 4, torch.tensor([0, 2, 9])))
+
+
+@pytest.mark.parametrize("bounds", [[0, 5, 14], [1, 13], [0, 8, 5, 13], [-1, 13]])
+def test_wrong_boundaries_are_refused_before_they_reach_memory(bounds):
+    inputs = make_inputs(b=1)
+    inputs["initial_state"] = inputs["initial_state"].expand(len(bounds) - 1, -1, -1, -1)
+    with pytest.raises(ValueError, match="must increase strictly from 0 to t = 13"):
+        torch.ops.anymamba.scan_fused(*inputs.values(), 4, torch.tensor(bounds))
+
+
+def test_several_python_threads_may_call_at_once(threads):
+    threads(2)
+    inputs = make_inputs(t=70, h=8, dtype=torch.float32)
+    expected = run(inputs, SsdPath.fused())
+    with ThreadPoolExecutor(4) as pool:
+        for results in pool.map(lambda _: run(inputs, SsdPath.fused()), range(12)):
+            for name, x in results.items():
+                assert torch.equal(x, expected[name]), name
 
 
 def in_another_process(code, **environment):

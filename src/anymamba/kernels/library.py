@@ -95,3 +95,15 @@ def dtype_code(dtype: torch.dtype) -> int:
 def dense_last_axis(x: Tensor) -> Tensor:
     """`x` itself where its last axis is dense, else a contiguous copy."""
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def checked_bounds(cu_seqlens: Tensor, t: int) -> Tensor:
+    """`cu_seqlens` as the kernels read it: they follow it into memory, so it is checked here whoever calls.
+
+    Raises:
+        ValueError: not (0, ..., t) in increasing order.
+    """
+    bounds = cu_seqlens.to(torch.int64).contiguous()
+    if bounds[0] != 0 or bounds[-1] != t or (bounds.diff() <= 0).any():
+        raise ValueError(f"cu_seqlens must increase strictly from 0 to t = {t}, got {bounds.tolist()}")
+    return bounds

@@ -56,9 +56,9 @@ def _run(
     if bias is not None:
         tensors["bias"] = bias.to(wide).contiguous()
     if lengths is not None:
-        tensors["lengths"] = lengths.to(torch.int64).contiguous()
+        tensors["lengths"] = lengths.to(torch.int64).clamp(0, t).contiguous()
     if cu_seqlens is not None:
-        tensors["bounds"] = cu_seqlens.to(torch.int64).contiguous()
+        tensors["bounds"] = library.checked_bounds(cu_seqlens, t)
     if dout is not None:
         tensors["dout"] = library.dense_last_axis(dout)
         args.dout_strides = tensors["dout"].stride()[:2]

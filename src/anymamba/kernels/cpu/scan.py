@@ -72,7 +72,7 @@ class _Call:
         self.args.log_decay_strides = log_decay.stride()
         self.dense("log_decay", log_decay)
         if cu_seqlens is not None:
-            self.dense("bounds", cu_seqlens.to(torch.int64).contiguous())
+            self.dense("bounds", library.checked_bounds(cu_seqlens, t))
 
     def scale_and_skip(self, scale: Tensor | None, skip: Tensor | None) -> None:
         if scale is not None:

@@ -123,7 +123,7 @@ template <typename T>
 bool scan_forward(const ScanArgs& args) {
   const ChunkSizes<T> size(args);
   // A head's numbers do not depend on the block that it is computed in, so blocks may shrink to occupy the threads.
-  int64_t heads = 4;
+  int64_t heads = 6;
   while (heads > 1 && HeadBlocks(args, heads).tasks(args) < 2 * args.threads) heads /= 2;
   const HeadBlocks blocks(args, heads);
   Arena count;
