@@ -517,4 +517,4 @@ class Mamba3(nn.Module):
 
 def heavy_tail(x: Tensor) -> Tensor:
     """`1 + x` for x ≥ 0, `1 / (1 - x)` below: positive, smooth, decaying like 1/|x| where softplus decays like e^x."""
-    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+    return F.relu(x) + 1 / (1 - x.clamp(max=0))

@@ -17,14 +17,15 @@ from torch import Tensor
 from anymamba.blocks.sequences import sequences_of, starts_of
 from anymamba.operators import define_operator
 
-Quaternions = Float[Tensor, "*batch 4"]
+Quaternions = Float[Tensor, "*#batch 4"]
 
 
 def multiply(p: Quaternions, q: Quaternions) -> Quaternions:
     """The Hamilton product, broadcasting over the leading axes."""
     a, b = torch.view_as_complex(p.unflatten(-1, (2, 2))).unbind(-1)
     c, d = torch.view_as_complex(q.unflatten(-1, (2, 2))).unbind(-1)
-    product = torch.stack([a * c - b * d.conj(), a * d + b * c.conj()], dim=-1)
+    # conj() only marks a tensor, and inside an operator of a compiled graph the mark is overlooked.
+    product = torch.stack([a * c - b * d.conj_physical(), a * d + b * c.conj_physical()], dim=-1)
     return torch.view_as_real(product).flatten(-2)
 
 
@@ -33,7 +34,7 @@ def conjugate(q: Quaternions) -> Quaternions:
     return torch.cat([q[..., :1], -q[..., 1:]], dim=-1)
 
 
-def turn_by_vector(direction: Float[Tensor, "*batch 3"], most: Float[Tensor, "*#batch 1"]) -> Quaternions:
+def turn_by_vector(direction: Float[Tensor, "*#batch 3"], most: Float[Tensor, "*#batch 1"]) -> Quaternions:
     """The unit quaternion that turns by `most · tanh|r|` about `r / |r|`, smooth at r = 0 and for any length of r.
 
     Args:
@@ -76,7 +77,10 @@ def _forward(q: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _backward(dproducts: Tensor, q: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """With `P_t = q_t ... q_0` and `S_t = Σ_{s ≥ t} P̄_s dQ_s`: `dq_t = P_t S_t Q̄_{t-1}` and `dstart = S_0`."""
+    """With `P_t = q_t ... q_0` and `S_t = Σ_{s ≥ t} P̄_s dQ_s`: `dq_t = P_t S_t Q̄_{t-1}` and `dstart = S_0`.
+
+    Results are kept at length 1, so of `dQ_s` only what is perpendicular to `Q_s` counts.
+    """
     dqs, dstarts = [], []
     for part, first, dpart in zip(
         sequences_of(q, cu_seqlens), starts_of(start, cu_seqlens), sequences_of(dproducts, cu_seqlens), strict=True
@@ -84,8 +88,10 @@ def _backward(dproducts: Tensor, q: Tensor, start: Tensor, cu_seqlens: Tensor | 
         unit = torch.zeros_like(first)
         unit[..., 0] = 1
         alone = _running_products(part, unit)
-        later = multiply(conjugate(alone), dpart.contiguous()).flip(1).cumsum(1).flip(1)
-        before = torch.cat([first.unsqueeze(1), multiply(alone[:, :-1], first.unsqueeze(1))], dim=1)
+        products = multiply(alone, first.unsqueeze(1))
+        tangent = dpart - products * (products * dpart).sum(-1, keepdim=True)
+        later = multiply(conjugate(alone), tangent).flip(1).cumsum(1).flip(1)
+        before = torch.cat([first.unsqueeze(1), products[:, :-1]], dim=1)
         dqs.append(multiply(multiply(alone, later), conjugate(before)))
         dstarts.append(later[:, 0])
     return torch.cat(dqs, dim=1), torch.cat(dstarts)

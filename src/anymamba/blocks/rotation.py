@@ -93,7 +93,7 @@ class ComplexRotation:
         gamma, beta, alpha = (x.unsqueeze(-1) for x in (gamma, beta, alpha))
         eps = torch.finfo(dt.dtype).eps
         below_bhs = 1 - alpha * turn_bhs
-        factor_bhs = (gamma + beta * turn_bhs) * below_bhs.conj() / below_bhs.abs().square().clamp(min=eps)
+        factor_bhs = (gamma + beta * turn_bhs) * below_bhs.conj_physical() / below_bhs.abs().square().clamp(min=eps)
         still_bh1 = (gamma + beta) / (1 - alpha).clamp(min=eps)
         u_brhs, w_brhs = _pairs(k, self.pairs, self.interleaved)
         turned_brhs = torch.complex(u_brhs, w_brhs) * factor_bhs.unsqueeze(1)

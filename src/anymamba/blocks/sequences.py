@@ -37,17 +37,17 @@ def last_of(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before
 
 def previous(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step later; the first step of a sequence sees its `before` (z, ...)."""
+    # A roll keeps the length: a traced graph would have to tell a length of t - 1 from one of 1.
     if cu_seqlens is None:
-        return torch.cat([before.unsqueeze(1), x[:, :-1]], dim=1)
-    shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)
-    return shifted.index_copy(1, cu_seqlens[:-1].long(), before.unsqueeze(0))
+        first = torch.arange(x.shape[1], device=x.device) == 0
+        return torch.where(first.view(-1, *[1] * (x.ndim - 2)), before.unsqueeze(1), x.roll(1, dims=1))
+    return x.roll(1, dims=1).index_copy(1, cu_seqlens[:-1].long(), before.unsqueeze(0))
 
 
 def following(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step earlier; the last step of a sequence sees zero."""
-    zero = torch.zeros_like(x[:, :1])
-    shifted = torch.cat([x[:, 1:], zero], dim=1)
+    shifted = x.roll(-1, dims=1)
     if cu_seqlens is None:
-        return shifted
-    ends = cu_seqlens[1:].long() - 1
-    return shifted.index_fill(1, ends, 0)
+        last = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
+        return shifted.masked_fill(last.view(-1, *[1] * (x.ndim - 2)), 0)
+    return shifted.index_fill(1, cu_seqlens[1:].long() - 1, 0)

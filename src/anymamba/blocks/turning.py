@@ -7,6 +7,7 @@ Letters: b batch, t time, m = (b t) rows, r MIMO rank, g groups, h = (g e) heads
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def turning_operator(name: str, turning: Turning) -> Callable[..., Any]:
 
     def forward(*arguments: Tensor) -> tuple[Tensor, Tensor]:
         outputs, position = fake(*arguments), _rows(arguments[4])
-        for start, stop in cache_blocks(position, position.shape[0], outputs[0][0, 0].numel()):
+        for start, stop in cache_blocks(position, position.shape[0], math.prod(outputs[0].shape[2:])):
             prepared = turning.prepare(position[start:stop])
             for (x_mrgn, bias_rhn), out in zip(sides(arguments), outputs, strict=True):
                 _rows(out)[start:stop] = turning.turn(_by_head(x_mrgn[start:stop], bias_rhn), prepared)
@@ -71,7 +72,7 @@ def turning_operator(name: str, turning: Turning) -> Callable[..., Any]:
         dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in arguments[:2]]
         pairs = sides(arguments)
         dbiases = [torch.zeros_like(bias_rhn) for _, bias_rhn in pairs]
-        for start, stop in cache_blocks(position, position.shape[0], dk[0, 0].numel()):
+        for start, stop in cache_blocks(position, position.shape[0], math.prod(dk.shape[2:])):
             prepared = turning.prepare(position[start:stop])
             for (x_mrgn, bias_rhn), dout, dx, dbias in zip(pairs, (dk, dq), dxs, dbiases, strict=True):
                 rotated = turning.turn(_by_head(x_mrgn[start:stop], bias_rhn), prepared)

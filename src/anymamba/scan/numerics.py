@@ -36,13 +36,9 @@ def cumulative_decay(log_decay: Tensor, dim: int) -> Tensor:
 
 
 def decay_factor(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """`exp(exponent)` in `dtype` for exponents that are ≤ 0 (or -inf), free of denormals.
-
-    Rounding may leave a difference of running sums a hair above zero where the device sums in parallel, so the
-    exponent is also cut at 0.
-    """
+    """`exp(exponent)` in `dtype` for exponents that are ≤ 0 (or -inf), free of denormals."""
     floor = math.log(torch.finfo(dtype).tiny) + 18
-    return F.threshold(exponent.to(dtype).clamp(max=0), floor, -math.inf).exp()
+    return F.threshold(exponent.to(dtype), floor, -math.inf).exp()
 
 
 def causal_decay(lam: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,8 +55,8 @@ def causal_decay(lam: Tensor, dtype: torch.dtype) -> Tensor:
     """
     difference = lam.unsqueeze(-1) - lam.unsqueeze(-2)
     length = lam.shape[-1]
-    future = torch.ones(length, length, dtype=torch.bool, device=lam.device).triu(1)
-    return decay_factor(difference.to(dtype).masked_fill(future, -math.inf), dtype)
+    future = torch.full((length, length), -math.inf, dtype=dtype, device=lam.device).triu(1)
+    return decay_factor(difference.to(dtype) + future, dtype)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

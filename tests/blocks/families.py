@@ -1,0 +1,98 @@
+"""Blocks of every family and option, and one way to run them and collect every output and gradient."""
+
+import torch
+
+from anymamba import Mamba2, Mamba3
+from anymamba.blocks.rotation import QuaternionRotation
+
+SMALL = {"d_model": 16, "d_state": 8, "headdim": 8}
+OPTIONS = {
+    "mamba2": (Mamba2, {}),
+    "mamba2 without convolution history": (Mamba2, {"d_conv": 1}),
+    "mamba2 groups": (Mamba2, {"ngroups": 2}),
+    "mamba2 float expand": (Mamba2, {"expand": 1.5}),
+    "mamba2 half SSM": (Mamba2, {"d_ssm": 16}),
+    "mamba2 D per channel": (Mamba2, {"D_has_hdim": True}),
+    "mamba2 gate only": (Mamba2, {"rmsnorm": False}),
+    "mamba2 norm first": (Mamba2, {"norm_before_gate": True, "ngroups": 2}),
+    "mamba2 biases": (Mamba2, {"bias": True, "conv_bias": False}),
+    "mamba2 dt limited": (Mamba2, {"dt_limit": (0.01, 0.05)}),
+    "mamba2 learnable start": (Mamba2, {"learnable_init_states": True}),
+    "mamba2 chunks of five": (Mamba2, {"chunk_size": 5}),
+    "mamba3": (Mamba3, {}),
+    "mamba3 groups": (Mamba3, {"ngroups": 2}),
+    "mamba3 group per head": (Mamba3, {"ngroups": 4}),
+    "mamba3 no rotation": (Mamba3, {"rope_fraction": 0}),
+    "mamba3 full rotation": (Mamba3, {"rope_fraction": 1.0, "rotation_range": 2.0}),
+    "mamba3 out norm": (Mamba3, {"is_outproj_norm": True}),
+    "mamba3 softplus": (Mamba3, {"a_activation": "softplus", "dt_limit": (0.01, 0.05)}),
+    "mamba3 learnable start": (Mamba3, {"learnable_init_states": True, "chunk_size": 3}),
+    "mamba3 quaternion": (Mamba3, {"rotation": "quaternion", "ngroups": 2}),
+    "mamba3 mimo 1": (Mamba3, {"is_mimo": True, "mimo_rank": 1}),
+    "mamba3 mimo 2": (Mamba3, {"is_mimo": True, "mimo_rank": 2, "ngroups": 2}),
+    "mamba3 mimo 3": (Mamba3, {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True}),
+    "mamba3 mimo 4": (Mamba3, {"is_mimo": True, "mimo_rank": 4, "rope_fraction": 1}),
+    "mamba3 mimo quaternion": (Mamba3, {"is_mimo": True, "mimo_rank": 2, "rotation": "quaternion", "rope_fraction": 1}),
+}
+FEW = {
+    name: OPTIONS[name]
+    for name in ("mamba2 groups", "mamba2 biases", "mamba3", "mamba3 quaternion", "mamba3 mimo 2", "mamba3 mimo 3")
+}
+PATHWAYS = {Mamba2: [{}], Mamba3: [{"pathway": "single"}, {"pathway": "double"}]}
+
+
+def make_block(options, dtype=torch.float64):
+    """A block with all parameters away from their initial ones and zeros, so that each plays a part."""
+    family, fields = OPTIONS[options]
+    block = family(**{**SMALL, **fields}, dtype=dtype)
+    for name, parameter in block.named_parameters():
+        if name in ("B_bias", "C_bias", "D", "init_states", "norm.weight") or "mimo" in name or "_norm" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    if isinstance(block, Mamba3):  # turns and decays that matter within a few tokens
+        block.dt_bias.data += 3
+    return block
+
+
+def tensors_of(cache):
+    return {name: x for name, x in zip(cache._fields, cache, strict=True) if isinstance(x, torch.Tensor)}
+
+
+def random_cache(block, rows, **pathway):
+    """A cache of random leaves; unit quaternions where the cache holds those."""
+    empty = block.init_cache(rows, **pathway)
+    leaves = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in tensors_of(empty).items()}
+    if isinstance(getattr(block, "rotation", None), QuaternionRotation):
+        leaves["rotation"] /= leaves["rotation"].norm(dim=-1, keepdim=True)
+    return empty._replace(**{name: x.requires_grad_() for name, x in leaves.items()})
+
+
+def unroll(block, x, cache):
+    """`step` over every token."""
+    ys = []
+    for t in range(x.shape[1]):
+        y, cache = block.step(x[:, t], cache)
+        ys.append(y)
+    return torch.stack(ys, 1), cache
+
+
+def results(block, x, cache, run, leaves=None):
+    """Outputs, every cache field, and the gradients of the input, all parameters and the incoming cache.
+
+    An angle counts by its cosine and sine: it is kept modulo a full turn.
+    """
+    x = x.detach().clone().requires_grad_()
+    y, new = run(block, x, cache)
+    outputs = {"y": y, **tensors_of(new)}
+    if "rotation" in outputs and outputs["rotation"].ndim == 3:
+        angle = outputs.pop("rotation")
+        outputs |= {"cos": angle.cos(), "sin": angle.sin()}
+    leaves = {"x": x, **dict(block.named_parameters())}
+    if cache is not None:
+        leaves |= {f"cache.{name}": leaf for name, leaf in tensors_of(cache).items()}
+    generator = torch.Generator().manual_seed(5)
+    loss = sum(
+        (o * torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype)).sum() for o in outputs.values()
+    )
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = {f"grad of {n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
+    return {**{name: o.detach() for name, o in outputs.items()}, **named}
