@@ -6,11 +6,11 @@ from anymamba.scan.scan import resolve_path
 from tests.scan.cases import HAS_KERNELS
 
 
-def test_the_default_leaves_algorithm_and_chunk_length_open():
-    assert SsdPath() == SsdPath(None, None)
+def test_the_default_is_the_fastest_with_an_open_chunk_length():
+    assert SsdPath() == SsdPath("fastest", None)
 
 
-def test_an_open_algorithm_is_fused_where_there_is_a_kernel_and_serial_recalculated_elsewhere():
+def test_the_fastest_is_fused_where_there_is_a_kernel_and_serial_recalculated_elsewhere():
     cpu = "fused" if HAS_KERNELS else "serial_recalculated"
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         assert resolve_path(None, torch.device("cpu"), dtype) == SsdPath(cpu)
@@ -53,7 +53,7 @@ def test_for_block_writes_the_chunk_length_out():
 
 
 def test_unknown_algorithms_and_lengths_are_refused(unchecked):
-    with pytest.raises(ValueError, match=r"one of \('recurrent', .*got 'fast'"):
+    with pytest.raises(ValueError, match=r"one of \('fastest', .*got 'fast'"):
         SsdPath("fast")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         SsdPath.serial(0)

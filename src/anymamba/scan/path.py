@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args, runtime_checkable
 
-Algorithm = Literal["recurrent", "minimal", "serial", "serial_recalculated", "fused"]
+Algorithm = Literal["fastest", "recurrent", "minimal", "serial", "serial_recalculated", "fused"]
 
 # Steps times ranks of a chunk in the compiled kernels: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
 FUSED_CHUNK_ROWS = 64
@@ -35,6 +35,7 @@ class SsdPath:
 
     All algorithms give the same values and gradients; they differ in time and memory.
 
+    - `fastest` (the default): `fused` where a kernel covers the inputs, else `serial_recalculated`.
     - `recurrent`: one step after the other. The definition itself, slow on long inputs.
     - `minimal`: segment-sum masks and batched matmuls, backward by autograd. Quadratic in the number of chunks.
     - `serial`: five batched stages with a loop over chunks for the state, backward by autograd.
@@ -42,17 +43,16 @@ class SsdPath:
       the rest.
     - `fused`: the same in the compiled kernels, where there are some for the device and dtype.
 
-    No algorithm (`None`) means the fastest there is: `fused` where a kernel covers the inputs, else
-    `serial_recalculated`. No chunk length means the one that suits the algorithm and the sizes at hand. Any length from
-    1 upwards is valid, also one beyond the sequence. `recurrent` has no chunks and ignores it.
+    No chunk length means the one that suits the algorithm and the sizes at hand. Any length from 1 upwards is valid,
+    also one beyond the sequence. `recurrent` has no chunks and ignores it.
     """
 
-    algorithm: Algorithm | None = None
+    algorithm: Algorithm = "fastest"
     chunk_len: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse unknown algorithms and lengths below 1."""
-        if self.algorithm is not None and self.algorithm not in get_args(Algorithm):
+        if self.algorithm not in get_args(Algorithm):
             raise ValueError(f"SsdPath: algorithm must be one of {get_args(Algorithm)}, got {self.algorithm!r}")
         if self.chunk_len is not None and self.chunk_len < 1:
             raise ValueError(f"SsdPath: chunk_len must be None or at least 1, got {self.chunk_len}")

@@ -34,13 +34,13 @@ _EXPORTED: dict[str, Algorithm] = {
 
 
 def resolve_path(path: SsdPath | None, device: torch.device, dtype: torch.dtype) -> SsdPath:
-    """`path` with its algorithm decided: `fused` where a kernel covers `device` and `dtype`, if `path` leaves it open.
+    """`path` with `fastest` decided: `fused` where a kernel covers `device` and `dtype`, else `serial_recalculated`.
 
     Raises:
         RuntimeError: `path` asks for `fused` and there is no such kernel.
     """
     path = path or SsdPath()
-    if path.algorithm is not None and path.algorithm != "fused":
+    if path.algorithm not in ("fastest", "fused"):
         return path
     reason = library.missing(device, dtype)
     if not reason:
@@ -96,7 +96,7 @@ def scan(
     chunk_len = path.chunk_len_or_optimal(n, p, r)
     algorithms = _EXPORTED if torch.compiler.is_exporting() else _ALGORITHMS
     with without_autocast(v.device):
-        y, final_state = algorithms[path.algorithm or ""](
+        y, final_state = algorithms[path.algorithm](
             v, k, q, log_decay, initial_state=initial_state, chunk_len=chunk_len, cu_seqlens=cu_seqlens
         )
     return y, final_state
