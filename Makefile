@@ -8,9 +8,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test asan lint format bench clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
@@ -20,7 +20,16 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype
+	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code behind the same functions
 	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
+
+# The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.
+asan: $(VENV)/.installed
+	cmake -S . -B build/asan -DANYMAMBA_SANITIZE=ON
+	cmake --build build/asan
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
+	  ANYMAMBA_LIBRARY=$(CURDIR)/build/asan/libanymamba_cpu.so \
+	  $(BIN)/python -m pytest tests/kernels tests/scan
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from anymamba import Mamba2, Mamba3, SsdPath
+from anymamba.kernels import library
 
 Block = Mamba2 | Mamba3
 Outcome = dict[str, Tensor]
@@ -94,7 +95,10 @@ def main() -> int:
     columns = ("path", "outputs", "final state", "gradients", "forward", "+ backward", "kept for backward")
     print("{:<24}{:>9}{:>13}{:>11}{:>12}{:>13}{:>20}".format(*columns))
     agree = True
-    for path in (SsdPath.recurrent(), SsdPath.minimal(), SsdPath.serial(), SsdPath.serial_recalculated()):
+    paths = [SsdPath.recurrent(), SsdPath.minimal(), SsdPath.serial(), SsdPath.serial_recalculated()]
+    if not library.LIBRARY.reason:
+        paths.append(SsdPath.fused())
+    for path in paths:
         run = partial(prefill, block, path=path)
         result = outcome(block, x, run)
         errors = [difference(result, oracle, prefix) for prefix in ("y", "state", "grad")]
@@ -110,6 +114,8 @@ def main() -> int:
     agree &= max(errors) <= TOLERANCE
     cells = "".join(f"{error:>{width}.1e}" for error, width in zip(errors, (9, 13, 11), strict=True))
     print(f"{'step, token by token':<24}{cells}")
+    if library.LIBRARY.reason:
+        print(f"\nNo compiled kernels: {library.LIBRARY.reason}.")
     print(f"\nAll agree to {TOLERANCE:.0e}." if agree else f"\nSome path disagrees by more than {TOLERANCE:.0e}.")
     return 0 if agree else 1
 

@@ -7,6 +7,8 @@ import jaxtyping
 import pytest
 import torch
 
+from anymamba.kernels import library
+
 # The suite works on small tensors, where threads only wait for each other.
 torch.set_num_threads(1)
 
@@ -31,3 +33,12 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(params=["compiled", "portable"])
+def each_implementation(request, monkeypatch):
+    """Run a test on the compiled kernels and again on the portable code behind the same function."""
+    if request.param == "portable":
+        monkeypatch.setattr("anymamba.kernels.library.missing", lambda device, dtype: "switched off by the test")
+    elif library.LIBRARY.handle is None:
+        pytest.skip(library.LIBRARY.reason)

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from anymamba.blocks.conv import CausalConv
 from tests.support import FLOOR, assert_near
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 
 def reference(x, window, conv):
     """Torch's own convolution over the window's tail and the input."""

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from anymamba.blocks.norms import GatedRMSNorm
 from tests.support import FLOOR, assert_near
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 
 def reference(x, z, norm):
     """The definition, in plain autograd."""

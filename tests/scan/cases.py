@@ -2,10 +2,13 @@
 
 import torch
 
+from anymamba.kernels import library
 from anymamba.scan import scan
 
-ALGORITHMS = ("recurrent", "minimal", "serial", "serial_recalculated")
+HAS_KERNELS = library.LIBRARY.handle is not None
+ALGORITHMS = ("recurrent", "minimal", "serial", "serial_recalculated", *(["fused"] if HAS_KERNELS else []))
 CHUNKED = ALGORITHMS[1:]
+BY_HAND = ALGORITHMS[3:]  # their backward is derived by hand
 NAMES = ("v", "k", "q", "log_decay", "initial_state")
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from anymamba.scan import SsdPath, scan
 from anymamba.scan.numerics import causal_decay, cumulative_decay
-from tests.scan.cases import ALGORITHMS, CHUNKED, make_inputs, run
+from tests.scan.cases import ALGORITHMS, BY_HAND, CHUNKED, make_inputs, run
 from tests.support import FLOOR, assert_all_near, assert_near, relative_error
 
 SHAPES = {
@@ -65,7 +65,7 @@ def test_any_shape_any_cut_any_boundary(data):
     )
     path = SsdPath(data.draw(st.sampled_from(CHUNKED)), data.draw(st.integers(1, 26)))
     # Autograd forms the gradient of a log-decay as a difference of sums of order 1; the hand-derived one does not.
-    least = 0.0 if path.algorithm == "serial_recalculated" else 1.0
+    least = 0.0 if path.algorithm in BY_HAND else 1.0
     oracle = run(inputs, SsdPath.recurrent(), bounds)
     assert_all_near(run(inputs, path, bounds), oracle, FLOOR[torch.float64], least)
 
@@ -130,15 +130,16 @@ def test_a_row_alone_equals_the_row_in_a_batch(algorithm):
         assert_near(final_state, together["final_state"][row : row + 1], FLOOR[torch.float64])
 
 
+@pytest.mark.parametrize("algorithm", BY_HAND)
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("r", [1, 2])
-def test_the_hand_derived_backward_passes_gradcheck(r, packed):
+def test_the_hand_derived_backward_passes_gradcheck(r, packed, algorithm):
     bounds = [0, 2, 3, 7] if packed else None
     inputs = make_inputs(b=2, t=7, r=r, h=2, p=2, g=1, n=3, bounds=bounds)
     cu_seqlens = torch.tensor(bounds) if packed else None
 
     def run_scan(v, k, q, log_decay, initial_state):
-        path = SsdPath.serial_recalculated(3)
+        path = SsdPath(algorithm, 3)
         return scan(v, k, q, log_decay, initial_state=initial_state, path=path, cu_seqlens=cu_seqlens)
 
     # A positive log-decay is refused, so the finite differences must stay below zero.
@@ -224,13 +225,14 @@ def test_extreme_decays_give_finite_results(algorithm, log_decay):
     assert_near(results["final_state"], oracle["final_state"], FLOOR[torch.float32])
 
 
-def test_the_hand_derived_log_decay_gradient_does_not_cancel():
+@pytest.mark.parametrize("algorithm", BY_HAND)
+def test_the_hand_derived_log_decay_gradient_does_not_cancel(algorithm):
     """Behind a reset the gradient of the log-decay is tiny; the hand-derived one keeps its relative precision."""
     inputs = make_inputs(t=40, decay=0.1, dtype=torch.float32)
     inputs["log_decay"][:, 20] = -60.0
     oracle = run({name: x.double() for name, x in inputs.items()}, SsdPath.recurrent())["grad_log_decay"][:, 20]
     assert oracle.abs().max() < 1e-20
-    assert_near(run(inputs, SsdPath.serial_recalculated(16))["grad_log_decay"][:, 20], oracle, FLOOR[torch.float32])
+    assert_near(run(inputs, SsdPath(algorithm, 16))["grad_log_decay"][:, 20], oracle, FLOOR[torch.float32])
     assert relative_error(run(inputs, SsdPath.serial(16))["grad_log_decay"][:, 20], oracle) > 0.5
 
 
@@ -252,20 +254,22 @@ def test_a_hundred_thousand_steps_in_float32_stay_finite_and_exact():
     assert_near(results["y"], double["y"], FLOOR[torch.float32])
 
 
+@pytest.mark.parametrize("algorithm", BY_HAND)
 @pytest.mark.parametrize("t", [16, 160])
-def test_serial_recalculated_keeps_its_inputs_only(t):
+def test_the_hand_derived_backward_keeps_its_inputs_only(t, algorithm):
     inputs = {name: x.requires_grad_() for name, x in make_inputs(t=t, r=2).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
-        scan(**inputs, path=SsdPath.serial_recalculated(8))
+        scan(**inputs, path=SsdPath(algorithm, 8))
     given = {x.data_ptr() for x in inputs.values()}
     assert {x.data_ptr() for x in saved} == given
     assert sum(x.numel() for x in saved) == sum(x.numel() for x in inputs.values())
 
 
-def test_the_second_derivative_of_the_hand_derived_backward_is_refused():
+@pytest.mark.parametrize("algorithm", BY_HAND)
+def test_the_second_derivative_of_the_hand_derived_backward_is_refused(algorithm):
     v, k, q, a, s = (x.requires_grad_() for x in make_inputs(t=5).values())
-    y, _ = scan(v, k, q, a, initial_state=s, path=SsdPath.serial_recalculated(4))
+    y, _ = scan(v, k, q, a, initial_state=s, path=SsdPath(algorithm, 4))
     (dv,) = torch.autograd.grad(y.square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dv.sum().backward()

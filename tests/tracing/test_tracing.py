@@ -1,5 +1,6 @@
 """`torch.compile` and `torch.export` take the scan and the blocks whole."""
 
+import itertools
 import shutil
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from anymamba import Mamba2, Mamba3, SsdPath
 from anymamba.scan import scan
-from tests.scan.cases import ALGORITHMS, make_inputs
+from tests.scan.cases import ALGORITHMS, BY_HAND, make_inputs
 from tests.support import FLOOR, assert_near
 
 
@@ -78,7 +79,7 @@ def test_export_takes_a_block_with_any_sequence_length(family, algorithm):
 
 @pytest.mark.parametrize(
     ("family", "algorithm"),
-    [("mamba2", "minimal"), ("mamba2", "serial"), *((family, "serial_recalculated") for family in BLOCKS)],
+    [("mamba2", "minimal"), ("mamba2", "serial"), *itertools.product(BLOCKS, BY_HAND)],
 )
 def test_compile_takes_a_block_with_any_sequence_length(family, algorithm):
     block = BLOCKS[family]()

@@ -8,12 +8,15 @@ Letters: b batch, t time, v channels, w width of the convolution, s sequences.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from anymamba.kernels import library
+from anymamba.kernels.cpu.conv import conv_backward, conv_forward
 from anymamba.operators import cache_blocks, define_operator, silu_backward
 from anymamba.scan.numerics import state_dtype
 
@@ -61,6 +64,9 @@ class CausalConv(nn.Module):
         Returns:
             The outputs (b, t, v), and the windows behind the last real input.
         """
+        if not library.missing(x.device, x.dtype):
+            out, new_window = _fused(x, window, self.weight.squeeze(1), self.bias, lengths, cu_seqlens)
+            return out, new_window
         window_swv = window.transpose(1, 2)
         if cu_seqlens is not None:
             return self._packed(x, window_swv, cu_seqlens)
@@ -160,4 +166,22 @@ _operator = define_operator(
     forward=_forward,
     backward=_backward,
     fake=_fake,
+)
+
+
+def _fake_fused(x: Tensor, window: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(
+        window.shape, dtype=x.dtype, device=x.device
+    )
+
+
+# The same with its windows in one call to the compiled kernels.
+_fused = define_operator(
+    "causal_conv_silu_fused",
+    inputs="Tensor x, Tensor window, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? cu_seqlens",
+    outputs=2,
+    differentiable=4,
+    forward=conv_forward,
+    backward=conv_backward,
+    fake=_fake_fused,
 )

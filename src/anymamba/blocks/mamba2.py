@@ -26,6 +26,8 @@ from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
 from anymamba.blocks.padding import Padding
+from anymamba.kernels import library
+from anymamba.kernels.cpu.step import mamba2_step
 from anymamba.scan import SsdPath, scan_step, ssd
 from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
@@ -277,6 +279,9 @@ class Mamba2(nn.Module):
         (b,) = self._check_input("step", x, "b d")
         z0, x0, z_bi, xbc_bv, dt_bh = self._split(self.in_proj(x))
         cache = self._checked_cache("step", cache, b, xbc_bv)
+        if self._steps_compiled(z_bi, xbc_bv, dt_bh, *cache):
+            y_bi, window, ssm = self._compiled_step(z_bi, xbc_bv, dt_bh, cache)
+            return self._project(y_bi, x0, z0), Mamba2Cache(window, ssm)
         xbc_bv, window = self.conv1d.step(xbc_bv, cache.conv)
         dt_bh = self._dt(dt_bh)
         x_bhp, b_bgn, c_bgn = self._heads(xbc_bv)
@@ -285,6 +290,37 @@ class Mamba2(nn.Module):
         d = self._skip()
         y_bhp = torch.addcmul(y_brhp.squeeze(1), (d if d.ndim == 2 else d.unsqueeze(-1)).to(x_bhp.dtype), x_bhp)
         return self._output(y_bhp.flatten(1), z_bi, x0, z0), Mamba2Cache(window, ssm)
+
+    def _steps_compiled(self, *inputs: Tensor) -> bool:
+        """Whether the compiled step, which has no gradient, covers these inputs and this block."""
+        if library.missing(inputs[0].device, inputs[0].dtype):
+            return False
+        if type(self.conv1d) is not CausalConv or (self.config.rmsnorm and type(self.norm) is not GatedRMSNorm):
+            return False
+        return not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *self.parameters()))
+
+    def _compiled_step(self, z: Tensor, xbc: Tensor, dt: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything of `step` between the projections: y (b, i), and the new window and state."""
+        c, norm = self.config, self.norm if self.config.rmsnorm else None
+        y, window, ssm = mamba2_step(
+            z,
+            xbc,
+            dt,
+            cache.conv,
+            cache.ssm,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            None if norm is None else norm.weight,
+            c.ngroups,
+            c.ssm_width if norm is None else norm.group_size,
+            c.norm_before_gate,
+            0.0 if norm is None else norm.eps,
+            *map(float, c.dt_limit),
+        )
+        return y, window, ssm
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """(..., in_proj's width) -> z0, x0 of the MLP channels, z, xBC, dt."""
@@ -315,7 +351,10 @@ class Mamba2(nn.Module):
 
     def _output(self, y: Tensor, z: Tensor, x0: Tensor, z0: Tensor) -> Tensor:
         """Norm and gate (..., i), join the MLP channels, project to (..., d)."""
-        y = self.norm(y, z) if self.config.rmsnorm else y * F.silu(z)
+        return self._project(self.norm(y, z) if self.config.rmsnorm else y * F.silu(z), x0, z0)
+
+    def _project(self, y: Tensor, x0: Tensor, z0: Tensor) -> Tensor:
+        """Join the MLP channels to (..., i), project to (..., d)."""
         if self.mlp_width:
             y = torch.cat([F.silu(z0) * x0, y], dim=-1)
         return self.out_proj(y)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from anymamba.kernels import library
+from anymamba.kernels.cpu.norm import norm_backward, norm_forward
 from anymamba.operators import cache_blocks, define_operator, silu_backward
 from anymamba.scan.numerics import state_dtype
 
@@ -43,7 +45,8 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"], z: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
         """Norm and gate `x` (..., i) by `z` (..., i); the arithmetic is float32 or wider."""
-        y: Tensor = _operator(x, z, self.weight, self.group_size, self.norm_before_gate, self.eps)
+        operator = _operator if library.missing(x.device, x.dtype) else _fused
+        y: Tensor = operator(x, z, self.weight, self.group_size, self.norm_before_gate, self.eps)
         return y
 
     def extra_repr(self) -> str:
@@ -129,12 +132,22 @@ def _fake(x: Tensor, z: Tensor, weight: Tensor, group_size: int, norm_before_gat
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+_INPUTS = "Tensor x, Tensor z, Tensor weight, int group_size, bool norm_before_gate, float eps"
 _operator = define_operator(
     "gated_rms_norm",
-    inputs="Tensor x, Tensor z, Tensor weight, int group_size, bool norm_before_gate, float eps",
+    inputs=_INPUTS,
     outputs=1,
     differentiable=3,
     forward=_forward,
     backward=_backward,
+    fake=_fake,
+)
+_fused = define_operator(
+    "gated_rms_norm_fused",
+    inputs=_INPUTS,
+    outputs=1,
+    differentiable=3,
+    forward=norm_forward,
+    backward=norm_backward,
     fake=_fake,
 )

@@ -6,7 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anymamba.kernels import library
 from anymamba.scan.checks import check_scan
+from anymamba.scan.fused import scan_fused
 from anymamba.scan.minimal import scan_minimal
 from anymamba.scan.numerics import state_dtype, without_autocast
 from anymamba.scan.operator import Algorithm, exported
@@ -20,13 +22,32 @@ _ALGORITHMS: dict[str, Algorithm] = {
     "minimal": scan_minimal,
     "serial": scan_serial,
     "serial_recalculated": scan_serial_recalculated,
+    "fused": scan_fused,
 }
 _EXPORTED: dict[str, Algorithm] = {
     "recurrent": exported("scan_recurrent", scan_recurrent),
     "minimal": exported("scan_minimal", scan_minimal),
     "serial": exported("scan_serial", scan_serial),
     "serial_recalculated": scan_serial_recalculated,
+    "fused": scan_fused,
 }
+
+
+def resolve_path(path: SsdPath | None, device: torch.device, dtype: torch.dtype) -> SsdPath:
+    """`path` with `fastest` decided: `fused` where a kernel covers `device` and `dtype`, else `serial_recalculated`.
+
+    Raises:
+        RuntimeError: `path` asks for `fused` and there is no such kernel.
+    """
+    path = path or SsdPath()
+    if path.algorithm not in ("fastest", "fused"):
+        return path
+    reason = library.missing(device, dtype)
+    if not reason:
+        return SsdPath("fused", path.chunk_len)
+    if path.algorithm == "fused":
+        raise RuntimeError(f"SsdPath.fused(): no compiled kernel: {reason}. Use SsdPath() for the fastest there is.")
+    return SsdPath("serial_recalculated", path.chunk_len)
 
 
 def scan(
@@ -63,9 +84,10 @@ def scan(
     Raises:
         ValueError: shapes, devices or values that do not fit.
         TypeError: dtypes that do not fit.
+        RuntimeError: `path` asks for a compiled kernel where there is none.
     """
     check_scan(v, k, q, log_decay, initial_state, cu_seqlens)
-    path = path or SsdPath()
+    path = resolve_path(path, v.device, v.dtype)
     b, t, r, h, p = v.shape
     n = k.shape[-1]
     if initial_state is None:

@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.scan.checks import expect_like, expect_shape, values_are_cheap
-from anymamba.scan.numerics import state_dtype
+from anymamba.scan.checks import check_scan, expect_like, expect_shape, values_are_cheap
+from anymamba.scan.fused import ssd_fused
+from anymamba.scan.numerics import state_dtype, without_autocast
 from anymamba.scan.path import SsdPath
-from anymamba.scan.scan import scan
+from anymamba.scan.scan import resolve_path, scan
 
 
 def ssd(
@@ -62,6 +63,9 @@ def ssd(
             raise ValueError(f"ssd: dt must not be negative, got down to {smallest:.6g}")
         if (largest := A.detach().max().item()) > 0:
             raise ValueError(f"ssd: A must not be positive, got up to {largest:.6g}")
+    path = resolve_path(path, x.device, x.dtype)
+    if path.algorithm == "fused":
+        return _fused(x, dt, dt * A, B, C, D, initial_state, path, cu_seqlens)
     v_btrhp = (x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2)
     y_btrhp, final_state = scan(
         v_btrhp,
@@ -76,3 +80,30 @@ def ssd(
     if D is not None:
         y = torch.addcmul(y, (D if D.ndim == 2 else D.unsqueeze(-1)).to(x.dtype), x)
     return y, final_state
+
+
+def _fused(
+    x_bthp: Tensor,
+    dt_bth: Tensor,
+    log_decay_bth: Tensor,
+    b_btgn: Tensor,
+    c_btgn: Tensor,
+    skip: Tensor | None,
+    initial_state: Tensor | None,
+    path: SsdPath,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same in one operator, which scales x and adds the skip while it has them in cache."""
+    v_btrhp, k_btrgn, q_btrgn = x_bthp.unsqueeze(2), b_btgn.unsqueeze(2), c_btgn.unsqueeze(2)
+    check_scan(v_btrhp, k_btrgn, q_btrgn, log_decay_bth, initial_state, cu_seqlens)
+    b, _, h, p = x_bthp.shape
+    n = b_btgn.shape[-1]
+    if initial_state is None:
+        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = log_decay_bth.new_zeros((rows, h, p, n))
+    chunk_len = path.chunk_len_or_optimal(n, p)
+    with without_autocast(x_bthp.device):
+        y_btrhp, final_state = ssd_fused(
+            v_btrhp, k_btrgn, q_btrgn, log_decay_bth, dt_bth, skip, initial_state, chunk_len, cu_seqlens
+        )
+    return y_btrhp.squeeze(2), final_state

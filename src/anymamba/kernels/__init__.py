@@ -1,0 +1,1 @@
+"""Compiled implementations of the library's own functions: found at import, never required."""

@@ -1,0 +1,1 @@
+"""The compiled kernels for CPUs: C++ sources in `csrc/`, and their operators."""

@@ -1,0 +1,85 @@
+// The C interface, and the choice of the instruction set.
+#include <pthread.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "variant.h"
+
+namespace baseline {
+extern const Kernels kernels;
+}
+#ifdef ANYMAMBA_X86
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+#endif
+
+namespace {
+
+bool forked = false;
+
+struct Choice {
+  const char* name;
+  const Kernels* kernels;
+};
+
+Choice widest() {
+#ifdef ANYMAMBA_X86
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+  if (has_avx512) return {"avx512", &avx512::kernels};
+  if (has_avx2) return {"avx2", &avx2::kernels};
+#endif
+  return {"baseline", &baseline::kernels};
+}
+
+// ANYMAMBA_ISA narrows the choice; it cannot widen it beyond what the processor has.
+Choice choose() {
+  const Choice best = widest();
+  const char* wanted = std::getenv("ANYMAMBA_ISA");
+  if (!wanted) return best;
+  if (!std::strcmp(wanted, "baseline")) return {"baseline", &baseline::kernels};
+#ifdef ANYMAMBA_X86
+  if (!std::strcmp(wanted, "avx2") && std::strcmp(best.name, "baseline")) return {"avx2", &avx2::kernels};
+#endif
+  return best;
+}
+
+const Choice& choice() {
+  static const Choice chosen = choose();
+  return chosen;
+}
+
+// Runs when the library is loaded.
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+int status(bool ok) { return ok ? 0 : 1; }
+
+}  // namespace
+
+extern "C" {
+#pragma GCC visibility push(default)
+
+bool anymamba_is_forked() { return forked; }
+
+// The version of this interface; library.py refuses a library of another one.
+int anymamba_interface_version() { return 2; }
+
+const char* anymamba_isa() { return choice().name; }
+
+// 0: done. 1: out of memory.
+int anymamba_scan_forward(const ScanArgs* args) { return status(choice().kernels->scan_forward(*args)); }
+int anymamba_scan_backward(const ScanArgs* args) { return status(choice().kernels->scan_backward(*args)); }
+int anymamba_conv_forward(const ConvArgs* args) { return status(choice().kernels->conv_forward(*args)); }
+int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernels->conv_backward(*args)); }
+int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
+int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
+int anymamba_mamba2_step(const StepArgs* args) { return status(choice().kernels->mamba2_step(*args)); }
+#pragma GCC visibility pop
+}

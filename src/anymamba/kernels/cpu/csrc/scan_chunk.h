@@ -1,0 +1,244 @@
+// What forward and backward of the scan share: sequences, chunks of them in local memory, and their decays.
+//
+// Letters, as in the Python sources: i, j rows of a chunk, (time, rank) fused; p head width; n state.
+// Score and decay blocks are held with the key's row j outermost and the query's row i innermost, so that the running
+// sums over keys that the log-decay's gradient needs are sums of whole vectors.
+#pragma once
+
+#include "dtypes.h"
+#include "gemm.h"
+#include "scan_args.h"
+#include "simd.h"
+#include "threads.h"
+
+namespace ANYMAMBA_ISA {
+
+constexpr double kMinLogDecay = -1000.0;  // a factor of zero in either precision
+
+// exp of anything lower is exactly zero; log(smallest normal) + 18 keeps products with it free of denormals
+template <typename T>
+constexpr T kMinExponent = ExpRange<T>::lowest + T(18);
+
+struct Sequence {
+  int64_t batch, start, stop;
+};
+
+inline Sequence sequence_of(const ScanArgs& args, int64_t index) {
+  if (args.bounds) return {0, args.bounds[index], args.bounds[index + 1]};
+  return {index, 0, args.time};
+}
+
+inline int64_t longest_sequence(const ScanArgs& args) {
+  int64_t longest = 0;
+  for (int64_t s = 0; s < args.sequences; ++s) {
+    const Sequence seq = sequence_of(args, s);
+    if (seq.stop - seq.start > longest) longest = seq.stop - seq.start;
+  }
+  return longest;
+}
+
+// A task is one sequence and up to `block` neighbouring heads of one group, which share keys, queries and scores.
+struct HeadBlocks {
+  int64_t per_group, block, blocks_per_group;
+
+  HeadBlocks(const ScanArgs& args, int64_t heads_per_block)
+      : per_group(args.heads / args.groups),
+        block(heads_per_block < per_group ? heads_per_block : per_group),
+        blocks_per_group(per_group ? (per_group + block - 1) / block : 0) {}
+
+  int64_t tasks(const ScanArgs& args) const { return args.sequences * args.groups * blocks_per_group; }
+};
+
+struct Task {
+  int64_t sequence, group, block, first_head, heads;
+
+  Task(const HeadBlocks& blocks, const ScanArgs& args, int64_t index) {
+    block = index % blocks.blocks_per_group;
+    group = index / blocks.blocks_per_group % args.groups;
+    sequence = index / blocks.blocks_per_group / args.groups;
+    const int64_t from = block * blocks.block;
+    first_head = group * blocks.per_group + from;
+    heads = blocks.per_group - from < blocks.block ? blocks.per_group - from : blocks.block;
+  }
+};
+
+// The distance between rows of a matrix in local memory: whole vectors, and an odd number of cache lines, so that a
+// column of a tile spreads over all sets of the cache.
+template <typename T>
+constexpr int row_stride(int x) {
+  constexpr int line = 64 / static_cast<int>(sizeof(T));
+  return ((x + line - 1) / line | 1) * line;
+}
+
+// Sizes of a chunk's matrices, in numbers: as they are, rounded up to whole vectors (`_cols`), and as strides (`_row`).
+template <typename T>
+struct ChunkSizes {
+  int steps, rank, rows, p, n;
+  int p_cols, n_cols;
+  int rows_row, p_row, n_row;
+
+  explicit ChunkSizes(const ScanArgs& args)
+      : steps(static_cast<int>(args.chunk_len < longest_sequence(args) ? args.chunk_len : longest_sequence(args))),
+        rank(static_cast<int>(args.rank)),
+        rows(steps * rank),
+        p(static_cast<int>(args.width)),
+        n(static_cast<int>(args.state)),
+        p_cols(round_up<T>(p)),
+        n_cols(round_up<T>(n)),
+        rows_row(row_stride<T>(rows)),
+        p_row(row_stride<T>(p)),
+        n_row(row_stride<T>(n)) {}
+};
+
+// A stretch of time of one sequence.
+struct Chunk {
+  int64_t batch, start;
+  int steps;
+};
+
+inline Chunk chunk_of(const Sequence& seq, int64_t index, int64_t steps) {
+  const int64_t start = seq.start + index * steps;
+  const int64_t left = seq.stop - start;
+  return {seq.batch, start, static_cast<int>(left < steps ? left : steps)};
+}
+
+// The rows of a chunk of one head or group, to be asked for ahead of time.
+inline RowPrefetch prefetch_of(const void* source, int64_t dtype, const int64_t* strides, int64_t lane,
+                               const Chunk& chunk, int rank, int width) {
+  const ptrdiff_t size = static_cast<ptrdiff_t>(size_of(dtype));
+  RowPrefetch rows;
+  rows.base = static_cast<const char*>(source) +
+              (chunk.batch * strides[0] + chunk.start * strides[1] + lane * strides[3]) * size;
+  rows.outer_bytes = strides[1] * size;
+  rows.inner_bytes = strides[2] * size;
+  rows.outer = chunk.steps;
+  rows.inner = rank;
+  rows.row_bytes = static_cast<int>(width * size);
+  return rows;
+}
+
+// Reads the rows (time, rank) of a chunk of one head or group into `target`, zero-padded to whole vectors.
+template <typename T>
+void read_chunk(T* target, int target_row, const void* source, int64_t dtype, const int64_t* strides, int64_t lane,
+                const Chunk& chunk, int rank, int width) {
+  const char* base = static_cast<const char*>(source);
+  for (int l = 0; l < chunk.steps; ++l)
+    for (int r = 0; r < rank; ++r) {
+      const int64_t at = chunk.batch * strides[0] + (chunk.start + l) * strides[1] + r * strides[2] + lane * strides[3];
+      read_row(target + (l * rank + r) * static_cast<ptrdiff_t>(target_row), base + at * size_of(dtype), dtype, width,
+               round_up<T>(width));
+    }
+}
+
+// Writes a chunk of one of `lanes` heads or groups to a contiguous (batch, time, rank, lanes, width) tensor.
+template <typename T>
+void write_chunk(void* target, const T* source, int source_row, int64_t dtype, const ScanArgs& args, int64_t lane,
+                 int64_t lanes, const Chunk& chunk, int width) {
+  char* base = static_cast<char*>(target);
+  const int rank = static_cast<int>(args.rank);
+  for (int l = 0; l < chunk.steps; ++l)
+    for (int r = 0; r < rank; ++r) {
+      const int64_t row = (chunk.batch * args.time + chunk.start + l) * rank + r;
+      write_row(base + (row * lanes + lane) * width * size_of(dtype),
+                source + (l * rank + r) * static_cast<ptrdiff_t>(source_row), dtype, width);
+    }
+}
+
+// The decays of one head within a chunk.
+//
+// The running sum of log-decays is held as the sum of two T (high and low part), so that differences of it keep their
+// digits after a hard reset.
+template <typename T>
+struct Decay {
+  T *high, *low, *step;  // per row: the running sum, and the row's time step; padding has step -1
+  T *from_start, *to_end;
+  T kept;
+
+  Decay(Arena& arena, const ChunkSizes<T>& size)
+      : high(arena.take<T>(size.rows_row)),
+        low(arena.take<T>(size.rows_row)),
+        step(arena.take<T>(size.rows_row)),
+        from_start(arena.take<T>(size.rows_row)),
+        to_end(arena.take<T>(size.rows_row)) {}
+
+  void read(const ScanArgs& args, const Chunk& chunk, int64_t head, int rank) {
+    const int64_t* strides = args.log_decay_strides;
+    const T* source = static_cast<const T*>(args.log_decay) + chunk.batch * strides[0] + head * strides[2];
+    const int rows = chunk.steps * rank, rows_pad = round_up<T>(rows);
+    double end = 0;
+    for (int l = 0; l < chunk.steps; ++l) end += cut(source[(chunk.start + l) * strides[1]]);
+    double sum = 0;
+    for (int l = 0; l < chunk.steps; ++l) {
+      sum += cut(source[(chunk.start + l) * strides[1]]);
+      for (int i = l * rank; i < (l + 1) * rank; ++i) {
+        high[i] = static_cast<T>(sum);
+        low[i] = static_cast<T>(sum - static_cast<double>(high[i]));
+        step[i] = static_cast<T>(l);
+        from_start[i] = static_cast<T>(sum);
+        to_end[i] = static_cast<T>(end - sum);
+      }
+    }
+    for (int i = rows; i < rows_pad; ++i) high[i] = low[i] = from_start[i] = to_end[i] = 0, step[i] = -1;
+    for (int i = 0; i < rows_pad; i += kLanes<T>) {
+      store(from_start + i, exp_nonpositive(load(from_start + i), kMinExponent<T>));
+      store(to_end + i, exp_nonpositive(load(to_end + i), kMinExponent<T>));
+    }
+    kept = exp_nonpositive_scalar(static_cast<T>(end), kMinExponent<T>);
+  }
+
+  // The decay from row j to the rows i, i + 1, ... of a vector, and which of them come at or after j's step.
+  Vec<T> between(int j, int i) const {
+    const Vec<T> exponent = (load(high + i) - high[j]) + (load(low + i) - low[j]);
+    return exp_nonpositive(exponent < Vec<T>{} ? exponent : Vec<T>{} + exponent * T(0), kMinExponent<T>);
+  }
+  auto at_or_after(int j, int i) const { return load(step + i) >= broadcast(step[j]); }
+
+ private:
+  static double cut(T x) { return x < kMinLogDecay ? kMinLogDecay : static_cast<double>(x); }
+};
+
+// target row i = scale[i] * source row i
+template <typename T>
+inline void scale_rows(T* target, const T* source, const T* scale, int rows, int cols, ptrdiff_t row) {
+  for (int i = 0; i < rows; ++i)
+    for (int c = 0; c < cols; c += kLanes<T>) store(target + i * row + c, scale[i] * load(source + i * row + c));
+}
+
+// The scale of v for each row of a chunk.
+template <typename T>
+inline void read_scale(T* target, const ScanArgs& args, const Chunk& chunk, int64_t head, int rank) {
+  const int64_t* strides = args.scale_strides;
+  const T* source = static_cast<const T*>(args.scale) + chunk.batch * strides[0] + head * strides[2];
+  for (int l = 0; l < chunk.steps; ++l)
+    for (int r = 0; r < rank; ++r) target[l * rank + r] = source[(chunk.start + l) * strides[1]];
+}
+
+// The skip's weights of a head, padded with zeros to whole vectors.
+template <typename T>
+inline void read_skip(T* target, const ScanArgs& args, int64_t head) {
+  const int width = static_cast<int>(args.width);
+  read_row(target, reinterpret_cast<const char*>(static_cast<const T*>(args.skip) + head * args.width),
+           sizeof(T) == 8 ? kFloat64 : kFloat32, width, round_up<T>(width));
+}
+
+template <typename T>
+inline void fill_zero(T* target, size_t count) {
+  std::memset(target, 0, count * sizeof(T));
+}
+
+// The first vector that holds a row at or after j's step; what lies before it in row j of a block is zero or unused.
+template <typename T>
+inline int first_vector(int j, int rank) {
+  return j / rank * rank / kLanes<T> * kLanes<T>;
+}
+
+// scores[j, i] = <k_j, q_i> for i at or after j.  q_t is (n, rows), k is (rows, n).
+template <typename T>
+inline void chunk_scores(T* scores, const T* k, const T* q_t, int rows, const ChunkSizes<T>& size) {
+  Gemm<T> m{k, size.n_row, 1, q_t, size.rows_row, scores, size.rows_row, rows, round_up<T>(rows), size.n};
+  m.span = Span::kColumnsFromRow;
+  m.rank = size.rank;
+  gemm(m);
+}
+
+}  // namespace ANYMAMBA_ISA

@@ -1,0 +1,15 @@
+// The table of kernels that each instruction set provides.
+#pragma once
+
+#include "block_args.h"
+#include "scan_args.h"
+
+struct Kernels {
+  bool (*scan_forward)(const ScanArgs&);
+  bool (*scan_backward)(const ScanArgs&);
+  bool (*conv_forward)(const ConvArgs&);
+  bool (*conv_backward)(const ConvArgs&);
+  bool (*norm_forward)(const NormArgs&);
+  bool (*norm_backward)(const NormArgs&);
+  bool (*mamba2_step)(const StepArgs&);
+};

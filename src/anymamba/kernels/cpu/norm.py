@@ -1,0 +1,91 @@
+"""Forward and backward of the gated RMS norm by the compiled kernels (`blocks/norms.py` has the contract)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from anymamba.kernels import library
+
+_i64, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class _NormArgs(ctypes.Structure):
+    """`NormArgs` of csrc/block_args.h, field by field."""
+
+    _fields_ = (
+        *((name, _i64) for name in ("dtype", "threads", "rows", "channels", "group_size", "norm_before_gate")),
+        ("eps", ctypes.c_double),
+        ("x", _pointer),
+        ("x_row", _i64),
+        ("z", _pointer),
+        ("z_row", _i64),
+        ("weight", _pointer),
+        ("y", _pointer),
+        ("dy", _pointer),
+        ("dy_row", _i64),
+        *((name, _pointer) for name in ("dx", "dz", "dweight")),
+    )
+
+
+def _run(
+    name: str,
+    rows: dict[str, Tensor],
+    weight: Tensor,
+    group_size: int,
+    norm_before_gate: bool,
+    eps: float,
+    **results: Tensor,
+) -> None:
+    """Call a kernel; `rows` are (..., i) tensors, `results` contiguous ones, by the names of their fields."""
+    wide = torch.float64 if rows["x"].dtype == torch.float64 else torch.float32
+    channels = rows["x"].shape[-1]
+    args = _NormArgs(
+        dtype=library.dtype_code(rows["x"].dtype),
+        threads=torch.get_num_threads(),
+        rows=rows["x"].numel() // channels,
+        channels=channels,
+        group_size=group_size,
+        norm_before_gate=norm_before_gate,
+        eps=eps,
+    )
+    tensors = {"weight": weight.to(wide).contiguous(), **results}
+    for field, x in rows.items():
+        tensors[field] = library.dense_last_axis(x.reshape(-1, channels))
+        setattr(args, f"{field}_row", tensors[field].stride(0))
+    for field, tensor in tensors.items():
+        setattr(args, field, tensor.data_ptr())
+    library.call(name, args)
+
+
+def norm_forward(x: Tensor, z: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool, eps: float) -> Tensor:
+    """The normed and gated rows, in the shape and dtype of `x`."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    if x.numel():
+        _run("anymamba_norm_forward", {"x": x, "z": z}, weight, group_size, norm_before_gate, eps, y=y)
+    return y
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, z and weight."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    make = torch.empty if x.numel() else torch.zeros
+    dx, dz, dweight = make(x.shape, dtype=x.dtype), make(z.shape, dtype=z.dtype), make(weight.shape, dtype=wide)
+    if x.numel():
+        rows = {"x": x, "z": z, "dy": dy}
+        _run(
+            "anymamba_norm_backward",
+            rows,
+            weight,
+            group_size,
+            norm_before_gate,
+            eps,
+            dx=dx,
+            dz=dz,
+            dweight=dweight,
+        )
+    return dx, dz, dweight.to(weight.dtype)

@@ -1,0 +1,109 @@
+"""Find and load the compiled CPU kernels, and say why where there are none.
+
+The library has a plain C interface and is loaded with ctypes once torch is there: torch brings its OpenMP runtime under
+the name that the library asks for, so both share one pool of threads.
+
+Environment:
+    ANYMAMBA_KERNELS: `off` keeps the kernels out and leaves everything to the portable paths.
+    ANYMAMBA_LIBRARY: a shared object to load in place of the installed one.
+    ANYMAMBA_ISA: `baseline` or `avx2` narrows the vector instructions that are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_INTERFACE_VERSION = 2
+_FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymamba_cpu.so"
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Library(NamedTuple):
+    """The loaded kernels, or why there are none."""
+
+    handle: ctypes.CDLL | None
+    reason: str
+    isa: str = ""  # the vector instructions in use: baseline, avx2 or avx512
+
+
+def _candidates() -> list[Path]:
+    """Where the library may lie: beside this file, or, for an editable install, where the installer put it."""
+    if chosen := os.environ.get("ANYMAMBA_LIBRARY"):
+        return [Path(chosen)]
+    places = [Path(__file__).parent / "cpu" / _FILE_NAME]
+    with contextlib.suppress(PackageNotFoundError):
+        places.append(Path(str(distribution("anymamba").locate_file(f"anymamba/kernels/cpu/{_FILE_NAME}"))))
+    return places
+
+
+def _load() -> Library:
+    if os.environ.get("ANYMAMBA_KERNELS", "").lower() == "off":
+        return Library(None, "switched off by ANYMAMBA_KERNELS=off")
+    path = next((place for place in _candidates() if place.exists()), None)
+    if path is None:
+        return Library(None, "not built: the package was installed without a C++ compiler")
+    try:
+        handle = ctypes.CDLL(str(path))
+        version = handle.anymamba_interface_version()
+    except (OSError, AttributeError) as error:
+        return Library(None, f"{path} could not be loaded: {error}")
+    if version != _INTERFACE_VERSION:
+        return Library(None, f"{path} is of another version: reinstall the package")
+    handle.anymamba_isa.restype = ctypes.c_char_p
+    return Library(handle, "", handle.anymamba_isa().decode())
+
+
+LIBRARY = _load()
+
+
+def missing(device: torch.device, dtype: torch.dtype) -> str:
+    """Why there is no kernel for tensors of `dtype` on `device`; empty where there is one."""
+    if device.type != "cpu":
+        return f"there is none for device {device.type}"
+    if dtype not in _DTYPES:
+        return f"there is none for {dtype}"
+    return LIBRARY.reason
+
+
+def call(name: str, args: ctypes.Structure) -> None:
+    """Call the kernel `name` with its argument structure.
+
+    Raises:
+        RuntimeError: there is no kernel.
+        MemoryError: it could not allocate its scratch memory.
+    """
+    if LIBRARY.handle is None:
+        raise RuntimeError(f"compiled CPU kernels are not available: {LIBRARY.reason}")
+    if LIBRARY.handle[name](ctypes.byref(args)):
+        raise MemoryError(f"{name}: out of memory")
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number by which the kernels know `dtype`."""
+    return _DTYPES[dtype]
+
+
+def dense_last_axis(x: Tensor) -> Tensor:
+    """`x` itself where its last axis is dense, else a contiguous copy."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def checked_bounds(cu_seqlens: Tensor, t: int) -> Tensor:
+    """`cu_seqlens` as the kernels read it: they follow it into memory, so it is checked here whoever calls.
+
+    Raises:
+        ValueError: not (0, ..., t) in increasing order.
+    """
+    bounds = cu_seqlens.to(torch.int64).contiguous()
+    if bounds[0] != 0 or bounds[-1] != t or (bounds.diff() <= 0).any():
+        raise ValueError(f"cu_seqlens must increase strictly from 0 to t = {t}, got {bounds.tolist()}")
+    return bounds
