@@ -1,0 +1,158 @@
+"""The cases of the compiled kernels: against the portable paths, and against the projections no block can avoid."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from anymamba import SsdPath
+from benchmarks.harness import Call, Case, Contender, forward
+from benchmarks.mamba2 import (
+    LAYER_130M,
+    MODES,
+    SEEDS,
+    TINY,
+    BlockShape,
+    Mode,
+    our_block,
+    set_up_block,
+    set_up_ssd,
+    set_up_step,
+    transformers_block,
+    transformers_mixer,
+)
+from benchmarks.mamba3 import OnPath, sequence_case
+
+PATHS = (SsdPath.fused(), SsdPath.serial_recalculated(), SsdPath.serial(), SsdPath.minimal(64))
+GROWTH = tuple(2**i for i in range(8, 18))
+SEGMENT = 2048
+
+
+class Projections(nn.Module):
+    """The two projections of a block and nothing between them: (b, t, d) -> (b, t, d)."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        """Take the projections of our block."""
+        super().__init__()
+        block = our_block(shape)
+        self.width = block.config.d_inner
+        self.in_proj, self.out_proj = block.in_proj, block.out_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project in, drop all but the width that goes out, project out."""
+        out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
+        return out
+
+    def prefill(self, x: Tensor, /) -> tuple[Tensor, None]:
+        """As a block that keeps nothing."""
+        return self(x), None
+
+    def step(self, x: Tensor, cache: None, /) -> tuple[Tensor, None]:
+        """As a block that keeps nothing."""
+        return self(x), None
+
+
+def portable_block(shape: BlockShape) -> nn.Module:
+    """Our block on the portable path."""
+    return OnPath(our_block(shape), SsdPath.serial_recalculated())
+
+
+def scan_case(mode: Mode) -> Case:
+    """The SSD by the compiled kernels and by the portable paths."""
+    contenders = tuple(
+        Contender(
+            name=path.algorithm or "default",
+            setup=partial(set_up_ssd, path, mode, LAYER_130M),
+            tiny=partial(set_up_ssd, path, mode, TINY),
+            computes="ssd",
+        )
+        for path in PATHS
+    )
+    return Case(name=f"kernels/scan/t{LAYER_130M.t}/{mode}", contenders=contenders, baseline="fused")
+
+
+def block_case(t: int, mode: Mode) -> Case:
+    """Our block, its projections alone, our block on the portable path, and the block of transformers."""
+    shape = dataclasses.replace(LAYER_130M, t=t)
+    builders = (
+        ("projections alone", Projections, "projections", "anymamba"),
+        ("anymamba", our_block, "block", "anymamba"),
+        ("anymamba, portable", portable_block, "block", "anymamba"),
+        ("transformers", transformers_mixer, "block", "transformers"),
+    )
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(set_up_block, build, mode, shape),
+            tiny=partial(set_up_block, build, mode, TINY),
+            computes=computes,
+            library=library,
+        )
+        for name, build, computes, library in builders
+        if name != "anymamba, portable" or mode == "forward"
+    )
+    return Case(name=f"kernels/block/t{t}/{mode}", contenders=contenders, baseline="projections alone")
+
+
+def step_case(batch: int) -> Case:
+    """One token: our block, its projections alone, and the block of transformers."""
+    shape = dataclasses.replace(LAYER_130M, batch=batch, t=64)
+    builders = (
+        ("projections alone", Projections, "projections", "anymamba"),
+        ("anymamba", our_block, "step", "anymamba"),
+        ("transformers", transformers_block, "step", "transformers"),
+    )
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(set_up_step, build, shape),
+            tiny=partial(set_up_step, build, TINY),
+            computes=computes,
+            library=library,
+        )
+        for name, build, computes, library in builders
+    )
+    return Case(name=f"kernels/step/b{batch}", contenders=contenders, baseline="projections alone")
+
+
+def set_up_growth(t: int, d_model: int = LAYER_130M.d_model) -> Call:
+    """A sequence of `t` tokens through our block in segments, so that memory does not grow with it."""
+    block = our_block(dataclasses.replace(LAYER_130M, d_model=d_model))
+    segment_btd = torch.randn(1, min(t, SEGMENT), d_model, generator=torch.Generator().manual_seed(3))
+
+    def run() -> dict[str, Tensor]:
+        cache = None
+        for _ in range(t // segment_btd.shape[1]):
+            y_btd, cache = block.prefill(segment_btd, cache)
+        return {"y": y_btd}
+
+    return forward(run)
+
+
+def growth_case() -> Case:
+    """Time against length: every doubling should double it."""
+    contenders = tuple(
+        Contender(
+            name=f"t{t}",
+            setup=partial(set_up_growth, t),
+            tiny=partial(set_up_growth, 256, 128),
+            computes=f"{t} tokens",
+            heavy=t > 16384,
+        )
+        for t in GROWTH
+    )
+    return Case(name="kernels/growth", contenders=contenders, baseline=f"t{SEGMENT}")
+
+
+CASES: tuple[Case, ...] = (
+    *(scan_case(mode) for mode in MODES),
+    *(block_case(2048, mode) for mode in MODES),
+    step_case(1),
+    step_case(8),
+    *(sequence_case("kernels/mamba3/t2048", mode, LAYER_130M, SsdPath.fused()) for mode in MODES),
+    *(sequence_case("kernels/mamba3/seeds", mode, SEEDS, SsdPath.fused()) for mode in MODES),
+    growth_case(),
+)
