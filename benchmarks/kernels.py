@@ -6,7 +6,7 @@ import dataclasses
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anymamba import SsdPath
 from benchmarks.harness import Call, Case, Contender, forward
@@ -15,56 +15,25 @@ from benchmarks.mamba2 import (
     MODES,
     SEEDS,
     TINY,
-    BlockShape,
     Mode,
+    Projections,
     our_block,
-    set_up_block,
     set_up_ssd,
     set_up_step,
     transformers_block,
-    transformers_mixer,
 )
-from benchmarks.mamba3 import OnPath, sequence_case
+from benchmarks.mamba3 import sequence_case
 
 PATHS = (SsdPath.fused(), SsdPath.serial_recalculated(), SsdPath.serial(), SsdPath.minimal(64))
 GROWTH = tuple(2**i for i in range(8, 18))
 SEGMENT = 2048
 
 
-class Projections(nn.Module):
-    """The two projections of a block and nothing between them: (b, t, d) -> (b, t, d)."""
-
-    def __init__(self, shape: BlockShape) -> None:
-        """Take the projections of our block."""
-        super().__init__()
-        block = our_block(shape)
-        self.width = block.config.d_inner
-        self.in_proj, self.out_proj = block.in_proj, block.out_proj
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Project in, drop all but the width that goes out, project out."""
-        out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
-        return out
-
-    def prefill(self, x: Tensor, /) -> tuple[Tensor, None]:
-        """As a block that keeps nothing."""
-        return self(x), None
-
-    def step(self, x: Tensor, cache: None, /) -> tuple[Tensor, None]:
-        """As a block that keeps nothing."""
-        return self(x), None
-
-
-def portable_block(shape: BlockShape) -> nn.Module:
-    """Our block on the portable path."""
-    return OnPath(our_block(shape), SsdPath.serial_recalculated())
-
-
 def scan_case(mode: Mode) -> Case:
     """The SSD by the compiled kernels and by the portable paths."""
     contenders = tuple(
         Contender(
-            name=path.algorithm or "default",
+            name=path.algorithm,
             setup=partial(set_up_ssd, path, mode, LAYER_130M),
             tiny=partial(set_up_ssd, path, mode, TINY),
             computes="ssd",
@@ -72,29 +41,6 @@ def scan_case(mode: Mode) -> Case:
         for path in PATHS
     )
     return Case(name=f"kernels/scan/t{LAYER_130M.t}/{mode}", contenders=contenders, baseline="fused")
-
-
-def block_case(t: int, mode: Mode) -> Case:
-    """Our block, its projections alone, our block on the portable path, and the block of transformers."""
-    shape = dataclasses.replace(LAYER_130M, t=t)
-    builders = (
-        ("projections alone", Projections, "projections", "anymamba"),
-        ("anymamba", our_block, "block", "anymamba"),
-        ("anymamba, portable", portable_block, "block", "anymamba"),
-        ("transformers", transformers_mixer, "block", "transformers"),
-    )
-    contenders = tuple(
-        Contender(
-            name=name,
-            setup=partial(set_up_block, build, mode, shape),
-            tiny=partial(set_up_block, build, mode, TINY),
-            computes=computes,
-            library=library,
-        )
-        for name, build, computes, library in builders
-        if name != "anymamba, portable" or mode == "forward"
-    )
-    return Case(name=f"kernels/block/t{t}/{mode}", contenders=contenders, baseline="projections alone")
 
 
 def step_case(batch: int) -> Case:
@@ -149,7 +95,6 @@ def growth_case() -> Case:
 
 CASES: tuple[Case, ...] = (
     *(scan_case(mode) for mode in MODES),
-    *(block_case(2048, mode) for mode in MODES),
     step_case(1),
     step_case(8),
     *(sequence_case("kernels/mamba3/t2048", mode, LAYER_130M, SsdPath.fused()) for mode in MODES),

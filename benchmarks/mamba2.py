@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.blocks.mamba2 import Mamba2
+from anymamba.blocks.mamba3 import Mamba3
 from anymamba.scan import SsdPath, ssd
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.peers import TransformersMamba2
@@ -100,6 +101,50 @@ def transformers_mixer(shape: BlockShape) -> nn.Module:
     return transformers_block(shape).mixer
 
 
+class OnPath(nn.Module):
+    """A block on one path of the scan, and for Mamba-3 on one pathway."""
+
+    def __init__(self, block: Mamba2 | Mamba3, path: SsdPath, **fresh: Any) -> None:
+        """Hold the block; `fresh` goes to its `init_cache`."""
+        super().__init__()
+        self.block, self.path, self.fresh = block, path, fresh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, d) -> (b, t, d)."""
+        block: Any = self.block
+        y_btd: Tensor = block.prefill(x, block.init_cache(x.shape[0], **self.fresh), path=self.path)[0]
+        return y_btd
+
+
+class Projections(nn.Module):
+    """The two projections of a block and nothing between them: (b, t, d) -> (b, t, d)."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        """Take the projections of our block."""
+        super().__init__()
+        block = our_block(shape)
+        self.width = block.config.d_inner
+        self.in_proj, self.out_proj = block.in_proj, block.out_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project in, drop all but the width that goes out, project out."""
+        out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
+        return out
+
+    def prefill(self, x: Tensor, /) -> tuple[Tensor, None]:
+        """As a block that keeps nothing."""
+        return self(x), None
+
+    def step(self, x: Tensor, cache: None, /) -> tuple[Tensor, None]:
+        """As a block that keeps nothing."""
+        return self(x), None
+
+
+def portable_block(shape: BlockShape) -> nn.Module:
+    """Our block on the portable path."""
+    return OnPath(our_block(shape), SsdPath.serial_recalculated())
+
+
 def set_up_block(build: Callable[[BlockShape], nn.Module], mode: Mode, shape: BlockShape) -> Call:
     """A block on random input, with gradients to the input and all parameters where `mode` asks for them."""
     generator = torch.Generator().manual_seed(1)
@@ -108,7 +153,11 @@ def set_up_block(build: Callable[[BlockShape], nn.Module], mode: Mode, shape: Bl
     if mode == "forward":
         return forward(lambda: {"y": block(x_btd)})
     x_btd.requires_grad_()
-    return forward_backward(lambda: block(x_btd), head_btd, {"x": x_btd, **dict(block.named_parameters())})
+    return forward_backward(
+        lambda: block(x_btd),
+        head_btd,
+        {"x": x_btd, **{name.removeprefix("block."): p for name, p in block.named_parameters()}},
+    )
 
 
 def set_up_step(build: Callable[[BlockShape], Block], shape: BlockShape) -> Call:
@@ -140,24 +189,27 @@ def ssd_case(t: int, mode: Mode) -> Case:
         )
         for path in SSD_PATHS
     )
-    return Case(name=f"ssd/t{t}/{mode}", contenders=contenders, baseline=SsdPath().algorithm)
+    return Case(name=f"ssd/t{t}/{mode}", contenders=contenders, baseline=SSD_PATHS[0].algorithm)
 
 
 def block_case(name: str, mode: Mode, shape: BlockShape, *, heavy_peers: bool) -> Case:
-    """Our block with its default path, and the one of transformers."""
+    """Our block on its default and on its portable path, its projections alone, and the block of transformers."""
+    builders: tuple[tuple[str, Callable[[BlockShape], nn.Module], str, str], ...] = (
+        ("anymamba", our_block, "block", "anymamba"),
+        ("anymamba (portable)", portable_block, "block", "anymamba"),
+        ("projections alone", Projections, "projections", "anymamba"),
+        ("transformers", transformers_mixer, "block", "transformers"),
+    )
     contenders = tuple(
         Contender(
             name=contender,
             setup=partial(set_up_block, build, mode, shape),
             tiny=partial(set_up_block, build, mode, TINY),
-            computes="block",
-            library=contender,
-            heavy=heavy,
+            computes=computes,
+            library=library,
+            heavy=heavy_peers and library == "transformers",
         )
-        for contender, build, heavy in (
-            ("anymamba", our_block, False),
-            ("transformers", transformers_mixer, heavy_peers),
-        )
+        for contender, build, computes, library in builders
     )
     return Case(name=f"{name}/{mode}", contenders=contenders, baseline="anymamba")
 

@@ -11,28 +11,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anymamba import Mamba2, Mamba3, SsdPath
 from benchmarks.harness import Case, Contender
-from benchmarks.mamba2 import LAYER_130M, MODES, SEEDS, TINY, BlockShape, Mode, set_up_block, set_up_step
+from benchmarks.mamba2 import (
+    LAYER_130M,
+    MODES,
+    SEEDS,
+    TINY,
+    BlockShape,
+    Mode,
+    OnPath,
+    set_up_block,
+    set_up_step,
+)
 
 LAYER_187M = LAYER_130M
-
-
-class OnPath(nn.Module):
-    """A block on one path of the scan, and for Mamba-3 on one pathway."""
-
-    def __init__(self, block: Mamba2 | Mamba3, path: SsdPath, **fresh: Any) -> None:
-        """Hold the block; `fresh` goes to its `init_cache`."""
-        super().__init__()
-        self.block, self.path, self.fresh = block, path, fresh
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, t, d) -> (b, t, d)."""
-        block: Any = self.block
-        y_btd: Tensor = block.prefill(x, block.init_cache(x.shape[0], **self.fresh), path=self.path)[0]
-        return y_btd
 
 
 def block_of(family: type[Mamba2] | type[Mamba3], shape: BlockShape, **options: Any) -> Mamba2 | Mamba3:

@@ -192,7 +192,8 @@ class TestInfo:
         code, out, _ = run("info")
         assert code == 0
         assert re.search(rf"torch +{re.escape(torch.__version__)}\n", out)
-        assert re.search(r"scan on cpu +serial_recalculated for float32", out)
+        assert re.search(r"kernels +(built, using|none:) \w+", out)
+        assert re.search(r"scan on cpu +(fused|serial_recalculated) for float32", out)
 
     def test_a_model(self, run, model):
         code, out, _ = run("info", model)

@@ -10,10 +10,12 @@ import torch
 
 from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
+from anymamba.kernels.library import LIBRARY
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import open_checkpoint
 from anymamba.models.skeleton import skeleton
 from anymamba.scan import SsdPath
+from anymamba.scan.scan import resolve_path
 from anymamba.version import __version__
 
 
@@ -39,17 +41,30 @@ def _machine() -> list[tuple[str, str]]:
         ("torch", torch.__version__),
         ("python", f"{platform.python_version()} on {platform.machine()}"),
         ("threads", str(torch.get_num_threads())),
+        ("kernels", _kernels()),
         *_default_paths(),
     ]
 
 
 def _default_paths() -> list[tuple[str, str]]:
-    """Which algorithm computes the scan, by device and dtype: the one place that knows of compiled kernels."""
+    """Which algorithm computes the scan where nothing else is asked for, by device and dtype."""
     devices = ["cpu"]
     devices += ["cuda"] if torch.cuda.is_available() else []
     devices += ["mps"] if torch.backends.mps.is_available() else []
-    algorithm = SsdPath().algorithm
-    return [(f"scan on {device}", f"{algorithm} for {', '.join(DTYPES)}") for device in devices]
+    rows = []
+    for device in devices:
+        by_algorithm: dict[str, list[str]] = {}
+        for name, dtype in DTYPES.items():
+            path = resolve_path(SsdPath(), torch.device(device), dtype)
+            by_algorithm.setdefault(path.algorithm, []).append(name)
+        choices = (f"{algorithm} for {', '.join(names)}" for algorithm, names in by_algorithm.items())
+        rows.append((f"scan on {device}", "; ".join(choices)))
+    return rows
+
+
+def _kernels() -> str:
+    """Whether the compiled kernels are there, with which vector instructions, or why not."""
+    return f"built, using {LIBRARY.isa}" if LIBRARY.handle is not None else f"none: {LIBRARY.reason}"
 
 
 def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
