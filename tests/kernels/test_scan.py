@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +93,21 @@ def test_slices_of_one_wide_projection_are_read_in_place():
     dense = scan(*(x.contiguous() for x in (v, k, q, log_decay)), path=SsdPath.fused())
     assert torch.equal(strided[0], dense[0])
     assert torch.equal(strided[1], dense[1])
+
+
+@pytest.mark.parametrize(("dtype", "lowest"), [(torch.float32, -69.3), (torch.float64, -690.3)], ids=str)
+def test_a_decay_is_within_two_units_in_the_last_place(dtype, lowest):
+    """A state of one, read after one step: the decay itself."""
+    log_decay = torch.cat([torch.linspace(lowest, 0, 20_001, dtype=dtype), -torch.logspace(-9, 0, 5_000, dtype=dtype)])
+    rows = len(log_decay)
+    zeros, ones = torch.zeros(rows, 1, 1, 1, 1, dtype=dtype), torch.ones(rows, 1, 1, 1, 1, dtype=dtype)
+    y, final_state = scan(
+        zeros, zeros, ones, log_decay.view(-1, 1, 1), initial_state=ones.squeeze(1), path=SsdPath.fused()
+    )
+    expected = np.exp(log_decay.numpy().astype(np.longdouble))
+    for decay in (y, final_state):
+        error = np.abs(decay.flatten().numpy().astype(np.longdouble) - expected)
+        assert (error / np.spacing(expected.astype(log_decay.numpy().dtype))).max() <= 2
 
 
 @pytest.mark.parametrize("log_decay", [0.0, -1e-7, -1e8])
