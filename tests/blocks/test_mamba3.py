@@ -170,6 +170,23 @@ def test_a_running_angle_stays_small_and_exact_over_a_long_sequence():
     assert (turned[:, -1].double() - exact[:, -1]).cos().min() > 1 - 1e-10
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 1, 70, 150]], ids=["batch", "packed"])
+def test_running_angles_equal_the_plain_sum_in_values_and_gradients(bounds):
+    rotation = make_block("mamba3").rotation
+    raw, dt = torch.randn(1, 150, 2, dtype=D), torch.rand(1, 150, 4, dtype=D)
+    start = torch.rand(3 if bounds else 1, 4, 2, dtype=D)
+    leaves = [x.requires_grad_() for x in (raw, dt, start)]
+    head = torch.randn(1, 150, 4, 2, dtype=D)
+    turned = rotation.advance(raw, dt, start, None if bounds is None else torch.tensor(bounds))
+    increments = dt.unsqueeze(-1) * (math.pi * torch.tanh(raw)).unsqueeze(2)
+    parts = increments.split([1, 69, 80] if bounds else [150], dim=1)
+    expected = torch.cat([p.cumsum(1) + s for p, s in zip(parts, start.unsqueeze(1).split(1), strict=True)], 1)
+    assert_near((turned - expected).cos(), torch.ones_like(turned), FLOOR[D])
+    grads = torch.autograd.grad((turned * head).sum(), leaves)
+    for actual, wanted in zip(grads, torch.autograd.grad((expected * head).sum(), leaves), strict=True):
+        assert_near(actual, wanted, FLOOR[D])
+
+
 def test_quaternions_multiply_as_hamilton_said():
     one, i, j, k = torch.eye(4, dtype=D)
     for product, expected in ((multiply(i, j), k), (multiply(j, k), i), (multiply(k, i), j), (multiply(j, i), -k)):

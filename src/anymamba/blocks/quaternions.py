@@ -29,6 +29,23 @@ def multiply(p: Quaternions, q: Quaternions) -> Quaternions:
     return torch.view_as_real(product).flatten(-2)
 
 
+def multiply_in_place(p: Quaternions, q: Quaternions) -> None:
+    """Write `p q` over `q`."""
+    a, b = torch.view_as_complex(p.unflatten(-1, (2, 2))).unbind(-1)
+    c, d = torch.view_as_complex(q.unflatten(-1, (2, 2))).unbind(-1)
+    c_conjugate = c.conj_physical()
+    c.mul_(a).sub_(b * d.conj_physical())
+    d.mul_(a).add_(c_conjugate.mul_(b))
+
+
+def multiply_by_conjugate(p: Quaternions, q: Quaternions) -> Quaternions:
+    """`p q̄`: `(a, b) (c̄, -d) = (a c̄ + b d̄, b c - a d)`."""
+    a, b = torch.view_as_complex(p.unflatten(-1, (2, 2))).unbind(-1)
+    c, d = torch.view_as_complex(q.unflatten(-1, (2, 2))).unbind(-1)
+    product = torch.stack([a * c.conj_physical() + b * d.conj_physical(), b * c - a * d], dim=-1)
+    return torch.view_as_real(product).flatten(-2)
+
+
 def conjugate(q: Quaternions) -> Quaternions:
     """(w, -x, -y, -z), the inverse of a unit quaternion."""
     return torch.cat([q[..., :1], -q[..., 1:]], dim=-1)

@@ -20,10 +20,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.blocks.quaternions import conjugate, cumulative_products, multiply, turn_by_vector
+from anymamba.blocks.quaternions import (
+    conjugate,
+    cumulative_products,
+    multiply,
+    multiply_by_conjugate,
+    multiply_in_place,
+    turn_by_vector,
+)
 from anymamba.blocks.sequences import sequences_of, starts_of
 from anymamba.blocks.turning import Turning, turning_operator
 from anymamba.operators import define_operator
@@ -184,9 +192,21 @@ def _increments(dt_bth: Tensor, rate_bts: Tensor) -> Tensor:
     return dt_bth.to(wide).unsqueeze(-1) * rate_bts.to(wide).unsqueeze(2)
 
 
+def _running_sum(x_bt: Tensor, block: int = 64) -> Tensor:
+    """`x.cumsum(1)` in blocks side by side, then from block to block: torch's own is one long chain for each column."""
+    t = x_bt.shape[1]
+    if t <= block:
+        return x_bt.cumsum(1)
+    padding = -t % block
+    padded = F.pad(x_bt, (0, 0) * (x_bt.ndim - 2) + (0, padding)) if padding else x_bt
+    sums = padded.unflatten(1, (-1, block)).cumsum(2)
+    sums[:, 1:] += sums[:, :-1, -1].cumsum(1).unsqueeze(2)
+    return sums.flatten(1, 2)[:, :t]
+
+
 def _advance_forward(dt: Tensor, rate: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     parts = [
-        part.cumsum(1).add_(first.unsqueeze(1))
+        _running_sum(part).add_(first.unsqueeze(1))
         for part, first in zip(
             sequences_of(_increments(dt, rate), cu_seqlens), starts_of(start, cu_seqlens), strict=True
         )
@@ -197,7 +217,7 @@ def _advance_forward(dt: Tensor, rate: Tensor, start: Tensor, cu_seqlens: Tensor
 def _advance_backward(
     dturned: Tensor, dt: Tensor, rate: Tensor, start: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parts = [part.flip(1).cumsum(1).flip(1) for part in sequences_of(dturned, cu_seqlens)]
+    parts = [_running_sum(part.flip(1)).flip(1) for part in sequences_of(dturned, cu_seqlens)]
     dincrement = torch.cat(parts, dim=1)
     ddt = torch.einsum("bths,bts->bth", dincrement, rate)
     drate = torch.einsum("bths,bth->bts", dincrement, dt)
@@ -244,9 +264,10 @@ class _Phase(NamedTuple):
 
 
 def _pair_turning(interleaved: bool) -> Turning:
-    def gradient(rotated: Tensor, drotated: Tensor, phase: _Phase) -> Tensor:
-        u, w = _pairs(rotated, phase.cos_mrhs.shape[-1], interleaved)
-        du, dw = _pairs(drotated, phase.cos_mrhs.shape[-1], interleaved)
+    def gradient(x: Tensor, drotated: Tensor, dx: Tensor, phase: _Phase) -> Tensor:
+        # u' dw' - w' du' of the rotated pair and its gradient; turning both back leaves it as it is.
+        u, w = _pairs(x, phase.cos_mrhs.shape[-1], interleaved)
+        du, dw = _pairs(dx, phase.cos_mrhs.shape[-1], interleaved)
         return (u * dw).addcmul_(w, du, value=-1).sum(1)
 
     return Turning(
@@ -260,16 +281,15 @@ def _pair_turning(interleaved: bool) -> Turning:
 def _turn_blocks(x: Tensor, q_mhj4: Tensor) -> Tensor:
     """Multiply the leading blocks of four of `x` (m, r, h, n) from the left by `q`, in place."""
     blocks = q_mhj4.shape[-2]
-    rotated = x[..., : 4 * blocks].unflatten(-1, (blocks, 4))
-    rotated.copy_(multiply(q_mhj4.unsqueeze(1), rotated))
+    multiply_in_place(q_mhj4.unsqueeze(1), x[..., : 4 * blocks].unflatten(-1, (blocks, 4)))
     return x
 
 
-def _block_gradient(rotated: Tensor, drotated: Tensor, q_mhj4: Tensor) -> Tensor:
-    """`o = Q̄ x` gives `dQ = x dō`, with `x = Q o` for a unit quaternion."""
+def _block_gradient(x: Tensor, drotated: Tensor, dx: Tensor, q_mhj4: Tensor) -> Tensor:
+    """`o = Q̄ x` gives `dQ = x dō`."""
     blocks = q_mhj4.shape[-2]
-    o, do = (x[..., : 4 * blocks].unflatten(-1, (blocks, 4)) for x in (rotated, drotated))
-    return multiply(multiply(q_mhj4.unsqueeze(1), o), conjugate(do)).sum(1)
+    x_mrhj4, do_mrhj4 = (m[..., : 4 * blocks].unflatten(-1, (blocks, 4)) for m in (x, drotated))
+    return multiply_by_conjugate(x_mrhj4, do_mrhj4).sum(1)
 
 
 _rotate_interleaved = turning_operator("rotate_interleaved", _pair_turning(interleaved=True))

@@ -24,13 +24,13 @@ class Turning(NamedTuple):
         prepare: position (m, h, ...) -> whatever the other three need of it.
         turn: (x, prepared) -> x rotated, in place.
         turn_back: (x, prepared) -> x rotated by the inverse, in place.
-        gradient: (rotated x, gradient of rotated x, prepared) -> gradient of the position.
+        gradient: (x, gradient of rotated x, the same turned back, prepared) -> gradient of the position.
     """
 
     prepare: Callable[[Tensor], Any]
     turn: Callable[[Tensor, Any], Tensor]
     turn_back: Callable[[Tensor, Any], Tensor]
-    gradient: Callable[[Tensor, Tensor, Any], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -81,10 +81,10 @@ def turning_operator(name: str, turning: Turning) -> Callable[..., Any]:
         for start, stop in cache_blocks(position, position.shape[0], math.prod(dk.shape[2:])):
             prepared = turning.prepare(position[start:stop])
             for (x_mrgn, bias_rhn), dout, dx, dbias in zip(pairs, (dk, dq), dxs, dbiases, strict=True):
-                rotated = turning.turn(_by_head(x_mrgn[start:stop], bias_rhn), prepared)
-                drotated = _rows(dout)[start:stop].to(bias_rhn.dtype, copy=True)
-                dposition[start:stop] += turning.gradient(rotated, drotated, prepared)
-                dhead_mrhn = turning.turn_back(drotated, prepared)
+                head_mrhn = _by_head(x_mrgn[start:stop], bias_rhn)
+                drotated_mrhn = _rows(dout)[start:stop].to(bias_rhn.dtype)
+                dhead_mrhn = turning.turn_back(drotated_mrhn.clone(), prepared)
+                dposition[start:stop] += turning.gradient(head_mrhn, drotated_mrhn, dhead_mrhn, prepared)
                 dbias += dhead_mrhn.sum(0)
                 g = x_mrgn.shape[2]
                 _rows(dx)[start:stop] = dhead_mrhn.unflatten(2, (g, dhead_mrhn.shape[2] // g)).sum(3)
