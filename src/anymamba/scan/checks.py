@@ -12,14 +12,13 @@ from anymamba.scan.numerics import state_dtype
 
 def expect_shape(where: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """Match the shape of `x` with `letters` ("b t h"), adding unseen letters to `sizes`, or raise `ValueError`."""
-    names, seen = letters.split(), dict(sizes)
-    if x.ndim == len(names) and all(
-        seen.setdefault(letter, size) == size for letter, size in zip(names, x.shape, strict=True)
-    ):
-        sizes.update(seen)
-        return
+    names = letters.split()
     known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in names)
-    raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
+    if x.ndim != len(names):
+        raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
+    for letter, size in zip(names, x.shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
 
 
 def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
