@@ -439,9 +439,10 @@ class Mamba3(nn.Module):
         )
         skip = torch.diag_embed(self.D.unsqueeze(-1).expand(-1, self.rank))
         own_bthrq = (skip - ahead_bth[..., None, None] * tokens.same_bthrq).to(y_btrhp.dtype)
-        if self.rank == 1:
+        if not self.config.is_mimo:
             return torch.addcmul(y_btrhp, own_bthrq.squeeze(-1).transpose(2, 3).unsqueeze(-1), v_btrhp), ssm
-        return y_btrhp + torch.einsum("bthrq,btqhp->btrhp", own_bthrq, v_btrhp), ssm
+        mixed_btrhp = torch.einsum("bthrq,hqp->btrhp", own_bthrq, self.mimo_x.to(y_btrhp.dtype))
+        return torch.addcmul(y_btrhp, mixed_btrhp, tokens.x_bthp.unsqueeze(2)), ssm
 
     def _double(
         self, tokens: _Tokens, cache: Mamba3Cache, path: SsdPath, cu_seqlens: Tensor | None

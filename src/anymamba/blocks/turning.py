@@ -38,11 +38,13 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _by_head(x_mrgn: Tensor, bias_rhn: Tensor) -> Tensor:
-    """Expand groups to heads and add the bias, in the bias' dtype: (m, r, h, n)."""
+def _by_head(x_mrgn: Tensor, bias_rhn: Tensor, out_mrhn: Tensor | None = None) -> Tensor:
+    """Expand groups to heads and add the bias, in the bias' dtype: (m, r, h, n), in `out_mrhn` if given."""
     g = x_mrgn.shape[2]
-    bias_rgen = bias_rhn.unflatten(1, (g, bias_rhn.shape[1] // g))
-    return (x_mrgn.to(bias_rhn.dtype).unsqueeze(3) + bias_rgen).flatten(2, 3)
+    groups = (g, bias_rhn.shape[1] // g)
+    out_mrgen = None if out_mrhn is None else out_mrhn.unflatten(2, groups)
+    x_mrg1n = x_mrgn.to(bias_rhn.dtype).unsqueeze(3)
+    return torch.add(x_mrg1n, bias_rhn.unflatten(1, groups), out=out_mrgen).flatten(2, 3)
 
 
 def turning_operator(name: str, turning: Turning) -> Callable[..., Any]:
@@ -59,11 +61,15 @@ def turning_operator(name: str, turning: Turning) -> Callable[..., Any]:
         return k.new_empty(shape), k.new_empty(shape)
 
     def forward(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-        outputs, position = fake(*arguments), _rows(arguments[4])
+        outputs, position, pairs = fake(*arguments), _rows(arguments[4]), sides(arguments)
         for start, stop in cache_blocks(position, position.shape[0], math.prod(outputs[0].shape[2:])):
             prepared = turning.prepare(position[start:stop])
-            for (x_mrgn, bias_rhn), out in zip(sides(arguments), outputs, strict=True):
-                _rows(out)[start:stop] = turning.turn(_by_head(x_mrgn[start:stop], bias_rhn), prepared)
+            for (x_mrgn, bias_rhn), out in zip(pairs, outputs, strict=True):
+                out_mrhn = _rows(out)[start:stop]
+                if out_mrhn.dtype == bias_rhn.dtype:
+                    turning.turn(_by_head(x_mrgn[start:stop], bias_rhn, out_mrhn), prepared)
+                else:
+                    out_mrhn.copy_(turning.turn(_by_head(x_mrgn[start:stop], bias_rhn), prepared))
         return outputs
 
     def backward(dk: Tensor, dq: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
