@@ -65,7 +65,7 @@ def test_only_fields_that_change_a_weight_count_as_changed():
 )
 def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
     (tmp_path / "c.toml").write_text(text)
-    with pytest.raises(ValueError, match="c.toml") as error:
+    with pytest.raises(ValueError, match="c\\.toml") as error:
         read_config(tmp_path / "c.toml")
     assert message in str(error.value)
 
@@ -81,11 +81,11 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
     ],
 )
 def test_a_bad_override_says_what_is_wrong(name, text, message):
-    with pytest.raises(ValueError, match="--") as error:
+    with pytest.raises(ValueError, match=r"field|must") as error:
         read_config(None, {name: text})
     assert message in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.toml: no such file"):
-        read_config(tmp_path / "nowhere.toml")
+    with pytest.raises(ValueError, match="nowhere: no such file"):
+        read_config(tmp_path / "nowhere")

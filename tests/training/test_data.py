@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import lzma
 import sys
@@ -97,7 +98,7 @@ class TestCorpus:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="train-00000.safetensors: damaged"):
+        with pytest.raises(ValueError, match=r"train-00000.*: damaged"):
             open_corpus(tmp_path / "data")
 
     def test_changed_text_is_tokenised_again(self, corpus, tmp_path):
@@ -146,7 +147,7 @@ def by_document(sequence, begin, end):
     """The pieces of documents between two places, with their targets."""
     ids, starts = sequence.span(begin, end)
     cuts = sorted({0, *starts.tolist(), len(ids)})
-    return [ids[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 class TestPacking:

@@ -87,8 +87,8 @@ def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
             if x.requires_grad:
                 x.register_hook(partial(look, f"the gradient at the output of {name}"))
 
-    def look(what: str, gradient: Tensor) -> None:
-        if not torch.isfinite(gradient).all():
+    def look(what: str, gradient: Tensor | None) -> None:
+        if gradient is not None and not torch.isfinite(gradient).all():
             seen.append(what)
 
     for name, parameter in model.named_parameters():
