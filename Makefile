@@ -15,8 +15,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
+# Trains, evaluates and generates; when it was stopped, it goes on.
 demo: $(VENV)/.installed
-	$(BIN)/python -m examples.paths_agree
+	if test -d runs/demo/checkpoints; then $(BIN)/anymamba train --resume runs/demo; \
+	else $(BIN)/anymamba train examples/demo.toml --out runs/demo; fi
+	$(BIN)/anymamba generate runs/demo --prompt 'def __init__(self' --max-new-tokens 300 --temperature 0.6 --seed 1
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -68,3 +69,14 @@ def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
     """Write a JSON object, indented."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def digest_file(path: str | os.PathLike[str]) -> str:
+    """A checksum of a file's bytes; that of nothing, "missing", if it is not there."""
+    if not Path(path).is_file():
+        return "missing"
+    digest = hashlib.blake2b(digest_size=16)
+    with Path(path).open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,4 +1,3 @@
-import io
 import re
 import shutil
 import subprocess
@@ -9,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from anymamba import MambaLM
-from anymamba.cli.main import main
 from anymamba.generation.tokenizers import ByteTokenizer
 from tests.models.cases import GOLDEN, small_lm
 
@@ -21,23 +19,6 @@ def model(tmp_path):
     """A model of bytes in a directory."""
     small_lm(**MODEL).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def call(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            code = exit.code
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
 
 
 def continuation(directory, prompt, n, **options):

@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from anymamba.cli import convert, evaluate, generate, info
+from anymamba.cli import convert, evaluate, generate, info, train
 from anymamba.version import __version__
 
-_COMMANDS = (generate, convert, info, evaluate)
+_COMMANDS = (train, generate, convert, info, evaluate)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process if not given.
 
     Returns:
-        The exit code: 0, 2 for a user's mistake, 130 when interrupted.
+        The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake, 130 when interrupted.
     """
     args = build_parser().parse_args(arguments)
     with warnings.catch_warnings():
@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, TypeError, OSError) as error:
             print(f"anymamba: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
+        except FloatingPointError as error:
+            print(f"anymamba: {error}", file=sys.stderr)
+            return 1
         except KeyboardInterrupt:
             return 130
     return 0

@@ -1,0 +1,71 @@
+"""`anymamba train`: a config in, a model in a directory out."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from anymamba.training.config import fields_by_name, read_config
+from anymamba.training.loop import Trainer, resume, train
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command, with an option for every field of the config."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "train",
+        help="train a language model, or go on with a run",
+        description="Train a language model. Every field of the config can be given as an option of the same name.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file (default: all defaults)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
+    where.add_argument("--resume", metavar="DIR", help="go on with the run in a directory")
+    fields = parser.add_argument_group("fields of the config")
+    for name, field in fields_by_name().items():
+        default = "" if callable(field.default_factory) else f" (default: {_shown(field.default)})"
+        text = (field.metadata["help"] + default).replace("%", "%%")
+        fields.add_argument(f"--{name}", metavar="VALUE", dest=f"field:{name}", help=text)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, and say where the result is."""
+    values = {name: getattr(args, f"field:{name}") for name in fields_by_name()}
+    overrides = {name: value for name, value in values.items() if value is not None}
+    if args.resume is not None:
+        if args.config is not None:
+            raise ValueError(f"--resume goes on with the config of the run; got also {args.config}")
+        trainer = resume(Path(args.resume), overrides, _tell)
+        _tell(f"going on behind step {trainer.step}")
+    else:
+        trainer = train(read_config(args.config, overrides), Path(args.out), _tell)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    _tell(f"{trainer.config.model.family}, {parameters:,} parameters, in {trainer.directory}")
+    _conclude(trainer, trainer.run())
+
+
+def _conclude(trainer: Trainer, finished: bool) -> None:
+    where = shlex.quote(str(trainer.directory))
+    if not finished:
+        print(f"stopped behind step {trainer.step}; go on with: anymamba train --resume {where}")
+        return
+    if trainer.held_out is not None:
+        model, xz = trainer.held_out
+        print(f"held-out text: {model:.4f} bits per byte, xz -9 {xz:.4f}")
+    print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
+    print(f"anymamba generate {where} --prompt {shlex.quote(trainer.config.evaluation.prompt)} --temperature 0.8")
+    print(f"anymamba eval {where} FILE")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

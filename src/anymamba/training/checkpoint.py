@@ -1,0 +1,168 @@
+"""Checkpoints: directories that hold everything a run needs to go on, and are either complete or not there.
+
+A checkpoint is written under a temporary name, brought to the disk, and renamed. Its `training.json` has a checksum of
+every file and of itself. Older ones are removed only behind that, so that a good one is there at any time.
+
+    step-00000100/  config.json and model.safetensors (`MambaLM.from_pretrained` opens it), optimiser.safetensors,
+                    carried.safetensors (streams), training.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from anymamba.files import digest_file, read_json, write_json, write_tensors
+from anymamba.models.cache import LMCache
+from anymamba.models.lm import MambaLM
+from anymamba.training.config import TrainingConfig
+
+_MANIFEST = "training.json"
+_VERSION = 1
+
+
+class Checkpoint(NamedTuple):
+    """What a run needs to go on.
+
+    Attributes:
+        step: how many steps have been taken.
+        tokens: how many tokens they have read.
+        config: of the run.
+        data: checksum of the tokenised text.
+        model: parameters by name.
+        optimiser: its state by name.
+        rng: state of torch's generator.
+        carried: the state of each stream, if there are any.
+    """
+
+    step: int
+    tokens: int
+    config: TrainingConfig
+    data: str
+    model: dict[str, Tensor]
+    optimiser: dict[str, Tensor]
+    rng: Tensor
+    carried: dict[str, Tensor] | None
+
+
+def save_checkpoint(
+    directory: Path,
+    model: MambaLM,
+    optimiser: dict[str, Tensor],
+    carried: LMCache | None,
+    *,
+    step: int,
+    tokens: int,
+    config: TrainingConfig,
+    data: str,
+) -> Path:
+    """Write a checkpoint, and then remove those beyond `config.checkpoints.keep`.
+
+    Raises:
+        OSError: it cannot be written; those before it are as they were.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    target = directory / f"step-{step:08d}"
+    temporary = directory / f".{target.name}.{os.getpid()}.tmp"
+    _remove_unfinished(directory)
+    try:
+        temporary.mkdir()
+        model.save_pretrained(temporary)
+        write_tensors(temporary / "optimiser.safetensors", {**optimiser, "rng": torch.get_rng_state()}, {})
+        if carried is not None:
+            write_tensors(temporary / "carried.safetensors", carried.tensors(), {})
+        files = {path.name: digest_file(path) for path in sorted(temporary.iterdir())}
+        values = {"version": _VERSION, "step": step, "tokens": tokens, "data": data, "config": config.to_dict()}
+        manifest = {**values, "files": files}
+        write_json(temporary / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
+        for path in temporary.iterdir():
+            _bring_to_disk(path)
+        if target.exists():  # a damaged one, or the same
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _bring_to_disk(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in checkpoints(directory)[config.checkpoints.keep :]:
+        shutil.rmtree(old)
+    return target
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Those in a directory, the latest first."""
+    return sorted(directory.glob("step-*"), reverse=True)
+
+
+def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
+    """The latest checkpoint that is whole; `tell` is told of those that are not.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = checkpoints(directory)
+    for path in found:
+        try:
+            return load_checkpoint(path)
+        except ValueError as error:  # noqa: PERF203
+            tell(f"{error}; going back to the checkpoint before it")
+    what = "none" if not found else f"{len(found)}, all damaged"
+    raise ValueError(f"{directory}: expected a checkpoint to go on from, found {what}")
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, checking every byte.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not (path / _MANIFEST).is_file():
+        raise ValueError(f"{path}: damaged: {_MANIFEST} is missing")
+    manifest = read_json(path / _MANIFEST)
+    if manifest.pop("checksum", None) != _checksum(manifest):
+        raise ValueError(f"{path}: damaged: {_MANIFEST} does not have the checksum it states")
+    if manifest["version"] != _VERSION:
+        raise ValueError(f"{path}: expected a checkpoint of version {_VERSION}, got {manifest['version']}")
+    for name, digest in manifest["files"].items():
+        if (found := digest_file(path / name)) != digest:
+            raise ValueError(f"{path}: damaged: {name} should have the checksum {digest}, got {found}")
+    optimiser = load_file(path / "optimiser.safetensors")
+    rng, carried = optimiser.pop("rng"), path / "carried.safetensors"
+    return Checkpoint(
+        manifest["step"],
+        manifest["tokens"],
+        TrainingConfig.from_dict(manifest["config"], str(path)),
+        manifest["data"],
+        load_file(path / "model.safetensors"),
+        optimiser,
+        rng,
+        load_file(carried) if carried.is_file() else None,
+    )
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _bring_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a directory, would survive a power cut."""
+    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    for path in directory.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,377 @@
+"""The configuration of a training run: typed, frozen, read from TOML, and overridden field by field.
+
+A field is declared once, here; the TOML file, the command line and its help all follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from anymamba.models.config import MambaLMConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def _option(default: Any, help: str, *, free: bool = False) -> Any:
+    """A field with its help; `free` fields may differ when a run is resumed, because they change no weight."""
+    return field(default=default, metadata={"help": help, "free": free})
+
+
+def _at_least(section: Any, least: int, *names: str) -> None:
+    for name in names:
+        if (value := getattr(section, name)) is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The language model: one dial, or its sizes."""
+
+    family: Literal["Mamba2", "Mamba3"] = _option("Mamba3", "family of the blocks")
+    depth: int = _option(4, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)")
+    n_layer: int | None = _option(None, "layers, where the dial does not suit")
+    d_model: int | None = _option(None, "width of the residual stream, where the dial does not suit")
+    d_state: int = _option(64, "state size of a head")
+    headdim: int | None = _option(None, "width of a head; none: 64, or a divisor of the width below that")
+    d_intermediate: int = _option(0, "width of an MLP behind each block; 0: none")
+    tie_embeddings: bool = _option(True, "the head is the embedding")
+    block: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
+
+    def lm_config(self, vocab_size: int) -> MambaLMConfig:
+        """The model's own config, for a tokenizer of `vocab_size` tokens."""
+        width = self.d_model or 64 * self.depth
+        headdim = self.headdim or next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
+        return MambaLMConfig(
+            d_model=width,
+            n_layer=self.n_layer or self.depth,
+            vocab_size=vocab_size,
+            d_intermediate=self.d_intermediate,
+            tie_embeddings=self.tie_embeddings,
+            ssm_cfg={"layer": self.family, "d_state": self.d_state, "headdim": headdim, **self.block},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where the text comes from and how it becomes rows."""
+
+    sources: tuple[str, ...] = _option(
+        ("stdlib",), 'files, directories, glob patterns, .jsonl files, "-" for stdin, or "stdlib"'
+    )
+    tokenizer: str = _option("bytes", '"bytes", or a tokenizer.json')
+    jsonl_field: str = _option("text", "field of a JSONL line that holds the text")
+    mode: Literal["packed", "stream"] = _option(
+        "packed", "rows in random order, or contiguous streams that carry their state from step to step"
+    )
+    held_out: float = _option(0.02, "share of the documents that is kept from training")
+    held_out_bytes: int = _option(262144, "the most held-out text that is kept for evaluation")
+    shards: str | None = _option(None, "directory of the tokenised text; none: data/ in the output directory")
+    shard_tokens: int = _option(2**24, "tokens of a shard, about")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 1, "shard_tokens")
+        _at_least(self, 2, "held_out_bytes")
+        if not self.sources:
+            raise ValueError("sources must name some text, got none")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be above 0 and below 1, got {self.held_out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSection:
+    """AdamW."""
+
+    lr: float = _option(3e-3, "the largest learning rate")
+    beta1: float = _option(0.9, "decay of the mean of the gradients")
+    beta2: float = _option(0.95, "decay of the mean of their squares")
+    eps: float = _option(1e-8, "added to the root of the squares")
+    weight_decay: float = _option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
+    decay_embeddings: bool = _option(False, "decay embedding and head too")
+    clip: float = _option(1.0, "the largest norm of the gradient; 0: no clipping")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """How long, and the learning rate on the way."""
+
+    steps: int = _option(1000, "steps of the optimiser")
+    kind: Literal["cosine", "wsd", "constant"] = _option(
+        "cosine", "behind the warm-up: a half cosine, constant with a linear decay at the end, or constant"
+    )
+    warmup: int = _option(50, "steps of linear warm-up")
+    decay: float = _option(0.2, "share of the steps that a wsd schedule decays for")
+    final: float = _option(0.1, "learning rate at the end, as a share of the largest")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 1, "steps")
+        _at_least(self, 0, "warmup")
+        for name in ("decay", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSection:
+    """The tokens of a step."""
+
+    tokens: int = _option(4096, "tokens of a step")
+    length: int = _option(256, "tokens of a row")
+    accumulation: int = _option(1, "parts of a step whose gradients are added up, for less memory")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 1, "tokens", "length", "accumulation")
+        if self.tokens % (self.length * self.accumulation):
+            raise ValueError(
+                f"tokens must be a multiple of length · accumulation = {self.length} · {self.accumulation}, "
+                f"got {self.tokens}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.tokens // self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSection:
+    """Numbers and memory."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = _option(
+        "float32", "of the computation; bfloat16: autocast, with weights in float32"
+    )
+    activation_checkpointing: bool = _option(False, "compute each layer again in the backward pass, for less memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """What is looked at on the way."""
+
+    every: int = _option(100, "steps between evaluations; 0: only at the end", free=True)
+    prompt: str = _option("def ", "that the sample of each evaluation begins with", free=True)
+    sample_tokens: int = _option(200, "length of the sample; 0: none", free=True)
+    temperature: float = _option(0.8, "of the sample", free=True)
+    log_every: int = _option(10, "steps between lines of progress, where there is no terminal", free=True)
+    tensorboard: bool = _option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 0, "every", "sample_tokens", "temperature")
+        _at_least(self, 1, "log_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When the run is saved."""
+
+    every: int = _option(100, "steps between checkpoints; 0: only at the end", free=True)
+    keep: int = _option(2, "checkpoints that are kept", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 0, "every")
+        _at_least(self, 1, "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """A training run."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    optimiser: OptimiserSection = field(default_factory=OptimiserSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
+    seed: int = _option(0, "of the weights and of the order of the data")
+    device: str = _option("cpu", "to compute on")
+    threads: int | None = _option(None, "CPU threads; none: torch's choice. Another number rounds differently")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _at_least(self, 1, "threads")
+        _at_least(self, 0, "seed")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "config") -> TrainingConfig:
+        """From nested tables, as in a TOML file.
+
+        Raises:
+            ValueError: an unknown key, or a value of the wrong type or out of its range.
+        """
+        config: TrainingConfig = _build(cls, values, where, "")
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested tables of every field, as `from_dict` takes them."""
+        return dataclasses.asdict(self)
+
+    def replaced(self, overrides: Mapping[str, str]) -> TrainingConfig:
+        """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}.
+
+        Raises:
+            ValueError: an unknown name, or a value that cannot work.
+        """
+        values, hints = self.to_dict(), _hints()
+        for name, text in overrides.items():
+            _known(name, hints, "--")
+            section, _, key = name.rpartition(".")
+            (values[section] if section else values)[key] = _parse(name, text, hints[name])
+        return TrainingConfig.from_dict(values, "config")
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its dotted name: "optimiser.lr"."""
+        return {name: _get(self, name) for name in fields_by_name()}
+
+    def changed(self, other: TrainingConfig) -> list[str]:
+        """Names of the fields that differ, without those that change no weight."""
+        mine, theirs = self.flat(), other.flat()
+        return [name for name, f in fields_by_name().items() if not f.metadata["free"] and mine[name] != theirs[name]]
+
+
+def fields_by_name() -> dict[str, dataclasses.Field[Any]]:
+    """Every field by its dotted name: what the command line offers."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for name, kind in get_type_hints(TrainingConfig).items():
+        if dataclasses.is_dataclass(kind):
+            found.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
+        else:
+            found[name] = next(f for f in dataclasses.fields(TrainingConfig) if f.name == name)
+    return found
+
+
+def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str] | None = None) -> TrainingConfig:
+    """The config of a TOML file (none: the defaults), with fields replaced.
+
+    Args:
+        path: the file.
+        overrides: texts by dotted name, as from the command line: {"optimiser.lr": "3e-4"}.
+
+    Raises:
+        ValueError: no such file, not TOML, an unknown key, or a value that cannot work.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such file")
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not readable TOML ({error})") from error
+    return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides or {})
+
+
+def _hints() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(TrainingConfig).items():
+        if dataclasses.is_dataclass(kind):
+            found.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
+        else:
+            found[name] = kind
+    return found
+
+
+def _get(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _known(name: str, names: Any, where: str) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+        near += [x for x in names if x.rpartition(".")[2] == name.rpartition(".")[2] and x not in near]
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(names)}"
+        raise ValueError(f"{where}{name}: no such field{hint}")
+
+
+def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where}: {prefix.rstrip('.')} must be a table, got {values!r}")
+    hints, given = get_type_hints(kind), {}
+    for key, value in values.items():
+        _known(f"{prefix}{key}", [f"{prefix}{name}" for name in hints], f"{where}: ")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            given[key] = _build(hint, value, where, f"{prefix}{key}.")
+        else:
+            given[key] = _checked(f"{where}: {prefix}{key}", value, hint)
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {prefix}{error}") from error
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """A value of the type that the annotation wants; a whole number may stand for a float, a list for a tuple."""
+    options = [o for o in get_args(hint) if o is not type(None)] if type(None) in get_args(hint) else [hint]
+    wanted = options[0]
+    if value is None and options != [hint]:
+        return None
+    if get_origin(wanted) is Literal:
+        if value in get_args(wanted):
+            return value
+        raise ValueError(f"{name} must be one of {', '.join(get_args(wanted))}, got {value!r}")
+    if get_origin(wanted) is tuple:
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):
+            return tuple(value)
+        raise ValueError(f"{name} must be a list of texts, got {value!r}")
+    wanted = get_origin(wanted) or wanted
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ValueError(f"{name} must be {wanted.__name__}, got {value!r}")
+    return value
+
+
+def _parse(name: str, text: str, hint: Any) -> Any:
+    """The value that a text on the command line spells."""
+    if type(None) in get_args(hint):
+        if text == "none":
+            return None
+        hint = next(o for o in get_args(hint) if o is not type(None))
+    if hint is str or get_origin(hint) is Literal:
+        return text
+    if get_origin(hint) is tuple:
+        return text.split(",")
+    if hint is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"--{name} must be true or false, got {text!r}")
+        return text == "true"
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError as error:
+            raise ValueError(f"--{name} must be a number ({hint.__name__}), got {text!r}") from error
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--{name} must be a TOML value such as {{key = 1}}, got {text!r}") from error

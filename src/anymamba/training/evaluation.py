@@ -1,0 +1,55 @@
+"""What is looked at while a run goes on: bits per byte of held-out text, beside xz, and a sample."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from anymamba.generation import generate
+from anymamba.generation.tokenizers import Tokenizer
+from anymamba.models.lm import MambaLM
+from anymamba.training.config import EvaluationSection
+from anymamba.training.data import segments
+from anymamba.training.shards import Corpus
+from anymamba.training.step import batch_nats
+
+_SEGMENT = 2048  # tokens that are computed at once
+
+
+class HeldOut(NamedTuple):
+    """How well the held-out text is predicted.
+
+    Attributes:
+        bits_per_byte: of the model.
+        xz_bits_per_byte: what `xz -9` needs for the same bytes.
+    """
+
+    bits_per_byte: float
+    xz_bits_per_byte: float
+
+
+@torch.no_grad()
+def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype) -> HeldOut:
+    """Score the held-out text, every document from a fresh start.
+
+    Nothing predicts the first token of a document, so it costs as much as any: log2 of the vocabulary, in bits.
+    """
+    tokens, nats, carried = corpus.held_out, 0.0, None
+    for batch in segments(tokens, _SEGMENT):
+        cost, carried = batch_nats(model, batch.to(model.device), carried, dtype)
+        nats += cost.item()
+    nats += int((tokens.lengths > 0).sum()) * math.log(corpus.vocab_size)
+    size = int(tokens.sizes.sum())
+    return HeldOut(nats / math.log(2) / size, 8 * corpus.xz_bytes / size)
+
+
+def sample(model: MambaLM, tokenizer: Tokenizer, config: EvaluationSection, seed: int) -> str:
+    """The prompt and what the model writes behind it."""
+    ids = tokenizer.encode(config.prompt)
+    if not ids or not config.sample_tokens:
+        return ""
+    prompt = torch.tensor([ids], device=model.device)
+    new = generate(model, prompt, config.sample_tokens, temperature=config.temperature, seed=seed, stop=tokenizer.end)
+    return tokenizer.decode([*ids, *new.rows()[0]])

@@ -1,0 +1,167 @@
+"""What a run leaves to read: a table of metrics, a plot, TensorBoard logs, and lines or a live line of progress."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from anymamba.files import replacing
+
+_COLUMNS = ("step", "tokens", "loss", "learning_rate", "gradient_norm", "held_out_bits_per_byte", "seconds")
+
+
+class Row(NamedTuple):
+    """The metrics of a step.
+
+    Attributes:
+        step: counted from 1.
+        tokens: read so far.
+        loss: mean over the step's targets, in nats.
+        learning_rate: of the step.
+        gradient_norm: before clipping.
+        held_out_bits_per_byte: if the step was evaluated.
+        seconds: that the step took.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    held_out_bits_per_byte: float | None
+    seconds: float
+
+
+class MetricsTable:
+    """metrics.csv: a row a step, and after a resume exactly the rows of the steps that count."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open the table, keeping the rows up to `step`."""
+        rows = []
+        if path.is_file() and step:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = [row for row in list(csv.reader(file))[1:] if len(row) == len(_COLUMNS) and int(row[0]) <= step]
+        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([_COLUMNS, *rows])
+        self._file = path.open("a", newline="", encoding="utf-8")
+
+    def add(self, row: Row) -> None:
+        """Write a row."""
+        csv.writer(self._file).writerow(["" if x is None else repr(x) for x in row])
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a table."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            Row(int(r[0]), int(r[1]), float(r[2]), float(r[3]), float(r[4]), float(r[5]) if r[5] else None, float(r[6]))
+            for r in list(csv.reader(file))[1:]
+        ]
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot_losses(metrics: Path, target: Path, xz_bits_per_byte: float, bytes_per_token: float) -> None:
+    """Draw training and held-out bits per byte, and those of xz, over the steps."""
+    from matplotlib.figure import Figure
+
+    rows, nats = read_metrics(metrics), 0.6931471805599453
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
+    axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
+    seen = [(r.step, r.held_out_bits_per_byte) for r in rows if r.held_out_bits_per_byte is not None]
+    axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
+    axes.axhline(xz_bits_per_byte, color="grey", ls="--", label="xz -9, held out")
+    axes.legend()
+    with replacing(target) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+class TensorBoard:
+    """Logs for TensorBoard."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        """Open the logs; what an earlier run wrote behind `step` no longer counts.
+
+        Raises:
+            ValueError: TensorBoard is not installed.
+        """
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ValueError(
+                "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
+            )
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1)
+
+    def add(self, row: Row) -> None:
+        """Log a row."""
+        for name in ("loss", "learning_rate", "gradient_norm", "held_out_bits_per_byte"):
+            if (value := getattr(row, name)) is not None:
+                self._writer.add_scalar(name, value, row.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class Display:
+    """Progress on stderr: one live line on a terminal, now and then a plain line elsewhere."""
+
+    def __init__(self, steps: int, done: int, every: int) -> None:
+        """Begin behind `done` of `steps`."""
+        self._steps, self._first, self._every = steps, done, every
+        self._live, self._width, self._began, self._shown = sys.stderr.isatty(), 0, perf_counter(), 0.0
+
+    def tell(self, message: str) -> None:
+        """A line that stays."""
+        print(message.ljust(self._width), file=sys.stderr, flush=True)
+        self._width = 0
+
+    def at(self, row: Row, tokens: int) -> None:
+        """Show a step that read `tokens`."""
+        now, done = perf_counter(), row.step - self._first
+        last = row.step == self._steps
+        if self._live:
+            if now - self._shown < 0.1 and not last:
+                return
+        elif row.step % self._every and not last:
+            return
+        self._shown = now
+        pace = (now - self._began) / done
+        line = (
+            f"step {row.step}/{self._steps}  loss {row.loss:.4f}  {tokens / pace:,.0f} tokens/s  "
+            f"{_clock(pace * (self._steps - row.step))} left  {_memory()}"
+        )
+        if self._live:
+            print(f"\r{line:<{self._width}}", end="\n" if last else "", file=sys.stderr, flush=True)
+            self._width = 0 if last else len(line)
+        else:
+            self.tell(line)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _memory() -> str:
+    """The most memory that the process had so far, where the system tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"{peak / (2**20 if sys.platform == 'darwin' else 2**10):.0f} MiB"

@@ -1,0 +1,236 @@
+"""Tokenised text on disk: memory-mapped shards of whole documents, and an index with their checksums.
+
+A shard is a safetensors file: `tokens` in the narrowest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
+The index is written behind every shard, so that tokenising goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from anymamba.files import digest_file, open_tensors, read_json, write_json, write_tensors
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+from anymamba.training.config import DataSection
+from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
+
+_INDEX = "index.json"
+
+
+class Tokens(NamedTuple):
+    """Documents one behind another.
+
+    Attributes:
+        parts: the tokens of each shard, as views of its file.
+        lengths: of the documents in tokens, (documents,).
+        sizes: of the documents in bytes, (documents,).
+    """
+
+    parts: list[Tensor]
+    lengths: Int[Tensor, " documents"]
+    sizes: Int[Tensor, " documents"]
+
+    @property
+    def total(self) -> int:
+        """How many tokens there are."""
+        return int(self.lengths.sum())
+
+    def read(self, begin: int, end: int) -> Int[Tensor, " t"]:
+        """Tokens from `begin` to `end`, across shards, as int64."""
+        found = []
+        for part in self.parts:
+            if begin < len(part) and end > 0:
+                found.append(part[max(0, begin) : end].to(torch.int64))
+            begin, end = begin - len(part), end - len(part)
+        return torch.cat(found) if len(found) != 1 else found[0]
+
+
+class Corpus(NamedTuple):
+    """Tokenised text, ready to be trained on.
+
+    Attributes:
+        train: what is learnt.
+        held_out: what is only looked at.
+        xz_bytes: what `xz -9` needs for the held-out text.
+        vocab_size: of the tokenizer.
+        checksum: of the index, and through it of every token.
+    """
+
+    train: Tokens
+    held_out: Tokens
+    xz_bytes: int
+    vocab_size: int
+    checksum: str
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """The tokenizer that the config names."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
+
+
+def prepare(
+    config: DataSection, directory: Path, tokenizer: Tokenizer, tell: Callable[[str], None] = lambda _: None
+) -> Corpus:
+    """Tokenise what is not tokenised yet, and open the result.
+
+    Args:
+        config: names the sources.
+        directory: of the shards.
+        tokenizer: of the text.
+        tell: is told what happens.
+
+    Raises:
+        ValueError: a source cannot be read, has no text, or is too short.
+    """
+    stdin = read_stdin() if "-" in config.sources else b""
+    documents = find_documents(config.sources, config.jsonl_field)
+    key = _key(config, documents, stdin)
+    index = _read_index(directory)
+    if index.get("key") != key or not index.get("complete"):
+        directory.mkdir(parents=True, exist_ok=True)
+        _tokenise(config, directory, tokenizer, documents, stdin, index if index.get("key") == key else {"key": key})
+        tell(f"tokenised {len(documents):,} documents into {directory}")
+    return open_corpus(directory)
+
+
+def open_corpus(directory: Path) -> Corpus:
+    """Open shards and check them against their index.
+
+    Raises:
+        ValueError: the index is missing or incomplete, or a shard is damaged.
+    """
+    index = _read_index(directory)
+    if not index.get("complete"):
+        raise ValueError(f"{directory / _INDEX}: expected the index of tokenised text, found none that is complete")
+    for name in ("train", "held_out"):
+        for shard in index[name]:
+            if digest_file(directory / shard["file"]) != shard["blake2b"]:
+                raise ValueError(f"{directory / shard['file']}: damaged; remove {directory} to tokenise again")
+    checksum = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return Corpus(
+        _open(directory, index["train"]),
+        _open(directory, index["held_out"]),
+        index["xz_bytes"],
+        index["vocab_size"],
+        checksum,
+    )
+
+
+def _tokenise(
+    config: DataSection,
+    directory: Path,
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    stdin: bytes,
+    index: dict[str, Any],
+) -> None:
+    train, held_out = split(documents, config.held_out, stdin)
+    index = {"key": index["key"], "vocab_size": tokenizer.vocab_size, "train": index.get("train", []), "held_out": []}
+    index["train"] = list(takewhile(lambda s: digest_file(directory / s["file"]) == s["blake2b"], index["train"]))
+    done = sum(shard["documents"] for shard in index["train"])
+    for shard in _shards(config, tokenizer, train[done:], stdin):
+        _write(directory, index, "train", shard, tokenizer)
+    text, limit = b"", config.held_out_bytes
+    pieces = []
+    for document in held_out:
+        if limit < 2:
+            break
+        content = _cut(document.read(stdin), limit)
+        text, limit = text + content, limit - len(content)
+        pieces.append((encode(document.name, content, tokenizer), len(content)))
+    _write(directory, index, "held_out", pieces, tokenizer)
+    for name in ("train", "held_out"):
+        if (count := sum(shard["tokens"] for shard in index[name])) < 2:
+            raise ValueError(
+                f"{', '.join(config.sources)}: too little text: expected at least two tokens "
+                f"{'to train on' if name == 'train' else 'that are held out'}, got {count}"
+            )
+    index["xz_bytes"] = len(lzma.compress(text, preset=9))
+    index["complete"] = True
+    write_json(directory / _INDEX, index)
+
+
+def _shards(
+    config: DataSection, tokenizer: Tokenizer, documents: list[Document], stdin: bytes
+) -> Iterator[list[tuple[Tensor, int]]]:
+    """Documents as (tokens, bytes), in groups of about `shard_tokens`."""
+    group: list[tuple[Tensor, int]] = []
+    tokens = 0
+    for document in documents:
+        content = document.read(stdin)
+        group.append((encode(document.name, content, tokenizer), len(content)))
+        tokens += len(group[-1][0])
+        if tokens >= config.shard_tokens:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _write(
+    directory: Path, index: dict[str, Any], split: str, documents: list[tuple[Tensor, int]], tokenizer: Tokenizer
+) -> None:
+    dtype = next(
+        (d for d, most in ((torch.uint8, 2**8), (torch.uint16, 2**16)) if tokenizer.vocab_size <= most), torch.int32
+    )
+    tensors = {
+        "tokens": torch.cat([ids.to(dtype) for ids, _ in documents]),
+        "lengths": torch.tensor([len(ids) for ids, _ in documents], dtype=torch.int64),
+        "sizes": torch.tensor([size for _, size in documents], dtype=torch.int64),
+    }
+    file = f"{split}-{len(index[split]):05d}.safetensors"
+    write_tensors(directory / file, tensors, {})
+    shard = {"file": file, "documents": len(documents), "tokens": len(tensors["tokens"])}
+    index[split] = [*index[split], {**shard, "blake2b": digest_file(directory / file)}]
+    write_json(directory / _INDEX, index)
+
+
+def _open(directory: Path, shards: list[dict[str, Any]]) -> Tokens:
+    parts, lengths, sizes = [], [], []
+    for shard in shards:
+        with open_tensors(directory / shard["file"]) as file:
+            parts.append(file.get_tensor("tokens"))
+            lengths.append(file.get_tensor("lengths").clone())
+            sizes.append(file.get_tensor("sizes").clone())
+    return Tokens(parts, torch.cat(lengths), torch.cat(sizes))
+
+
+def _read_index(directory: Path) -> dict[str, Any]:
+    return read_json(directory / _INDEX) if (directory / _INDEX).is_file() else {}
+
+
+def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
+    """Changes when the documents, the tokenizer or the split do."""
+    digest = hashlib.blake2b(stdin, digest_size=16)
+    options = [config.tokenizer, config.held_out, config.held_out_bytes, config.shard_tokens, config.jsonl_field]
+    digest.update(json.dumps(options).encode())
+    if config.tokenizer != "bytes":
+        digest.update(Path(config.tokenizer).read_bytes())
+    for document in documents:
+        changed = 0 if document.path is None else document.path.stat().st_mtime_ns
+        digest.update(f"{document.name} {document.begin} {document.end} {changed} {document.size(stdin)}\n".encode())
+    return digest.hexdigest()
+
+
+def _cut(content: bytes, limit: int) -> bytes:
+    """The first `limit` bytes, or a few less where a character would be cut."""
+    if len(content) <= limit:
+        return content
+    return content[:limit].decode("utf-8", "ignore").encode() if _is_text(content) else content[:limit]
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,23 @@
+import io
+import sys
+
+import pytest
+
+from anymamba.cli.main import main
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def call(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return call

@@ -1,0 +1,201 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from anymamba import MambaLM
+from tests.training.cases import LENGTHS, write_corpus
+
+CONFIG = """
+threads = 1
+[model]
+n_layer = 2
+d_model = 16
+d_state = 8
+headdim = 8
+[data]
+sources = ["{corpus}"]
+held_out = 0.1
+[batch]
+tokens = 64
+length = 32
+[schedule]
+steps = 40
+warmup = 2
+[evaluation]
+every = 20
+sample_tokens = 4
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config file that trains on a small corpus."""
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG.format(corpus=write_corpus(tmp_path / "corpus").as_posix()))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def patient_disk(monkeypatch):
+    """Nothing here survives a power cut, so nothing waits for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def weights(directory):
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_train_interrupt_resume_generate_eval(run, config, tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    code, out, err = run("train", config, "--out", whole)
+    assert code == 0
+    assert "held-out text:" in out
+    assert f"anymamba generate {whole}" in out
+    assert "step 40/40  loss" in err
+    assert "\r" not in err
+
+    command = [sys.executable, "-m", "anymamba", "train", str(config), "--out", str(part)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    while not (part / "metrics.csv").is_file() or (part / "metrics.csv").read_text().count("\n") < 4:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert f"go on with: anymamba train --resume {part}" in out
+    assert 3 <= (part / "metrics.csv").read_text().count("\n") - 1 < 40
+    MambaLM.from_pretrained(part)
+
+    assert run("train", config, "--out", part)[0] == 2
+    code, out, err = run("train", "--resume", part)
+    assert code == 0
+    assert "going on behind step" in err
+    assert weights(part) == weights(whole)
+
+    code, out, _ = run("generate", part, "--prompt", "alpha", "--max-new-tokens", 5)
+    assert (code, len(out) > 1) == (0, True)
+    code, out, _ = run("eval", part, tmp_path / "corpus" / "document0.txt")
+    assert code == 0
+    assert f"tokens          {LENGTHS[0]}" in out
+
+
+def test_a_tokenizer_file_goes_with_the_model(run, config, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train([str(path) for path in (tmp_path / "corpus").iterdir()], trainer)
+    tokenizer.save(str(tmp_path / "my.json"))
+    flags = ["--data.tokenizer", tmp_path / "my.json", "--batch.length", 8, "--schedule.steps", 3]
+    assert run("train", config, "--out", tmp_path / "run", *flags)[0] == 0
+    (tmp_path / "my.json").unlink()
+    assert run("train", "--resume", tmp_path / "run")[0] == 0
+    assert run("generate", tmp_path / "run", "--prompt", "alpha")[0] == 0
+    code, out, _ = run("eval", tmp_path / "run", tmp_path / "corpus" / "document0.txt")
+    assert code == 0
+    assert "(1.00 bytes each)" not in out
+
+
+def test_text_from_stdin_is_needed_once(run, tmp_path):
+    flags = ["--data.sources", "-", "--model.d_model", 16, "--model.n_layer", 1, "--batch.tokens", 64]
+    flags += ["--batch.length", 16, "--schedule.steps", 2, "--evaluation.sample_tokens", 0, "--out", tmp_path / "run"]
+    assert run("train", *flags, stdin=b"to and fro " * 200)[0] == 0
+    assert run("train", "--resume", tmp_path / "run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimiser.lr", "fast"], "--optimiser.lr must be a number (float), got 'fast'"),
+        (["--batch.tokens", "65"], "batch.tokens must be a multiple of length"),
+        (["--model.headdim", "7"], "headdim must divide"),
+        (["--model.block", "{nonsense = 1}"], "entries that Mamba3 does not know: ['nonsense']"),
+        (["--data.sources", "nowhere"], "nowhere: no such file, directory or pattern"),
+        (["--data.sources", "no*where"], "no*where: no text files there"),
+        (["--data.tokenizer", "nowhere.json"], "nowhere.json: no such file"),
+        (["--data.tokenizer", "{config}"], "not a readable tokenizer"),
+        (["--device", "toaster"], "device = toaster: not available here"),
+        (["--batch.length", "100000", "--batch.tokens", "100000"], "too little text to train on"),
+        (["--resume", "nowhere"], "expected a checkpoint to go on from, found none"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, config, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    flags = [flag.format(config=config) if "{config}" in flag else flag for flag in flags]
+    code, out, err = run("train", *([] if "--resume" in flags else [config]), *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.splitlines()[-1].startswith("anymamba: ")
+    assert not (tmp_path / "runs" / "train" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (b"", "a.txt", "too little text"),
+        (b"x", "a.txt", "too little text"),
+        (b"{]\n", "a.jsonl", "a.jsonl:1: not readable JSON"),
+        (b'{"body": "x"}\n', "a.jsonl", 'expected an object with a text "text"'),
+        (b'{"text": "only one"}\n', "a.jsonl", "at least two documents are needed"),
+        (b"", "a.jsonl", "no text files there"),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused(run, config, tmp_path, content, name, message):
+    (tmp_path / name).write_bytes(content)
+    code, out, err = run("train", config, "--data.sources", tmp_path / name, "--out", tmp_path / "run")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_an_unreadable_file_and_an_empty_directory_are_refused(run, config, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "no text files there" in run("train", config, "--data.sources", tmp_path / "empty")[2]
+    (tmp_path / "bad").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "bad" / name).write_bytes(b"\xff\xfe" * 50)
+    (tmp_path / "t.json").write_text(
+        json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "u": 1}, "unk_token": "u"}})
+    )
+    flags = ["--data.sources", tmp_path / "bad", "--data.tokenizer", tmp_path / "t.json", "--out", tmp_path / "run"]
+    code, _, err = run("train", config, *flags)
+    assert code == 2
+    assert "not UTF-8 text" in err
+
+
+def test_a_changed_config_is_refused_by_name(run, config, tmp_path):
+    run("train", config, "--out", tmp_path / "run", "--schedule.steps", 2)
+    code, _, err = run("train", "--resume", tmp_path / "run", "--optimiser.lr", 1)
+    assert code == 2
+    assert "changed: optimiser.lr (was 0.003, got 1.0)" in err
+    assert run("train", config, "--resume", tmp_path / "run")[0] == 2
+    assert run("train", "--resume", tmp_path / "run", "--out", "x")[0] == 2
+
+
+def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, monkeypatch):
+    forward = torch.nn.functional.cross_entropy
+    calls = []
+
+    def overflow(*args, **kwargs):
+        calls.append(1)
+        return forward(*args, **kwargs) * (float("inf") if len(calls) > 3 else 1)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", overflow)
+    code, _, err = run("train", config, "--out", tmp_path / "run")
+    assert code == 1
+    assert "step 4: the loss is inf" in err
+    monkeypatch.undo()
+    assert run("train", "--resume", tmp_path / "run")[0] == 0
+
+
+def test_help_names_every_field(run):
+    code, out, _ = run("train", "--help")
+    assert code == 0
+    for name in ("--optimiser.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
+        assert name in out

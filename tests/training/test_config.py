@@ -1,0 +1,91 @@
+import pytest
+
+from anymamba.training import TrainingConfig, read_config
+from anymamba.training.config import fields_by_name
+
+
+def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
+    (tmp_path / "c.toml").write_text(
+        'seed = 3\n[optimiser]\nlr = 1\n[data]\nsources = ["a", "b"]\n[model]\nblock = { rope_fraction = 0.25 }\n'
+    )
+    from_file = read_config(tmp_path / "c.toml")
+    overrides = {"seed": "3", "optimiser.lr": "1", "data.sources": "a,b", "model.block": "{rope_fraction = 0.25}"}
+    assert from_file == read_config(None, overrides)
+    assert from_file.optimiser.lr == 1.0
+    assert from_file.model.lm_config(256).block_config().rope_fraction == 0.25
+
+
+def test_the_command_line_comes_last(tmp_path):
+    (tmp_path / "c.toml").write_text("[batch]\ntokens = 512\n")
+    assert read_config(tmp_path / "c.toml", {"batch.tokens": "1024"}).batch.tokens == 1024
+
+
+def test_a_config_survives_its_tables():
+    config = read_config(None, {"threads": "2", "data.mode": "stream", "model.tie_embeddings": "false"})
+    assert TrainingConfig.from_dict(config.to_dict()) == config
+    assert read_config(None, {"threads": "none"}).threads is None
+
+
+def test_one_dial_sets_layers_width_and_heads():
+    for depth in (1, 4, 12):
+        config = read_config(None, {"model.depth": str(depth)}).model.lm_config(256)
+        block = config.block_config()
+        assert (config.n_layer, config.d_model, block.headdim, block.nheads) == (depth, 64 * depth, 64, 2 * depth)
+
+
+def test_every_field_has_a_help():
+    assert all(field.metadata["help"] for field in fields_by_name().values())
+
+
+def test_only_fields_that_change_a_weight_count_as_changed():
+    a = TrainingConfig()
+    b = a.replaced({"evaluation.every": "7", "checkpoints.keep": "9", "seed": "1", "batch.tokens": "512"})
+    assert a.changed(b) == ["batch.tokens", "seed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimizer]\nlr = 1", "optimizer: no such field; did you mean optimiser?"),
+        ("[optimiser]\nlearning_rate = 1", "optimiser.learning_rate: no such field"),
+        ("lr = 1", "lr: no such field"),
+        ("[optimiser]\nlr = 'fast'", "optimiser.lr must be float, got 'fast'"),
+        ("seed = true", "seed must be int, got True"),
+        ("model = 3", "model must be a table, got 3"),
+        ("[model]\nfamily = 'Mamba9'", "model.family must be one of Mamba2, Mamba3, got 'Mamba9'"),
+        ("[batch]\ntokens = 100\nlength = 64", "batch.tokens must be a multiple of length · accumulation = 64 · 1"),
+        ("[schedule]\nsteps = 0", "schedule.steps must be at least 1, got 0"),
+        ("[data]\nheld_out = 1.5", "data.held_out must be above 0 and below 1, got 1.5"),
+        ("[data]\nsources = []", "data.sources must name some text, got none"),
+        ("[data]\nsources = [1]", "data.sources must be a list of texts, got [1]"),
+        ("[optimiser]\nbeta2 = 1.0", "optimiser.beta2 must be below 1, got 1.0"),
+        ("[optimiser]\nlr = nan", "optimiser.lr must be at least 0, got nan"),
+        ("= 3", "not readable TOML"),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ValueError, match="c\\.toml") as error:
+        read_config(tmp_path / "c.toml")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("optimiser.l", "1", "--optimiser.l: no such field; did you mean optimiser.lr"),
+        ("lr", "1", "optimiser.lr"),
+        ("seed", "x", "--seed must be a number (int), got 'x'"),
+        ("model.tie_embeddings", "yes", "--model.tie_embeddings must be true or false, got 'yes'"),
+        ("model.block", "{", "--model.block must be a TOML value"),
+    ],
+)
+def test_a_bad_override_says_what_is_wrong(name, text, message):
+    with pytest.raises(ValueError, match=r"field|must") as error:
+        read_config(None, {name: text})
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere: no such file"):
+        read_config(tmp_path / "nowhere")

@@ -1,0 +1,223 @@
+import io
+import itertools
+import json
+import lzma
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from anymamba.generation.tokenizers import ByteTokenizer
+from anymamba.models.lm import IGNORED_LABEL
+from anymamba.training.corpus import find_documents, split
+from anymamba.training.data import Batches, Sequence, permuted, segments
+from anymamba.training.shards import open_corpus, prepare
+from anymamba.training.step import batch_nats
+from tests.models.cases import small_lm
+from tests.support import assert_near
+from tests.training.cases import tiny, write_corpus
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus")
+
+
+def prepared(corpus, directory, **data):
+    return prepare(tiny(corpus, data=data).data, directory, ByteTokenizer())
+
+
+def batches(tokens, mode="packed", seed=0, rows=4, length=32, accumulation=1):
+    return Batches(tokens, mode=mode, length=length, rows=rows, accumulation=accumulation, seed=seed)
+
+
+class TestCorpus:
+    def test_shards_hold_every_document_once(self, corpus, tmp_path):
+        found = prepared(corpus, tmp_path / "data", shard_tokens=300)
+        train, held_out = split(find_documents((str(corpus),), "text"), 0.1, b"")
+        assert len(found.train.parts) > 2
+        for tokens, documents in ((found.train, train), (found.held_out, held_out)):
+            text = b"".join(document.read(b"") for document in documents)
+            assert bytes(tokens.read(0, tokens.total).tolist()) == text
+        assert found.xz_bytes == len(lzma.compress(text, preset=9))
+
+    def test_the_split_is_by_name_and_leaves_no_side_empty(self, corpus, tmp_path):
+        documents = find_documents((str(corpus),), "text")
+        train, held_out = split(documents, 0.3, b"")
+        moved = write_corpus(tmp_path / "elsewhere")
+        again = split(find_documents((str(moved),), "text"), 0.3, b"")[1]
+        assert [d.name for d in held_out] == [d.name for d in again]
+        assert {d.name for d in train}.isdisjoint(d.name for d in held_out)
+        for share in (1e-9, 1 - 1e-9):
+            assert all(split(documents, share, b""))
+
+    def test_one_document_is_cut_between_characters(self, tmp_path):
+        (tmp_path / "one.txt").write_text("ä" * 501)
+        (begin,), (end,) = split(find_documents((str(tmp_path / "one.txt"),), "text"), 0.25, b"")
+        assert begin.read(b"").decode() + end.read(b"").decode() == "ä" * 501
+
+    def test_jsonl_globs_and_stdin_are_read(self, tmp_path, monkeypatch):
+        (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": f"text {i}"}) for i in range(30)) + "\n\n")
+        documents = find_documents((str(tmp_path / "*.jsonl"),), "body")
+        assert [d.read(b"") for d in documents] == [f"text {i}".encode() for i in range(30)]
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe " * 100)))
+        found = prepared("-", tmp_path / "data")
+        assert bytes(found.train.read(0, 12).tolist()) == b"from a pipe "
+
+    def test_the_standard_library_is_there(self):
+        documents = find_documents(("stdlib",), "text")
+        assert len(documents) > 500
+        assert "argparse.py" in {d.name for d in documents}
+        train, held_out = split(documents, 0.02, b"")
+        assert 0 < len(held_out) < 0.1 * len(train)
+
+    def test_tokenising_goes_on_where_it_stopped(self, corpus, tmp_path, monkeypatch):
+        whole = prepared(corpus, tmp_path / "whole", shard_tokens=300)
+        from anymamba.training import shards
+
+        written = []
+
+        def failing(path, tensors, metadata, write=shards.write_tensors):
+            if len(written) == 2:
+                raise OSError(28, "No space left on device")
+            written.append(path)
+            write(path, tensors, metadata)
+
+        monkeypatch.setattr(shards, "write_tensors", failing)
+        with pytest.raises(OSError, match="No space"):
+            prepared(corpus, tmp_path / "data", shard_tokens=300)
+        monkeypatch.undo()
+        times = [path.stat().st_mtime_ns for path in written]
+        assert prepared(corpus, tmp_path / "data", shard_tokens=300).checksum == whole.checksum
+        assert [path.stat().st_mtime_ns for path in written] == times
+
+    def test_a_damaged_shard_is_named(self, corpus, tmp_path):
+        prepared(corpus, tmp_path / "data")
+        file = tmp_path / "data" / "train-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train-00000.*: damaged"):
+            open_corpus(tmp_path / "data")
+
+    def test_changed_text_is_tokenised_again(self, corpus, tmp_path):
+        before = prepared(corpus, tmp_path / "data")
+        (corpus / "more.txt").write_text("more")
+        assert prepared(corpus, tmp_path / "data").checksum != before.checksum
+
+
+class TestOrder:
+    @pytest.mark.parametrize("count", [1, 2, 3, 63, 100, 1025])
+    def test_a_permutation_is_one(self, count):
+        for epoch in range(3):
+            assert sorted(permuted(np.arange(count), count, 7, epoch)) == list(range(count))
+
+    def test_permutations_differ_by_seed_and_epoch(self):
+        orders = [tuple(permuted(np.arange(50), 50, seed, epoch)) for seed in range(3) for epoch in range(3)]
+        assert len(set(orders)) == 9
+
+    @pytest.mark.parametrize("mode", ["packed", "stream"])
+    def test_the_order_is_a_function_of_seed_and_step_alone(self, corpus, tmp_path, mode):
+        tokens = prepared(corpus, tmp_path / "data").train
+        a, b, other = (batches(tokens, mode, seed) for seed in (5, 5, 6))
+        forward = [a.step(i)[0] for i in range(40)]
+        for i in reversed(range(40)):
+            assert all(torch.equal(x, y) for x, y in zip(forward[i], b.step(i)[0], strict=True))
+        assert any(not torch.equal(forward[i].inputs, other.step(i)[0].inputs) for i in range(40))
+
+    def test_an_epoch_shows_every_row_once(self, corpus, tmp_path):
+        tokens = prepared(corpus, tmp_path / "data").train
+        count = tokens.total // 32
+        found = batches(tokens, rows=count).step(1)[0].inputs.view(count, 32)
+        assert sorted(found.tolist()) == sorted(tokens.read(0, count * 32).view(count, 32).tolist())
+
+    def test_accumulation_reads_the_same_rows(self, corpus, tmp_path):
+        tokens = prepared(corpus, tmp_path / "data").train
+        whole, parts = batches(tokens).step(3), batches(tokens, accumulation=2).step(3)
+        assert torch.equal(whole[0].inputs, torch.cat([part.inputs for part in parts], 1))
+
+    def test_too_little_text_says_how_much_is_needed(self, corpus, tmp_path):
+        tokens = prepared(corpus, tmp_path / "data").train
+        with pytest.raises(ValueError, match=f"expected at least 99999 tokens .*got {tokens.total}"):
+            batches(tokens, length=99999)
+
+
+def by_document(sequence, begin, end):
+    """The pieces of documents between two places, with their targets."""
+    ids, starts = sequence.span(begin, end)
+    cuts = sorted({0, *starts.tolist(), len(ids)})
+    return [ids[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+class TestPacking:
+    @pytest.mark.parametrize("family", ["Mamba2", "Mamba3"])
+    def test_packed_rows_equal_separate_documents_in_loss_and_gradients(self, corpus, tmp_path, family):
+        tokens = prepared(corpus, tmp_path / "data").train
+        sequence = Sequence(tokens)
+        model = small_lm(family, torch.float64, vocab_size=256)
+        spans = [(start, start + 150) for start in (0, 620, 1000)]
+        batch = sequence.pack(spans, True)
+        nats, _ = batch_nats(model, batch, None, torch.float64)
+        nats.backward()
+        packed = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        count = 0
+        for begin, end in spans:
+            reached = 0
+            for piece in by_document(sequence, begin, end + 1):
+                kept = min(len(piece), end - begin - reached)  # the row's inputs; one token more is a target
+                reached += len(piece)
+                if kept < 1 or len(piece) < 2:
+                    continue
+                wanted = piece[1 : kept + 1]
+                logits = model(piece[:kept].unsqueeze(0)).logits[0, : len(wanted)]
+                total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+                count += len(wanted)
+        total.backward()
+        assert batch.predicted == count
+        assert_near(nats, total, 1e-12)
+        for name, parameter in model.named_parameters():
+            assert_near(packed[name], parameter.grad, 1e-9, name)
+
+    @pytest.mark.parametrize("family", ["Mamba2", "Mamba3", "Mamba3 MIMO"])
+    def test_streams_carry_what_one_long_forward_computes(self, corpus, tmp_path, family):
+        tokens = prepared(corpus, tmp_path / "data").train
+        model = small_lm(family, torch.float64, vocab_size=256)
+        source, nats, carried = batches(tokens, "stream", rows=3, length=20), 0.0, None
+        steps = tokens.total // 3 // 20
+        lane = tokens.total // 3
+        with torch.no_grad():
+            for step in range(steps):
+                (batch,) = source.step(step)
+                cost, carried = batch_nats(model, batch, carried, torch.float64)
+                nats += cost.item()
+            order = torch.from_numpy(permuted(np.arange(len(tokens.lengths)), len(tokens.lengths), 0, 0))
+            sequence = Sequence(tokens, order)
+            whole = sequence.pack([(row * lane, row * lane + steps * 20) for row in range(3)], True)
+            expected, state = batch_nats(model, whole, None, torch.float64)
+        assert nats == pytest.approx(expected.item(), rel=1e-12)
+        for name, tensor in state.tensors().items():
+            assert_near(carried.tensors()[name], tensor, 1e-9, name)
+
+    def test_segments_read_everything_once_and_go_on(self, corpus, tmp_path):
+        tokens = prepared(corpus, tmp_path / "data").train
+        model = small_lm("Mamba3", torch.float64, vocab_size=256)
+        costs = []
+        for length in (50, 10_000):
+            total, carried, read = 0.0, None, []
+            for batch in segments(tokens, length):
+                cost, carried = batch_nats(model, batch, carried, torch.float64)
+                total += cost.item()
+                read += batch.inputs[0].tolist()
+            assert read == tokens.read(0, tokens.total).tolist()
+            costs.append(total)
+        assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+
+    def test_the_end_of_a_document_is_not_a_target(self, corpus, tmp_path):
+        tokens = prepared(corpus, tmp_path / "data").train
+        (batch,) = segments(tokens, tokens.total)
+        ends = tokens.lengths.cumsum(0) - 1
+        ignored = (batch.targets[0] == IGNORED_LABEL).nonzero().flatten()
+        assert ignored.tolist() == ends.tolist()

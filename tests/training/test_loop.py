@@ -1,0 +1,189 @@
+import math
+
+import pytest
+import torch
+
+from anymamba import MambaLM
+from anymamba.training.evaluation import evaluate
+from anymamba.training.loop import resume, train
+from anymamba.training.report import read_metrics
+from tests.support import assert_near
+from tests.training.cases import silent, tiny, write_corpus
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus")
+
+
+def gradients(corpus, directory, **sections):
+    """The gradients of the first step, before clipping."""
+    config = tiny(corpus, optimiser={"clip": 0.0}, **sections)
+    trainer = train(config, directory, silent)
+    loss, _, _ = trainer._differentiate(trainer._batches.step(0))
+    return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+def losses(trainer):
+    return [row.loss for row in read_metrics(trainer.directory / "metrics.csv")]
+
+
+def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
+    config = tiny(corpus, schedule={"steps": 30}, evaluation={"every": 10, "sample_tokens": 8, "prompt": "alp"})
+    trainer = train(config, tmp_path / "run", silent)
+    assert trainer.run()
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row.step for row in rows] == list(range(1, 31))
+    assert rows[-1].tokens == 30 * 128
+    assert rows[-1].loss < 0.85 * rows[0].loss
+    assert [row.step for row in rows if row.held_out_bits_per_byte is not None] == [10, 20, 30]
+    samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+    assert samples == [f"step-000000{n}.txt" for n in (10, 20, 30)]
+    assert (tmp_path / "run" / "samples" / samples[0]).read_text(errors="replace").startswith("alp")
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    loaded = MambaLM.from_pretrained(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_held_out_bits_count_every_byte(corpus, tmp_path):
+    trainer = train(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
+    held_out, nats = trainer._corpus.held_out, 0.0
+    begin = 0
+    for length in held_out.lengths.tolist():
+        ids = held_out.read(begin, begin + length).unsqueeze(0)
+        begin += length
+        nats += math.log(256) + trainer.model(ids, labels=ids).loss.item() * (length - 1)
+    found = evaluate(trainer.model, trainer._corpus, torch.float64)
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
+    assert found.xz_bits_per_byte == 8 * trainer._corpus.xz_bytes / held_out.total
+
+
+@pytest.mark.parametrize("mode", ["packed", "stream"])
+def test_accumulation_equals_one_large_batch(corpus, tmp_path, mode):
+    sections = {"data": {"mode": mode}, "precision": {"dtype": "float64"}}
+    whole, expected = gradients(corpus, tmp_path / "whole", **sections)
+    parts, actual = gradients(corpus, tmp_path / "parts", batch={"accumulation": 4}, **sections)
+    assert parts == pytest.approx(whole, rel=1e-13)
+    for name in expected:
+        assert_near(actual[name], expected[name], 1e-10, name)
+
+
+@pytest.mark.parametrize("family", ["Mamba2", "Mamba3"])
+@pytest.mark.parametrize("mode", ["packed", "stream"])
+def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family):
+    sections = {"data": {"mode": mode}, "model": {"family": family, "d_intermediate": 32}, "schedule": {"steps": 3}}
+    runs = []
+    for recompute in (False, True):
+        config = tiny(corpus, precision={"activation_checkpointing": recompute}, **sections)
+        trainer = train(config, tmp_path / str(recompute), silent)
+        trainer.run()
+        runs.append(trainer)
+    assert losses(runs[0]) == losses(runs[1])
+    for (name, a), b in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
+    runs = []
+    for dtype in ("float32", "bfloat16"):
+        config = tiny(corpus, precision={"dtype": dtype}, data={"mode": "stream"}, schedule={"steps": 8})
+        trainer = train(config, tmp_path / dtype, silent)
+        trainer.run()
+        assert trainer.model.dtype == torch.float32
+        runs.append(losses(trainer))
+    assert runs[0] != runs[1]
+    assert runs[1] == pytest.approx(runs[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["packed", "stream"])
+def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype):
+    config = tiny(corpus, data={"mode": mode}, precision={"dtype": dtype}, batch={"accumulation": 2})
+    whole = train(config, tmp_path / "whole", silent)
+    assert whole.run()
+    part = train(config, tmp_path / "part", silent)
+    part.save()
+    for _ in range(3):
+        part._take_step()
+    part.save()
+    again = resume(tmp_path / "part", {}, silent)
+    assert again.step == 3
+    assert again.run()
+    assert losses(again) == losses(whole)[3:]
+    for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        for key, value in whole.optimiser.state[a].items():
+            assert torch.equal(value, again.optimiser.state[b][key]), (name, key)
+
+
+class TestNonFinite:
+    def broken(self, corpus, directory):
+        trainer = train(tiny(corpus), directory, silent)
+        trainer.save()
+        for _ in range(3):
+            trainer._take_step()
+        return trainer
+
+    def stop(self, trainer):
+        before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+        with pytest.raises(FloatingPointError) as error:
+            trainer.run()
+        after = trainer.model.state_dict()
+        assert all(torch.equal(after[name], x) or not torch.isfinite(x).all() for name, x in before.items())
+        assert trainer.step == 3
+        return str(error.value)
+
+    def test_a_bad_output_names_the_module_and_keeps_the_state(self, corpus, tmp_path):
+        trainer = self.broken(corpus, tmp_path / "run")
+        good = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+        spoil = trainer.model.backbone.layers[1].mixer.in_proj
+        handle = spoil.register_forward_hook(lambda module, inputs, output: output * math.inf)
+        message = self.stop(trainer)
+        assert "step 4: the loss is nan" in message
+        assert "not finite first: the output of backbone.layers.1.mixer.in_proj." in message
+        handle.remove()
+        again = resume(tmp_path / "run", {}, silent)
+        assert again.step == 3
+        assert all(torch.equal(again.model.state_dict()[name], x) for name, x in good.items())
+        assert again.run()
+
+    def test_a_bad_parameter_is_named(self, corpus, tmp_path):
+        trainer = self.broken(corpus, tmp_path / "run")
+        with torch.no_grad():
+            trainer.model.backbone.layers[0].mixer.dt_bias[0] = math.nan
+        assert "not finite first: the parameter backbone.layers.0.mixer.dt_bias." in self.stop(trainer)
+
+    def test_a_bad_gradient_is_named(self, corpus, tmp_path):
+        trainer = self.broken(corpus, tmp_path / "run")
+        layer = trainer.model.backbone.layers[0].mixer.out_proj
+
+        def hook(module, inputs, output):
+            output.register_hook(lambda gradient: gradient * math.nan)
+
+        layer.register_forward_hook(hook)
+        message = self.stop(trainer)
+        assert "the norm of its gradient nan" in message
+        assert "the gradient at the output of backbone.layers.0.mixer.out_proj." in message
+
+
+def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
+    config = tiny(corpus, evaluation={"tensorboard": True}, schedule={"steps": 2})
+    import anymamba.training.report as report
+
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    trainer = train(config, tmp_path / "without", silent)
+    with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'anymamba\[train\]'"):
+        trainer.run()
+    monkeypatch.undo()
+    assert train(config, tmp_path / "with", silent).run()
+    assert list((tmp_path / "with" / "tensorboard").glob("events.*"))
+
+
+def test_no_plot_without_matplotlib_is_one_line(corpus, tmp_path, monkeypatch, capsys):
+    import anymamba.training.loop as loop
+
+    monkeypatch.setattr(loop, "can_plot", lambda: False)
+    assert train(tiny(corpus), tmp_path / "run", silent).run()
+    assert capsys.readouterr().err.count("matplotlib is not installed") == 1
+    assert not (tmp_path / "run" / "loss.png").exists()
