@@ -6,15 +6,15 @@ A field is declared once, here; the TOML file, the command line and its help all
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from anymamba.models.config import MambaLMConfig
+from anymamba.training.values import checked, expect_known, parse
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -241,9 +241,9 @@ class TrainingConfig:
         """
         values, hints = self.to_dict(), _hints()
         for name, text in overrides.items():
-            _known(name, hints, "--")
+            expect_known(name, hints, "--")
             section, _, key = name.rpartition(".")
-            (values[section] if section else values)[key] = _parse(name, text, hints[name])
+            (values[section] if section else values)[key] = parse(name, text, hints[name])
         return TrainingConfig.from_dict(values, "config")
 
     def flat(self) -> dict[str, Any]:
@@ -304,74 +304,18 @@ def _get(config: Any, name: str) -> Any:
     return config
 
 
-def _known(name: str, names: Any, where: str) -> None:
-    if name not in names:
-        near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
-        near += [x for x in names if x.rpartition(".")[2] == name.rpartition(".")[2] and x not in near]
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(names)}"
-        raise ValueError(f"{where}{name}: no such field{hint}")
-
-
 def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: {prefix.rstrip('.')} must be a table, got {values!r}")
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
-        _known(f"{prefix}{key}", [f"{prefix}{name}" for name in hints], f"{where}: ")
+        expect_known(f"{prefix}{key}", [f"{prefix}{name}" for name in hints], f"{where}: ")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             given[key] = _build(hint, value, where, f"{prefix}{key}.")
         else:
-            given[key] = _checked(f"{where}: {prefix}{key}", value, hint)
+            given[key] = checked(f"{where}: {prefix}{key}", value, hint)
     try:
         return kind(**given)
     except ValueError as error:
         raise ValueError(f"{where}: {prefix}{error}") from error
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value of the type that the annotation wants; a whole number may stand for a float, a list for a tuple."""
-    options = [o for o in get_args(hint) if o is not type(None)] if type(None) in get_args(hint) else [hint]
-    wanted = options[0]
-    if value is None and options != [hint]:
-        return None
-    if get_origin(wanted) is Literal:
-        if value in get_args(wanted):
-            return value
-        raise ValueError(f"{name} must be one of {', '.join(get_args(wanted))}, got {value!r}")
-    if get_origin(wanted) is tuple:
-        value = [value] if isinstance(value, str) else value
-        if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):
-            return tuple(value)
-        raise ValueError(f"{name} must be a list of texts, got {value!r}")
-    wanted = get_origin(wanted) or wanted
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ValueError(f"{name} must be {wanted.__name__}, got {value!r}")
-    return value
-
-
-def _parse(name: str, text: str, hint: Any) -> Any:
-    """The value that a text on the command line spells."""
-    if type(None) in get_args(hint):
-        if text == "none":
-            return None
-        hint = next(o for o in get_args(hint) if o is not type(None))
-    if hint is str or get_origin(hint) is Literal:
-        return text
-    if get_origin(hint) is tuple:
-        return text.split(",")
-    if hint is bool:
-        if text not in ("true", "false"):
-            raise ValueError(f"--{name} must be true or false, got {text!r}")
-        return text == "true"
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError as error:
-            raise ValueError(f"--{name} must be a number ({hint.__name__}), got {text!r}") from error
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--{name} must be a TOML value such as {{key = 1}}, got {text!r}") from error

@@ -127,7 +127,8 @@ class Display:
 
     def tell(self, message: str) -> None:
         """A line that stays."""
-        print(message.ljust(self._width), file=sys.stderr, flush=True)
+        erased = f"\r{'':<{self._width}}\r" if self._width else ""  # the live line
+        print(f"{erased}{message}", file=sys.stderr, flush=True)
         self._width = 0
 
     def at(self, row: Row, tokens: int) -> None:
