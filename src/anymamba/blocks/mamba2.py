@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.block import Block
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
-from anymamba.blocks.padding import Padding
 from anymamba.kernels import library
 from anymamba.kernels.cpu.step import mamba2_step
 from anymamba.scan import SsdPath, scan_step, ssd
-from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
+from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
 
 
@@ -122,7 +122,7 @@ class Mamba2Cache(_Mamba2CacheFields, CacheMethods):
     STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
 
 
-class Mamba2(nn.Module):
+class Mamba2(Block):
     """The Mamba-2 block. Parameter names, shapes and initialisation are the official ones.
 
     Args:
@@ -170,19 +170,12 @@ class Mamba2(nn.Module):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     @property
-    def d_state(self) -> int:
-        """State size n."""
-        return self.config.d_state
-
-    @property
-    def headdim(self) -> int:
-        """Head width p."""
-        return self.config.headdim
-
-    @property
     def rank(self) -> int:
         """MIMO rank: Mamba-2 has one input and one output per head."""
         return 1
+
+    def _like(self) -> Tensor:
+        return self.conv1d.weight
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
         """The cache of a fresh start: an empty window, and the learnable initial state or zeros.
@@ -199,17 +192,6 @@ class Mamba2(nn.Module):
         else:
             ssm_bhpn = like.new_zeros((batch_size, c.nheads, c.headdim, c.d_state), dtype=state_dtype(dtype))
         return Mamba2Cache(conv_bvw, ssm_bhpn)
-
-    def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        *,
-        path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " s1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """`prefill` from a fresh start, without the cache: (b, t, d) -> (b, t, d)."""
-        return self.prefill(x, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
 
     def prefill(
         self,
@@ -233,17 +215,8 @@ class Mamba2(nn.Module):
         Returns:
             y (b, t, d), and the cache behind the last real token of each row.
         """
-        b, t = self._check_input("prefill", x, "b t d")
-        padding = None
-        if mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError("Mamba2.prefill: mask and cu_seqlens exclude each other, got both")
-            padding = Padding.of("Mamba2.prefill", mask, b, t, x.device)
-            x = padding.compact(x)
-        if cu_seqlens is not None:
-            check_cu_seqlens("Mamba2.prefill", cu_seqlens, b, t)
+        x, rows, padding = self._enter(x, cu_seqlens, mask)
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
-        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         cache = self._checked_cache("prefill", cache, rows, xbc_btv)
         xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=padding and padding.lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth)
@@ -345,10 +318,6 @@ class Mamba2(nn.Module):
     def _skip(self) -> Tensor:
         return self.D.unflatten(0, (-1, self.config.headdim)) if self.config.D_has_hdim else self.D
 
-    def _path(self, path: SsdPath | None) -> SsdPath:
-        path = path or SsdPath()
-        return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
-
     def _output(self, y: Tensor, z: Tensor, x0: Tensor, z0: Tensor) -> Tensor:
         """Norm and gate (..., i), join the MLP channels, project to (..., d)."""
         return self._project(self.norm(y, z) if self.config.rmsnorm else y * F.silu(z), x0, z0)
@@ -358,17 +327,6 @@ class Mamba2(nn.Module):
         if self.mlp_width:
             y = torch.cat([F.silu(z0) * x0, y], dim=-1)
         return self.out_proj(y)
-
-    def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:
-        sizes = {"d": self.config.d_model}
-        where = f"Mamba2.{method}"
-        expect_shape(where, "x", x, letters, sizes)
-        if sizes.get("t") == 0:
-            raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
-        like = self.conv1d.weight
-        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-        expect_like(where, "x", x, x.dtype if autocast else like.dtype, like.device)
-        return list(x.shape[:-1])
 
     def _checked_cache(self, method: str, cache: Mamba2Cache | None, rows: int, xbc: Tensor) -> Mamba2Cache:
         if cache is None:

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.block import Block
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
@@ -42,7 +43,7 @@ from anymamba.blocks.padding import Padding
 from anymamba.blocks.rotation import ComplexRotation, QuaternionRotation, Rotation
 from anymamba.blocks.sequences import first_of, following, last_of, previous
 from anymamba.scan import SsdPath, scan, scan_step
-from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
+from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
 
 Pathway = Literal["single", "double"]
@@ -173,7 +174,7 @@ class _Tokens(NamedTuple):
     turned: Tensor
 
 
-class Mamba3(nn.Module):
+class Mamba3(Block):
     """The Mamba-3 block. Parameter names, shapes and initialisation are the official ones.
 
     Args:
@@ -222,20 +223,8 @@ class Mamba3(nn.Module):
         for parameter in (self.dt_bias, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    @property
-    def d_state(self) -> int:
-        """State size n."""
-        return self.config.d_state
-
-    @property
-    def headdim(self) -> int:
-        """Head width p."""
-        return self.config.headdim
-
-    @property
-    def rank(self) -> int:
-        """MIMO rank r, 1 for SISO."""
-        return self.config.rank
+    def _like(self) -> Tensor:
+        return self.B_norm.weight
 
     def _widths(self) -> list[int]:
         """Channels of z, x, B, C, dt, A, trap and the rotation in the projection."""
@@ -266,17 +255,6 @@ class Mamba3(nn.Module):
             pathway,
         )
 
-    def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        *,
-        path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """`prefill` from a fresh start, without the cache: (b, t, d) -> (b, t, d)."""
-        return self.prefill(x, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
-
     def prefill(
         self,
         x: Float[Tensor, "b t d"],
@@ -300,17 +278,8 @@ class Mamba3(nn.Module):
         Returns:
             y (b, t, d), and the cache behind the last real token of each row.
         """
-        b, t = self._check_input("prefill", x, "b t d")
-        padding = None
-        if mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError("Mamba3.prefill: mask and cu_seqlens exclude each other, got both")
-            padding = Padding.of("Mamba3.prefill", mask, b, t, x.device)
-            x = padding.compact(x)
-        if cu_seqlens is not None:
-            check_cu_seqlens("Mamba3.prefill", cu_seqlens, b, t)
+        x, rows, padding = self._enter(x, cu_seqlens, mask)
         projected = self.in_proj(x)
-        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         cache = self._checked_cache("prefill", cache, rows, projected)
         tokens = self._tokens(projected, cache, cu_seqlens, padding)
         recur = self._single if cache.pathway == "single" else self._double
@@ -481,21 +450,6 @@ class Mamba3(nn.Module):
         z_btrhp = z_bthp.unsqueeze(2) * self.mimo_z.transpose(0, 1).to(z_bthp.dtype)
         normed_btrhp = self.norm(y_btrhp.flatten(3), z_btrhp.flatten(3)).unflatten(3, (c.nheads, c.headdim))
         return self.out_proj((normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2))
-
-    def _path(self, path: SsdPath | None) -> SsdPath:
-        path = path or SsdPath()
-        return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
-
-    def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:
-        sizes = {"d": self.config.d_model}
-        where = f"Mamba3.{method}"
-        expect_shape(where, "x", x, letters, sizes)
-        if sizes.get("t") == 0:
-            raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
-        like = self.B_norm.weight
-        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-        expect_like(where, "x", x, x.dtype if autocast else like.dtype, like.device)
-        return list(x.shape[:-1])
 
     def _checked_cache(self, method: str, cache: Mamba3Cache | None, rows: int, projected: Tensor) -> Mamba3Cache:
         if cache is None:

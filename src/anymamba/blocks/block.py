@@ -1,0 +1,92 @@
+"""What every block shares: its doors, and the checks at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.blocks.padding import Padding
+from anymamba.scan import SsdPath
+from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
+
+
+class Block(nn.Module):
+    """A block around the scan; a family adds its parameters, `init_cache`, `prefill` and `step`."""
+
+    config: Any
+
+    @property
+    def d_state(self) -> int:
+        """State size n."""
+        return int(self.config.d_state)
+
+    @property
+    def headdim(self) -> int:
+        """Head width p."""
+        return int(self.config.headdim)
+
+    @property
+    def rank(self) -> int:
+        """MIMO rank r, 1 for SISO."""
+        return int(self.config.rank)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """`prefill` from a fresh start, without the cache: (b, t, d) -> (b, t, d)."""
+        return self.prefill(x, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
+
+    def prefill(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: Any = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Any]:
+        """Run the block over a sequence of any length, from any cache to a new one."""
+        raise NotImplementedError
+
+    def _like(self) -> Tensor:
+        """A parameter that has the dtype and device of the activations."""
+        raise NotImplementedError
+
+    def _path(self, path: SsdPath | None) -> SsdPath:
+        """`path`, with the config's chunk length where it has none."""
+        path = path or SsdPath()
+        return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
+
+    def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:
+        """Raise unless `x` fits; its sizes without the last."""
+        sizes = {"d": self.config.d_model}
+        where = f"{type(self).__name__}.{method}"
+        expect_shape(where, "x", x, letters, sizes)
+        if sizes.get("t") == 0:
+            raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
+        like = self._like()
+        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+        expect_like(where, "x", x, x.dtype if autocast else like.dtype, like.device)
+        return list(x.shape[:-1])
+
+    def _enter(self, x: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> tuple[Tensor, int, Padding | None]:
+        """Check what `prefill` was given: x with its padding at the end, the rows of its cache, and the padding."""
+        b, t = self._check_input("prefill", x, "b t d")
+        where = f"{type(self).__name__}.prefill"
+        if cu_seqlens is not None:
+            if mask is not None:
+                raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
+            check_cu_seqlens(where, cu_seqlens, b, t)
+            return x, cu_seqlens.shape[0] - 1, None
+        if mask is None:
+            return x, b, None
+        padding = Padding.of(where, mask, b, t, x.device)
+        return padding.compact(x), b, padding
