@@ -29,8 +29,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+from examples.labelled import IGNORED
+
 FIRST, SECOND, RESET = 0, 1, 2
-IGNORED = -100  # the label of a position that is not scored
 LENGTH = 32  # of the streams that are trained on
 SHORTEST = 8  # that has room for every family
 

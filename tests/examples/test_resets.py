@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from examples.labelled import IGNORED
 from examples.resets.by_hand import by_hand
 from examples.resets.model import VARIANTS, ResetModel
-from examples.resets.streams import IGNORED, LENGTH, RESET, SHORTEST, STREAMS
+from examples.resets.streams import LENGTH, RESET, SHORTEST, STREAMS
 
 FAMILIES = [(task, family) for task, stream in STREAMS.items() for family in stream.families]
 UNITS = {"1": (1, 0, 0, 0), "i": (0, 1, 0, 0), "j": (0, 0, 1, 0), "k": (0, 0, 0, 1)}
