@@ -25,8 +25,10 @@ from anymamba.training.report import can_plot, read_metrics
 from examples.resets.by_hand import by_hand
 from examples.resets.model import VARIANTS
 from examples.resets.report import LENGTHS, Outcome, plot, table
-from examples.resets.streams import STREAMS
+from examples.resets.streams import LENGTH, STREAMS
 from examples.resets.task import TEST, ResetConfig, ResetSection, ResetTask, accuracies
+
+STEPS = {"majority": 4000, "rotor": 2000, "spinor": 2000}
 
 
 def tell(message: str) -> None:
@@ -37,7 +39,8 @@ def tell(message: str) -> None:
 def judge(task: str, model: nn.Module, variant: str, seed: int | None, steps: int, seconds: float) -> Outcome:
     """Score a model on test streams of every length."""
     parameters = sum(p.numel() for p in model.parameters())
-    found = {length: accuracies(model, task, TEST, length, rows=2048) for length in LENGTHS}
+    rows = {length: 2048 if length == LENGTH else 128 for length in LENGTHS}
+    found = {length: accuracies(model, task, TEST, length, rows[length]) for length in LENGTHS}
     return Outcome(variant, seed, parameters, steps, seconds, found)
 
 
@@ -58,13 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task", required=True, choices=STREAMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--out", type=Path, default=Path("runs/resets"), help="directory of the runs and results")
-    parser.add_argument("--steps", type=int, default=ResetConfig().schedule.steps, help="the most steps of a run")
+    parser.add_argument("--steps", type=int, help="the most steps of a run (2000; majority 4000)")
     given = parser.parse_args(arguments)
     try:
         configs = [
             ResetConfig(
                 reset=ResetSection(task=given.task, variant=variant),
-                schedule=replace(ResetConfig().schedule, steps=given.steps),
+                schedule=replace(
+                    ResetConfig().schedule, steps=STEPS[given.task] if given.steps is None else given.steps
+                ),
                 seed=seed,
             )
             for variant in VARIANTS[given.task]

@@ -36,8 +36,9 @@ from examples.resets.streams import STREAMS
 
 SYMBOLS = 3
 _TINY = {"expand": 1, "headdim": 1, "bias": True}
-# The decay of Mamba-3 has to come near 1, which softplus does fast.
-_TURNING = {**_TINY, "rope_fraction": 1, "a_activation": "softplus"}
+# Step sizes begin near 1, where a token can turn the state by a third of a circle or more; decays have to come near 1,
+# which they do fast with a softplus.
+_TURNING = {**_TINY, "rope_fraction": 1, "dt_min": 0.5, "dt_max": 1, "a_activation": "softplus"}
 _SPINOR = {**_TURNING, "d_model": 4, "d_state": 4, "rotation_range": 2}
 _ROTOR = {**_TURNING, "d_model": 2, "d_state": 2}
 
@@ -60,6 +61,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "rotor": {
         "Mamba-3": Variant(Mamba3, _ROTOR),
         "no rotation": Variant(Mamba3, {**_ROTOR, "rope_fraction": 0}),
+        "fixed rotation": Variant(Mamba3, _ROTOR, (8, 9, 14)),  # dt of the two heads, and the angle
     },
     "spinor": {
         "quaternion": Variant(Mamba3, {**_SPINOR, "rotation": "quaternion"}),

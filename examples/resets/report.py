@@ -11,7 +11,7 @@ from anymamba.files import replacing
 from examples.resets.streams import LENGTH, STREAMS
 from examples.resets.task import TEST
 
-LENGTHS = (8, 16, 32, 64, 128, 256, 512)
+LENGTHS = (8, 16, 32, 64, 128, 256)
 
 
 class Outcome(NamedTuple):

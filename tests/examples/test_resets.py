@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from anymamba.training.loop import train_or_resume
 from examples.labelled import IGNORED
+from examples.resets.__main__ import main
 from examples.resets.by_hand import by_hand
 from examples.resets.model import VARIANTS, ResetModel
+from examples.resets.report import LENGTHS, Outcome, memoryless, table
 from examples.resets.streams import LENGTH, RESET, SHORTEST, STREAMS
+from examples.resets.task import ResetConfig, ResetSection, ResetTask
+from tests.training.cases import silent
 
 FAMILIES = [(task, family) for task, stream in STREAMS.items() for family in stream.families]
 UNITS = {"1": (1, 0, 0, 0), "i": (0, 1, 0, 0), "j": (0, 0, 1, 0), "k": (0, 0, 0, 1)}
@@ -140,6 +145,7 @@ def test_streams_refuse_what_they_cannot_draw():
         ("majority", "fixed decay", 62),
         ("rotor", "Mamba-3", 86),
         ("rotor", "no rotation", 83),
+        ("rotor", "fixed rotation", 86),
         ("spinor", "quaternion", 328),
         ("spinor", "complex", 278),
     ],
@@ -159,8 +165,94 @@ def test_weights_set_by_hand_solve_the_task(task, family, length):
     assert np.array_equal(predicted[scored], labels[scored])
 
 
-def test_a_constant_channel_ignores_the_input():
-    block = ResetModel("majority", "fixed decay").block
-    projected = block.in_proj(torch.randn(10, 2))
-    assert torch.equal(projected[:, -2:], block.in_proj.bias[-2:].expand(10, 2))
-    assert (projected[:, :-2].std(0) > 0).all()
+@pytest.mark.parametrize(
+    ("task", "variant", "names", "constant"),
+    [
+        ("majority", "fixed decay", ["z0", "x0", "z", "xbc", "dt"], {"dt"}),
+        ("rotor", "fixed rotation", ["z", "x", "k", "q", "dt", "a", "trap", "turn"], {"dt", "turn"}),
+    ],
+)
+def test_constant_channels_ignore_the_input(task, variant, names, constant):
+    block = ResetModel(task, variant).block
+    for name, part in zip(names, block._split(block.in_proj(torch.randn(1, 10, 2))), strict=True):
+        assert torch.allclose(part, part[:, :1].expand_as(part)) == (name in constant or part.numel() == 0)
+
+
+def test_a_short_run_learns_to_turn(tmp_path):
+    """Without a rotation that follows the turns no family but `random` comes far above the best guess, 37 %."""
+    config = ResetConfig.from_dict(
+        {
+            "reset": {"task": "rotor", "variant": "Mamba-3"},
+            "schedule": {"steps": 300, "warmup": 50},
+            "seed": 1,
+            "evaluation": {"every": 0},
+        }
+    )
+    trainer = train_or_resume(ResetTask(config), tmp_path, silent)
+    assert trainer.run()
+    assert trainer.evaluated.values["worst_accuracy"] > 0.6
+
+
+def test_the_task_is_solved_only_without_a_mistake():
+    task = ResetTask(ResetConfig(reset=ResetSection(task="spinor", variant="quaternion")))
+    model = by_hand("spinor")
+    found = task.evaluate(model, 7, torch.float32)
+    assert found.solved
+    assert found.values == {"worst_accuracy": 1.0}
+    assert found.text == "step 7: random 100.00 %, shuffle 100.00 %, runs 100.00 %"
+    with torch.no_grad():
+        model.head.bias[0] += 3  # an i on the way from 1 to -1 is taken for 1
+    assert not task.evaluate(model, 7, torch.float32).solved
+
+
+def test_the_best_guess_without_memory_is_a_table():
+    symbols, labels = STREAMS["rotor"].draw("drift", np.random.default_rng([2, LENGTH, 1]), 2048, LENGTH)
+    guesses = [np.bincount(labels[symbols == symbol]).argmax() for symbol in range(3)]
+    assert memoryless("rotor")["drift"] == (np.array(guesses)[symbols] == labels).mean()
+
+
+def test_the_table_rounds_down():
+    accuracies = {length: {"random": 1.0, "drift": 0.99999, "balanced": 0.3339} for length in LENGTHS}
+    text = table("rotor", [Outcome("Mamba-3", 4, 86, 700, 12.4, accuracies)])
+    assert text.splitlines()[-1] == "| Mamba-3 | 86 | 4 | 100 | 99.9 | 33.3 | 700 | 12 |"
+
+
+def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
+    command = ["--task", "majority", "--seeds", "3", "5", "--steps", "2", "--out", str(tmp_path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "majority.md").read_text() == out.removesuffix("\n")
+    assert (tmp_path / "majority.png").read_bytes().startswith(b"\x89PNG")
+    rows = [line.split(" | ")[:3] for line in out.splitlines()[4:] if line]
+    assert rows == [[f"| {name}", "62", seed] for name in ("Mamba-2", "fixed decay") for seed in ("3", "5")]
+    assert main(command) == 0
+    assert capsys.readouterr().out == out
+    assert main([*command[:-1], str(tmp_path / "again")]) == 0
+    for run in ("mamba-2/seed-3", "fixed-decay/seed-5"):
+        weights = (tmp_path / "majority" / run / "model.safetensors").read_bytes()
+        assert (tmp_path / "again" / "majority" / run / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "--task"),
+        (["--task", "parity"], "invalid choice: 'parity'"),
+        (["--task", "rotor", "--seeds", "-1"], "seed must be at least 0, got -1"),
+        (["--task", "rotor", "--steps", "0"], "steps must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_refused(command, message, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_bad_configs_are_refused():
+    with pytest.raises(ValueError, match="task must be one of majority, rotor, spinor, got 'parity'"):
+        ResetSection(task="parity")
+    with pytest.raises(ValueError, match="variant must be one of quaternion, complex, got 'Mamba-2'"):
+        ResetSection(task="spinor")
+    with pytest.raises(ValueError, match="length must be at least 8, got 4"):
+        ResetSection(length=4)
