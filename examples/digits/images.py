@@ -12,7 +12,7 @@ import torch
 
 from examples.labelled import Labelled
 
-SIDE, CLASSES, INTENSITIES = 8, 10, 17
+SIDE, CLASSES, BRIGHTEST = 8, 10, 16
 _TEST, _VALIDATION = 360, 180
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.lm import Backbone
+from anymamba.models.layers import ResidualLayer, make_norm
 from anymamba.training.config import (
     CheckpointSection,
     EvaluationSection,
@@ -22,7 +22,7 @@ from anymamba.training.config import (
     option,
 )
 from anymamba.training.task import Evaluation, Task
-from examples.digits.images import CLASSES, INTENSITIES, Digits, shifted
+from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
 from examples.labelled import Labelled
 
 
@@ -54,27 +54,28 @@ class DigitsConfig(RunConfig):
 
 
 class PixelReader(nn.Module):
-    """A stack of blocks over the pixels, and a head on what is left behind the last one."""
+    """Residual layers over the pixels, each of them one number, and a head on what the last one leaves."""
 
     def __init__(self, config: DigitsSection) -> None:
         """Create the parameters."""
         super().__init__()
-        ssm_cfg = {"layer": config.family, "d_state": config.d_state, "headdim": config.headdim}
-        self.backbone = Backbone(
-            MambaLMConfig(
-                d_model=config.d_model,
-                n_layer=config.n_layer,
-                vocab_size=INTENSITIES,
-                pad_vocab_size_multiple=1,
-                ssm_cfg=ssm_cfg,
-            )
+        layers = MambaLMConfig(
+            d_model=config.d_model,
+            n_layer=config.n_layer,
+            vocab_size=1,
+            ssm_cfg={"layer": config.family, "d_state": config.d_state, "headdim": config.headdim},
         )
+        self.embedding = nn.Linear(1, config.d_model)
+        self.layers = nn.ModuleList(ResidualLayer(layers) for _ in range(config.n_layer))
+        self.norm = make_norm(layers)
         self.head = nn.Linear(config.d_model, CLASSES)
 
     def forward(self, images: Int[Tensor, "b t"]) -> Float[Tensor, "b k"]:
         """The logits of the ten digits."""
-        hidden, _ = self.backbone(images)
-        return self.head(hidden[:, -1])
+        residual = self.embedding(images.unsqueeze(-1).to(self.head.weight.dtype) * (2 / BRIGHTEST) - 1)
+        for layer in self.layers:
+            residual, _ = layer(residual)
+        return self.head(self.norm(residual[:, -1]))
 
 
 class DigitsTask(Task[Labelled]):

@@ -36,11 +36,12 @@ from examples.resets.streams import STREAMS
 
 SYMBOLS = 3
 _TINY = {"expand": 1, "headdim": 1, "bias": True}
-# Step sizes begin near 1, where a token can turn the state by a third of a circle or more; decays have to come near 1,
-# which they do fast with a softplus.
+# Step sizes begin near 1, where one token can wipe the state, or turn it by a third of a circle and more.
+_VOTING = {**_TINY, "d_model": 2, "d_state": 1, "d_conv": 1, "dt_min": 0.1, "dt_max": 1}
+# Decays have to come near 1, which they do fast with a softplus.
 _TURNING = {**_TINY, "rope_fraction": 1, "dt_min": 0.5, "dt_max": 1, "a_activation": "softplus"}
-_SPINOR = {**_TURNING, "d_model": 4, "d_state": 4, "rotation_range": 2}
 _ROTOR = {**_TURNING, "d_model": 2, "d_state": 2}
+_SPINOR = {**_TURNING, "d_model": 4, "d_state": 4, "rotation_range": 2}
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Variant:
 # The first variant of a task solves it, the others are to fail.
 VARIANTS: dict[str, dict[str, Variant]] = {
     "majority": {
-        "Mamba-2": Variant(Mamba2, {**_TINY, "d_model": 2, "d_state": 1, "d_conv": 1}),
-        "fixed decay": Variant(Mamba2, {**_TINY, "d_model": 2, "d_state": 1, "d_conv": 1}, (-2, -1)),
+        "Mamba-2": Variant(Mamba2, _VOTING),
+        "fixed decay": Variant(Mamba2, _VOTING, (6, 7)),  # dt of the two heads
     },
     "rotor": {
         "Mamba-3": Variant(Mamba3, _ROTOR),

@@ -201,7 +201,7 @@ def test_the_task_is_solved_only_without_a_mistake():
     assert found.values == {"worst_accuracy": 1.0}
     assert found.text == "step 7: random 100.00 %, shuffle 100.00 %, runs 100.00 %"
     with torch.no_grad():
-        model.head.bias[0] += 3  # an i on the way from 1 to -1 is taken for 1
+        model.head.bias[0] += 20  # everything is taken for 1
     assert not task.evaluate(model, 7, torch.float32).solved
 
 
