@@ -35,7 +35,7 @@ class DigitsSection:
     d_model: int = option(64, "width of the residual stream")
     d_state: int = option(16, "state size of a head")
     headdim: int = option(16, "width of a head")
-    rows: int = option(64, "images of a step")
+    rows: int = option(32, "images of a step")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -48,9 +48,9 @@ class DigitsConfig(RunConfig):
 
     digits: DigitsSection = field(default_factory=DigitsSection)
     optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99))
-    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1000, final=0.01))
-    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(log_every=100))
-    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(keep=1))
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=2500, final=0.01))
+    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
+    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=250, keep=1))
 
 
 class PixelReader(nn.Module):
@@ -98,11 +98,13 @@ class DigitsTask(Task[Labelled]):
         return PixelReader(self.config.digits).to(dtype)
 
     def batches(self, step: int) -> list[Labelled]:
-        """Images, each moved by up to one pixel."""
+        """Images, half of them moved by up to one pixel."""
         rng = np.random.default_rng([self.config.seed, step])
         images, labels = self.digits.training
         rows = torch.from_numpy(rng.choice(len(labels), self.config.digits.rows))
-        return [Labelled(torch.from_numpy(shifted(images[rows].numpy(), rng)), labels[rows])]
+        still, moved = images[rows].numpy(), shifted(images[rows].numpy(), rng)
+        chosen = np.where(rng.random((len(rows), 1)) < 0.5, moved, still)
+        return [Labelled(torch.from_numpy(chosen), labels[rows])]
 
     def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Nats."""

@@ -70,7 +70,7 @@ def plot(task: str, outcomes: list[Outcome], target: Path) -> None:
     """Draw each run's accuracy, of its worst family, against the length; the trained length is shaded."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="length of the streams", ylabel="accuracy in the worst family, %", title=task)
     axes.axvspan(LENGTHS[0], LENGTH, color="0.9", label="lengths up to that of training")
     axes.axhline(100 / len(STREAMS[task].classes), color="0.5", ls=":", label="chance")
@@ -84,6 +84,6 @@ def plot(task: str, outcomes: list[Outcome], target: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
     axes.set_ylim(0, 102)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     with replacing(target) as temporary:
         figure.savefig(temporary, format="png")

@@ -27,7 +27,7 @@ def test_the_split_is_fixed_and_disjoint():
     assert all(
         torch.equal(a, b) for one, two in zip(splits, load_digits(), strict=True) for a, b in zip(one, two, strict=True)
     )
-    assert splits.test.labels[:8].tolist() == [6, 6, 6, 6, 6, 6, 6, 6]
+    assert splits.test.labels[:8].tolist() == [6, 6, 6, 2, 5, 6, 6, 2]
 
 
 def test_shifts_move_by_at_most_one_pixel():
@@ -63,14 +63,8 @@ def test_batches_repeat_from_the_seed():
 
 @pytest.mark.parametrize("family", ["Mamba2", "Mamba3"])
 def test_a_short_run_learns(family, tmp_path):
-    """A tenth of the digits is right by chance, and a fifth from the pixels of the last row alone."""
-    config = DigitsConfig.from_dict(
-        {
-            "digits": {"family": family, "n_layer": 1, "d_model": 32, "rows": 64},
-            "optimiser": {"lr": 1e-2},
-            "schedule": {"steps": 100, "warmup": 10},
-        }
-    )
+    """A tenth of the digits is right by chance."""
+    config = DigitsConfig.from_dict({"digits": {"family": family}, "schedule": {"steps": 150, "warmup": 20}})
     trainer = train_or_resume(DigitsTask(config, load_digits()), tmp_path, silent)
     assert trainer.run()
     assert trainer.evaluated.values["validation_accuracy"] > 0.4
