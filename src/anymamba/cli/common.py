@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
 
@@ -66,7 +66,7 @@ def read_file(path: str) -> bytes:
     return file.read_bytes()
 
 
-def stdin_bytes() -> BinaryIO:
+def stdin_bytes() -> Any:
     """The standard input.
 
     Raises:
