@@ -192,9 +192,7 @@ class MambaLM(nn.Module):
         hidden_bd, new = self.backbone.step(input_ids, cache)
         return self.lm_head(hidden_bd), new
 
-    def _step_compiled(
-        self, input_ids: Tensor, cache: LMCache | None, in_place: bool
-    ) -> tuple[Tensor, LMCache] | None:
+    def _step_compiled(self, input_ids: Tensor, cache: LMCache | None, in_place: bool) -> tuple[Tensor, LMCache] | None:
         """`step` in one call to the compiled kernels behind the embedding; None where they do not cover it."""
         if input_ids.ndim != 1 or torch.is_autocast_enabled("cpu"):
             return None

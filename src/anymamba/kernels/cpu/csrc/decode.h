@@ -64,9 +64,9 @@ void gate_rows(const Token<T>& token, const GatePhase& phase) {
 }
 
 template <typename T, typename W>
-void project(const Token<T>& token, const LinearPhase& phase) {
+void project(const Token<T>& token, const LinearPhase& phase, void* scratch) {
   const int64_t row_bytes = phase.in * static_cast<int64_t>(sizeof(W));
-  const int64_t wanted = kTaskBytes / row_bytes, rows = wanted < 4 ? 4 : wanted / 4 * 4;
+  const int64_t wanted = kTaskBytes / row_bytes, rows = wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
   share((phase.out + rows - 1) / rows, [&](int64_t task) {
     const int64_t start = task * rows, stop = start + rows < phase.out ? start + rows : phase.out;
     const auto emit = [&](int64_t col, int64_t row, T* products, int count) {
@@ -77,17 +77,17 @@ void project(const Token<T>& token, const LinearPhase& phase) {
       for (int i = 0; i < count; ++i) to[i] = phase.add ? to[i] + products[i] : products[i];
     };
     small_product(static_cast<const W*>(phase.weight.data), phase.in, start, stop, token.at(0, phase.x),
-                  token.args.width, token.args.batch, emit);
+                  token.args.width, token.args.batch, static_cast<T*>(scratch), emit);
   });
 }
 
 template <typename T>
-void project_any(const Token<T>& token, const LinearPhase& phase) {
+void project_any(const Token<T>& token, const LinearPhase& phase, void* scratch) {
   if constexpr (sizeof(T) == 4) {
-    if (phase.weight.dtype == kBFloat16) return project<T, BFloat16>(token, phase);
-    if (phase.weight.dtype == kFloat16) return project<T, Float16>(token, phase);
+    if (phase.weight.dtype == kBFloat16) return project<T, BFloat16>(token, phase, scratch);
+    if (phase.weight.dtype == kFloat16) return project<T, Float16>(token, phase, scratch);
   }
-  project<T, T>(token, phase);
+  project<T, T>(token, phase, scratch);
 }
 
 template <typename Args>
@@ -103,6 +103,8 @@ size_t phase_scratch(const Phase& phase) {
       count.take<T>(args_of<NormPhase>(phase).width), count.take<T>(args_of<NormPhase>(phase).group_size);
       return count.used();
     }
+    case kLinear:
+      return kDotRows * static_cast<size_t>(args_of<LinearPhase>(phase).in) * sizeof(T);
     case kMamba2Conv:
     case kMamba2Heads:
       return mamba2_scratch<T>(args_of<Mamba2Phase>(phase));
@@ -133,7 +135,7 @@ void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
     case kGate:
       return gate_rows(token, args_of<GatePhase>(phase));
     case kLinear:
-      return project_any(token, args_of<LinearPhase>(phase));
+      return project_any(token, args_of<LinearPhase>(phase), scratch);
     case kMamba2Conv:
       return mamba2_conv(token, args_of<Mamba2Phase>(phase), scratch);
     case kMamba2Heads:

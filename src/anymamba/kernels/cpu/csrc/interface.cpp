@@ -1,4 +1,7 @@
 // The C interface, and the choice of the instruction set.
+#ifdef ANYMAMBA_X86
+#include <cpuid.h>
+#endif
 #include <pthread.h>
 
 #include <cstdlib>
@@ -27,10 +30,18 @@ struct Choice {
   const Kernels* kernels;
 };
 
+#ifdef ANYMAMBA_X86
+// Conversions of half precision; not every compiler's __builtin_cpu_supports knows their name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+}
+#endif
+
 Choice widest() {
 #ifdef ANYMAMBA_X86
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
   if (has_avx512) return {"avx512", &avx512::kernels};
