@@ -43,6 +43,7 @@ examples:
   python -m benchmarks --list
   python -m benchmarks --only 'ssd/*' 'seeds/*' --repeats 15 --json out.json
   python -m benchmarks --quick
+  python -m benchmarks --only generation/long-prompt/mamba2-130m-two-layers   (the long prompts only run when named)
 """
 
 

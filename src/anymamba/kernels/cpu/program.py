@@ -223,7 +223,7 @@ class Program:
             ctypes.addressof(new := pointers(*(t.data_ptr() for t in after))),
         )
         library.call("anymamba_run_program", args)
-        del old, new
+        del old, new  # until here: `args` holds their addresses only
         return output, after
 
 
