@@ -87,12 +87,12 @@ def define_operator(
     backward_op.register_autograd(second_order)
 
     def call(*arguments: Any) -> Any:
-        return (forward if _is_plain(arguments) else forward_op)(*arguments)
+        return (forward if is_plain(arguments) else forward_op)(*arguments)
 
     return call
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
+def is_plain(arguments: tuple[Any, ...]) -> bool:
     """Whether the arguments are ordinary tensors that neither a compiler nor autograd follows."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False

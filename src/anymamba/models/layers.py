@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks import norms
+from anymamba.blocks.block import Part
 from anymamba.blocks.cache import CacheMethods
 from anymamba.models.config import MambaLMConfig
 
@@ -60,6 +61,10 @@ class GatedMLP(nn.Module):
         """(..., d) -> (..., d)."""
         y, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `fc1`."""
+        return {"fc1": (Part("value", self.fc2.in_features), Part("gate", self.fc2.in_features))}
 
 
 class ResidualLayer(nn.Module):

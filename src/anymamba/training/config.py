@@ -96,8 +96,9 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimiserSection:
-    """AdamW."""
+    """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
 
+    kind: Literal["adamw", "muon"] = _option("adamw", "muon: for the projections between embedding and head")
     lr: float = _option(3e-3, "the largest learning rate")
     beta1: float = _option(0.9, "decay of the mean of the gradients")
     beta2: float = _option(0.95, "decay of the mean of their squares")
@@ -105,11 +106,13 @@ class OptimiserSection:
     weight_decay: float = _option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
     decay_embeddings: bool = _option(False, "decay embedding and head too")
     clip: float = _option(1.0, "the largest norm of the gradient; 0: no clipping")
+    muon_lr: float | None = _option(None, "the largest learning rate of Muon's matrices; none: lr")
+    momentum: float = _option(0.95, "of Muon")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2")
-        for name in ("beta1", "beta2"):
+        _at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
+        for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
 

@@ -24,7 +24,7 @@ from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, s
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, evaluate, sample
-from anymamba.training.optim import learning_rate, make_optimiser, optimiser_tensors, restore_optimiser
+from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
 from anymamba.training.report import Display, MetricsTable, Row, TensorBoard, can_plot, plot_losses
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.step import batch_nats, carried_from, first_non_finite, recompute_layers
@@ -102,7 +102,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         weights = torch.float64 if self._dtype == torch.float64 else torch.float32
         self.model = MambaLM(config.model.lm_config(self._tokenizer.vocab_size), dtype=weights).to(self._device)
-        self.optimiser = make_optimiser(self.model, config.optimiser)
+        self.optimiser = Optimiser(self.model, config.optimiser)
         self._saved = -1
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -159,7 +159,7 @@ class Trainer:
         save_checkpoint(
             self.directory / "checkpoints",
             self.model,
-            optimiser_tensors(self.model, self.optimiser),
+            self.optimiser.tensors(),
             LMCache.cat(parts) if parts else None,
             step=self.step,
             tokens=self.tokens,
@@ -174,27 +174,25 @@ class Trainer:
         loss, norm, carried = self._differentiate(batches)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FloatingPointError(self._diagnose(batches, loss, norm))
-        rate = learning_rate(self.step, c.optimiser.lr, c.schedule)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        self.optimiser.step()
+        share = learning_rate(self.step, 1.0, c.schedule)
+        self.optimiser.step(share)
         if c.data.mode == "stream":
             self._carried = carried
         self.step, self.tokens = self.step + 1, self.tokens + c.batch.tokens
-        return Row(self.step, self.tokens, loss, rate, norm, None, perf_counter() - began)
+        return Row(self.step, self.tokens, loss, share * c.optimiser.lr, norm, None, perf_counter() - began)
 
     def _differentiate(self, batches: list[Batch]) -> tuple[float, float, list[LMCache | None]]:
         """Mean loss, norm of its gradient (which is then clipped), and the states behind the rows."""
         count = max(1, sum(batch.predicted for batch in batches))
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         total, states = 0.0, []
         for batch, carried in zip(batches, self._carried, strict=True):
             nats, state = batch_nats(self.model, batch, carried, self._dtype)
             (nats / count).backward()
             total += nats.item()
             states.append(state)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip or math.inf)
-        return total / count, norm.item(), [*states]
+        norm = clip_gradients(self.model, self.config.optimiser.clip)
+        return total / count, norm, [*states]
 
     def _diagnose(self, batches: list[Batch], loss: float, norm: float) -> str:
         def compute() -> Tensor:
@@ -202,7 +200,7 @@ class Trainer:
             costs = [batch_nats(self.model, batch, carried, self._dtype)[0] for batch, carried in parts]
             return torch.stack(costs).sum() / max(1, sum(batch.predicted for batch in batches))
 
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         where = first_non_finite(self.model, compute)
         return (
             f"step {self.step + 1}: the loss is {loss} and the norm of its gradient {norm}; not finite first: {where}. "
@@ -255,7 +253,7 @@ class Trainer:
         if self.model.config.tie_embeddings:
             state["lm_head.weight"] = state["backbone.embedding.weight"]
         self.model.load_state_dict(state)
-        restore_optimiser(self.model, self.optimiser, checkpoint.optimiser)
+        self.optimiser.restore(checkpoint.optimiser)
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         if checkpoint.carried is not None:

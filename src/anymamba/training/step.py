@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anymamba.models.cache import LMCache
-from anymamba.models.lm import IGNORED_LABEL, MambaLM
+from anymamba.models.lm import MambaLM
+from anymamba.models.loss import head_nats
 from anymamba.training.data import Batch
 
 
@@ -40,9 +40,7 @@ def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: tor
             fresh = model.init_cache(1).to(dtype=dtype)
             cache = LMCache.cat([carried, fresh]).rows(batch.carried)
         hidden_1td, new = model.backbone(batch.inputs, cache, cu_seqlens=batch.cu_seqlens)
-        logits_tv = model.lm_head(hidden_1td)[0]
-    wide_tv = logits_tv if logits_tv.dtype == torch.float64 else logits_tv.float()
-    nats = F.cross_entropy(wide_tv, batch.targets[0], ignore_index=IGNORED_LABEL, reduction="sum")
+        nats = head_nats(model.lm_head, hidden_1td[0], batch.targets[0])
     return nats, new.detach().rows(batch.last)
 
 
