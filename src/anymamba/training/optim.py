@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Optimiser:
 def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor, int, bool]]:
     """The parts of a weight: their names, a view of each, the first of its rows, and whether it is a matrix."""
     path, _, projection = name.removesuffix(".weight").rpartition(".")
-    owner = model.get_submodule(path)
+    owner: Any = model.get_submodule(path)
     parts = owner.seams().get(projection, ()) if hasattr(owner, "seams") else ()
     if not parts:
         yield name, weight, 0, True
