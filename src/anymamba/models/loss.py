@@ -65,8 +65,9 @@ def _forward(
     weight_vd, drows_md = weight.to(hidden.dtype), torch.empty_like(rows_md if wants_hidden else dhidden)
     nats.zero_()
     dweight.zero_()
-    size = max(1, _LOGITS // weight.shape[0])
-    for begin in range(0, len(rows_md), size):
+    parts = -(-len(rows_md) * weight.shape[0] // _LOGITS)
+    size = -(-len(rows_md) // max(1, parts))
+    for begin in range(0, len(rows_md), max(1, size)):
         part, at = slice(begin, begin + size), wanted_m[begin : begin + size].unsqueeze(1)
         logits_mv = (rows_md[part] @ weight_vd.T).to(nats.dtype)
         log_p_mv = torch.log_softmax(logits_mv, -1)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
+from anymamba.training.display import Display
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
-from anymamba.training.report import Display, MetricsTable, Row, TensorBoard, can_plot
+from anymamba.training.report import MetricsTable, Row, TensorBoard, can_plot
 from anymamba.training.step import first_non_finite, recompute_layers
 from anymamba.training.task import Evaluation, Task
 
@@ -149,6 +150,7 @@ class Trainer(Generic[T]):
             self.save()
             raise
         finally:
+            display.close()
             table.close()
             if board is not None:
                 board.close()
@@ -219,6 +221,7 @@ class Trainer(Generic[T]):
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.solved = found.solved
         display.tell(found.text)
+        display.score(found.values)
         return found.values
 
     def _due(self, every: int) -> bool:
