@@ -84,6 +84,13 @@ def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family)
         assert torch.equal(a.grad, b.grad), name
 
 
+def test_compiling_without_a_compiler_is_refused(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler: no-such-compiler was not found"):
+        train(tiny(corpus, precision={"compile": True}), tmp_path / "run", silent)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
     runs = []
     for dtype in ("float32", "bfloat16"):

@@ -17,9 +17,10 @@ from torch import Tensor
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
+from anymamba.training.layers import compile_layers, recompute_layers
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
 from anymamba.training.report import MetricsTable, Row, TensorBoard, can_plot
-from anymamba.training.step import first_non_finite, recompute_layers
+from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -106,6 +107,8 @@ class Trainer(Generic[T]):
         self._saved = -1
         if checkpoint is not None:
             self._restore(checkpoint)
+        if config.precision.compile:
+            compile_layers(self.model, self._device)
         if config.precision.activation_checkpointing:
             recompute_layers(self.model)
 

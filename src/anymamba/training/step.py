@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from anymamba.models.cache import LMCache
-from anymamba.models.layers import ResidualLayer
 from anymamba.models.lm import MambaLM
 from anymamba.models.loss import head_nats
 from anymamba.training.data import Batch
@@ -62,20 +60,6 @@ def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
     )
 
 
-def recompute_layers(model: nn.Module) -> None:
-    """Keep only the inputs of each residual layer; the backward pass computes the rest again, bit for bit.
-
-    Raises:
-        ValueError: the model has none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, ResidualLayer)]
-    if not layers:
-        raise ValueError(f"activation_checkpointing = true needs residual layers, got {type(model).__name__}")
-    for layer in layers:
-        forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = forward  # type: ignore[method-assign]
-
-
 def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
     """Where a value or gradient that is not finite first appears.
 
@@ -104,7 +88,8 @@ def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
             return f"the parameter {name}"
     handles = [m.register_forward_hook(partial(watch, name)) for name, m in model.named_modules() if name]
     try:
-        total = compute()
+        with torch.compiler.set_stance("force_eager"):  # where a module can be watched
+            total = compute()
         if not seen and not torch.isfinite(total).all():
             seen.append("the loss itself")
         if not seen:
