@@ -20,7 +20,7 @@ def show(steps):
         display.at(Row(step, 64 * step, 4.0 / step, 1e-3, 0.1, 0.5, {}), 64)
         display._shown = 0.0
         if step == 20:
-            display.tell("step 20: a sample\n  | of two lines")
+            display.tell("step 20: a sample\n  | of\x1b[2J two\rlines\udc80")
             display.score({"held_out_bits_per_byte": 2.5})
     display.close()
     print("the end", file=sys.stderr)
@@ -82,7 +82,7 @@ def terminal(monkeypatch):
 def test_a_terminal_shows_two_live_lines_below_what_was_told(terminal):
     written = terminal(steps=30)
     lines = screen(written, 100)
-    assert lines[:2] == ["step 20: a sample", "  | of two lines"]
+    assert lines[:2] == ["step 20: a sample", "  | of?[2J two?lines?"]
     assert re.fullmatch(r"━+╸?─+  step 30/40   0:\d\d left", lines[2])
     assert re.fullmatch(
         r"loss 0\.1333 [▁▂▃▄▅▆▇█]{15}   held out bits per byte 2\.5000   128 tokens/s   [\d,]+ MiB", lines[3]

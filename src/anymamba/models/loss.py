@@ -107,7 +107,7 @@ def _backward(ctx: Any, dnats: Tensor | None, *second: Tensor | None) -> tuple[T
         raise RuntimeError("anymamba::linear_nats has no second derivative: its backward is derived by hand.")
     if dnats is None:
         return None, None, None, None, None
-    dhidden, dweight = (x * dnats.to(x.dtype) if x.numel() else None for x in ctx.saved_tensors)
+    dhidden, dweight = ((x.to(dnats.dtype) * dnats).to(x.dtype) if x.numel() else None for x in ctx.saved_tensors)
     return dhidden, dweight, None, None, None
 
 

@@ -51,8 +51,8 @@ class Display:
             self._draw(self._row)
 
     def tell(self, message: str) -> None:
-        """A line that stays."""
-        self._write(f"{message}\n")
+        """Lines that stay, without what would steer the terminal."""
+        self._write("".join(x if x.isprintable() or x in "\n\t" else "?" for x in message) + "\n")
         if self._live and self._row is not None:
             self._draw(self._row)
 
