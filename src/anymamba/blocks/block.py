@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,8 +14,22 @@ from anymamba.scan import SsdPath
 from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
 
 
+class Part(NamedTuple):
+    """Some rows of a projection that computes several things at once.
+
+    Attributes:
+        name: of what they compute.
+        rows: how many they are.
+        is_matrix: whether they map a vector to a vector; False for a few numbers a head that have nothing in common.
+    """
+
+    name: str
+    rows: int
+    is_matrix: bool = True
+
+
 class Block(nn.Module):
-    """A block around the scan; a family adds its parameters, `init_cache`, `prefill` and `step`."""
+    """A block around the scan; a family adds its parameters, `init_cache`, `prefill`, `step` and `seams`."""
 
     config: Any
 
@@ -23,6 +37,10 @@ class Block(nn.Module):
         """Start without parameters."""
         super().__init__()
         self._whole, self._core = Decoder(), Decoder()
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of each projection that is several in one, from its first row to its last, by its name."""
+        raise NotImplementedError
 
     @property
     def d_state(self) -> int:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block
+from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
@@ -176,6 +176,13 @@ class Mamba2(Block):
 
     def _like(self) -> Tensor:
         return self.conv1d.weight
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `in_proj`, as `_split` and `_heads` cut its output."""
+        c, shared = self.config, self.config.ngroups * self.config.d_state
+        mlp = (Part("z0", self.mlp_width), Part("x0", self.mlp_width)) if self.mlp_width else ()
+        ssm = (Part("z", c.ssm_width), Part("x", c.ssm_width), Part("B", shared), Part("C", shared))
+        return {"in_proj": (*mlp, *ssm, Part("dt", c.nheads, is_matrix=False))}
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
         """The cache of a fresh start: an empty window, and the learnable initial state or zeros.

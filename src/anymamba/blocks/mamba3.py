@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block
+from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
@@ -234,6 +234,12 @@ class Mamba3(Block):
         c = self.config
         shared = c.rank * c.ngroups * c.d_state
         return [c.d_inner, c.d_inner, shared, shared, c.nheads, c.nheads, c.nheads, self.rotation.channels(c.nheads)]
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `in_proj`."""
+        names, per_head = ("z", "x", "B", "C", "dt", "A", "trap", "turn"), ("dt", "A", "trap")
+        parts = zip(names, self._widths(), strict=True)
+        return {"in_proj": tuple(Part(name, rows, name not in per_head) for name, rows in parts if rows)}
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None, pathway: Pathway = "single") -> Mamba3Cache:
         """The cache of a fresh start: no previous token, no rotation, and the learnable initial state or zeros.

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks import norms
-from anymamba.blocks.block import Block
+from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
 from anymamba.kernels.cpu.program import Program
 from anymamba.kernels.watch import NotCovered
@@ -68,6 +68,10 @@ class GatedMLP(nn.Module):
         """Record `forward` for the compiled kernels: from slot `x`, added to slot `to`."""
         both, width = program.linear(x, self, "fc1"), self.fc2.in_features
         program.linear(program.gate(both, both + width, width), self, "fc2", to=to, add=True)
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `fc1`."""
+        return {"fc1": (Part("value", self.fc2.in_features), Part("gate", self.fc2.in_features))}
 
 
 class ResidualLayer(nn.Module):

@@ -23,10 +23,9 @@ from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, RMSNorm, make_norm
+from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
 from anymamba.scan import SsdPath
 from anymamba.scan.numerics import state_dtype
-
-IGNORED_LABEL = -100
 
 
 class LMOutput(NamedTuple):
@@ -159,20 +158,23 @@ class MambaLM(nn.Module):
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
-            last_only: logits for the last (real) token of each row or packed sequence only.
+            last_only: logits for the last (real) token of each row or packed sequence only. A loss is then computed
+                without the logits of all tokens at once, which are most of the memory of training.
             path: the scan's algorithm; the default if not given.
 
         Returns:
             logits, loss (None without labels) and the new cache.
         """
-        if last_only and labels is not None:
-            raise ValueError("MambaLM: labels need the logits of every token, got last_only = True as well")
         hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
+        logits_btv = self.lm_head(_last(hidden_btd, cu_seqlens, mask) if last_only else hidden_btd)
+        if labels is None:
+            return LMOutput(logits_btv, None, new)
+        targets_m = _next_labels(labels, cu_seqlens, mask).flatten()
         if last_only:
-            hidden_btd = _last(hidden_btd, cu_seqlens, mask)
-        logits_btv = self.lm_head(hidden_btd)
-        loss = None if labels is None else _loss(logits_btv, _next_labels(labels, cu_seqlens, mask))
-        return LMOutput(logits_btv, loss, new)
+            nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), targets_m)
+        else:
+            nats = logits_nats(logits_btv.flatten(0, 1), targets_m)
+        return LMOutput(logits_btv, nats / (targets_m != IGNORED_LABEL).sum().clamp(min=1), new)
 
     def step(
         self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None, *, in_place: bool = False
@@ -317,10 +319,3 @@ def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, mask: Tensor | No
     if padding is None or padding.order is None:
         return targets_bt
     return torch.empty_like(targets_bt).scatter_(1, padding.order, targets_bt)
-
-
-def _loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Mean over the labels that count, in float32 or wider; zero if none does."""
-    wide = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
-    total = F.cross_entropy(wide.flatten(0, 1), targets_bt.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / (targets_bt != IGNORED_LABEL).sum().clamp(min=1)
