@@ -69,7 +69,7 @@ extern "C" {
 bool anymamba_is_forked() { return forked; }
 
 // The version of this interface; library.py refuses a library of another one.
-int anymamba_interface_version() { return 2; }
+int anymamba_interface_version() { return 3; }
 
 const char* anymamba_isa() { return choice().name; }
 
@@ -80,6 +80,10 @@ int anymamba_conv_forward(const ConvArgs* args) { return status(choice().kernels
 int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernels->conv_backward(*args)); }
 int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
 int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
+int anymamba_prepare_forward(const PrepareArgs* args) { return status(choice().kernels->prepare_forward(*args)); }
+int anymamba_prepare_backward(const PrepareArgs* args) { return status(choice().kernels->prepare_backward(*args)); }
+int anymamba_gate_forward(const GateArgs* args) { return status(choice().kernels->gate_forward(*args)); }
+int anymamba_gate_backward(const GateArgs* args) { return status(choice().kernels->gate_backward(*args)); }
 int anymamba_mamba2_step(const StepArgs* args) { return status(choice().kernels->mamba2_step(*args)); }
 #pragma GCC visibility pop
 }

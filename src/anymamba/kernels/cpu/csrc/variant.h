@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_args.h"
+#include "mamba3_args.h"
 #include "scan_args.h"
 
 struct Kernels {
@@ -12,4 +13,8 @@ struct Kernels {
   bool (*norm_forward)(const NormArgs&);
   bool (*norm_backward)(const NormArgs&);
   bool (*mamba2_step)(const StepArgs&);
+  bool (*prepare_forward)(const PrepareArgs&);
+  bool (*prepare_backward)(const PrepareArgs&);
+  bool (*gate_forward)(const GateArgs&);
+  bool (*gate_backward)(const GateArgs&);
 };
