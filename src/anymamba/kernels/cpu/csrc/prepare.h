@@ -17,131 +17,155 @@ inline bool is_padding(const PrepareArgs& args, int64_t row) {
 }
 
 // The step size, and its derivative: that of softplus within the limits, else zero.
-template <typename T>
 struct StepSize {
-  Vec<T> value, slope;
+  Vec<double> value, slope;
 
-  StepSize(Vec<T> x, const PrepareArgs& args, bool padding) {
-    const Vec<T> zero = {}, low = broadcast(static_cast<T>(args.dt_min)), high = broadcast(static_cast<T>(args.dt_max));
-    const Vec<T> free = softplus<T>(x);
+  StepSize(Vec<double> x, const PrepareArgs& args, bool padding) {
+    const Vec<double> zero = {}, low = broadcast(args.dt_min), high = broadcast(args.dt_max), free = softplus<double>(x);
     value = padding ? zero : free < low ? low : free > high ? high : free;
-    slope = padding ? zero : free < low ? zero : free > high ? zero : sigmoid<T>(x);
+    slope = padding ? zero : free < low ? zero : free > high ? zero : sigmoid<double>(x);
   }
 };
 
 // The decay rate, never positive, and its derivative.
-template <typename T>
 struct DecayRate {
-  Vec<T> value, slope;
+  Vec<double> value, slope;
 
-  DecayRate(Vec<T> x, const PrepareArgs& args) {
-    const Vec<T> zero = {}, floor = broadcast(static_cast<T>(args.rate_floor));
-    Vec<T> free, steep;
+  DecayRate(Vec<double> x, const PrepareArgs& args) {
+    const Vec<double> zero = {}, floor = broadcast(args.rate_floor);
+    Vec<double> free, steep;
     if (args.heavy_tail) {
-      const Vec<T> below = T(1) / (T(1) - (x > zero ? zero : x));
+      const Vec<double> below = 1.0 / (1.0 - (x > zero ? zero : x));
       free = (x > zero ? x : zero) + below;
-      steep = x > zero ? broadcast(T(1)) : below * below;
+      steep = x > zero ? broadcast(1.0) : below * below;
     } else {
-      free = softplus<T>(x);
-      steep = sigmoid<T>(x);
+      free = softplus<double>(x);
+      steep = sigmoid<double>(x);
     }
     value = free < floor ? -floor : -free;
     slope = free < floor ? zero : -steep;
   }
 };
 
+// A row of T as doubles, with zeros up to whole vectors.
 template <typename T>
-void prepare_forward_row(const PrepareArgs& args, int64_t row, T* buffer) {
-  const int64_t h = args.heads, s = args.pairs;
-  T *dt_buffer = buffer, *a_buffer = buffer + h, *trap_buffer = buffer + 2 * h, *turn_buffer = buffer + 3 * h;
-  const T* dt_raw = row_as(dt_buffer, args.dt_raw, row * args.dt_raw_row, args.dtype, h);
-  const T* a_raw = row_as(a_buffer, args.a_raw, row * args.a_raw_row, args.dtype, h);
-  const T* trap_raw = row_as(trap_buffer, args.trap_raw, row * args.trap_raw_row, args.dtype, h);
-  const T* turn_raw = row_as(turn_buffer, args.turn_raw, row * args.turn_raw_row, args.dtype, s);
-  const T* bias = static_cast<const T*>(args.dt_bias);
-  const bool padding = is_padding(args, row);
-  for (int64_t c = 0; c < h; c += kLanes<T>) {
-    const int64_t left = h - c, at = row * h + c;
-    const Vec<T> dt = StepSize<T>(load_first(dt_raw + c, left) + load_first(bias + c, left), args, padding).value;
-    const Vec<T> gamma = sigmoid<T>(load_first(trap_raw + c, left)) * dt;
-    const Vec<T> kappa = sigmoid<T>(-load_first(trap_raw + c, left)) * dt;
-    store_first(static_cast<T*>(args.dt) + at, dt, left);
-    store_first(static_cast<T*>(args.log_decay) + at, dt * DecayRate<T>(load_first(a_raw + c, left), args).value, left);
-    store_first(static_cast<T*>(args.gamma) + at, gamma, left);
-    store_first(static_cast<T*>(args.kappa) + at, kappa, left);
+void widen(double* target, T* buffer, const void* base, int64_t at, int64_t dtype, int64_t width) {
+  const T* source = row_as(buffer, base, at, dtype, width);
+  for (int64_t c = 0; c < width; ++c) target[c] = static_cast<double>(source[c]);
+  for (int64_t c = width; c < round_up<double>(static_cast<int>(width)); ++c) target[c] = 0;
+}
+
+// The raw numbers of a row, in doubles: the error of a step size or rate grows with the length of the sequence.
+template <typename T>
+struct PrepareRow {
+  double *dt, *a, *trap, *turn, *results[5];
+  T* narrow;
+
+  PrepareRow(const PrepareArgs& args, Arena& arena) {
+    const size_t h = round_up<double>(static_cast<int>(args.heads)), s = round_up<double>(static_cast<int>(args.pairs));
+    dt = arena.take<double>(h), a = arena.take<double>(h), trap = arena.take<double>(h), turn = arena.take<double>(s);
+    for (int i = 0; i < 5; ++i) results[i] = arena.take<double>(h > s ? h : s);
+    narrow = arena.take<T>(h > s ? h : s);
   }
-  const T most = static_cast<T>(args.range * kHalfTurn);
-  for (int64_t c = 0; c < s; c += kLanes<T>)
-    store_first(static_cast<T*>(args.rate) + row * s + c, most * tanh<T>(load_first(turn_raw + c, s - c)), s - c);
+
+  void read(const PrepareArgs& args, int64_t row) {
+    widen(dt, narrow, args.dt_raw, row * args.dt_raw_row, args.dtype, args.heads);
+    for (int64_t c = 0; c < args.heads; ++c) dt[c] += static_cast<double>(static_cast<const T*>(args.dt_bias)[c]);
+    widen(a, narrow, args.a_raw, row * args.a_raw_row, args.dtype, args.heads);
+    widen(trap, narrow, args.trap_raw, row * args.trap_raw_row, args.dtype, args.heads);
+    widen(turn, narrow, args.turn_raw, row * args.turn_raw_row, args.dtype, args.pairs);
+  }
+
+  // One result out, in `dtype`.
+  void write(void* target, int result, int64_t row, int64_t width, int64_t dtype) {
+    for (int64_t c = 0; c < width; ++c) narrow[c] = static_cast<T>(results[result][c]);
+    write_row(static_cast<char*>(target) + row * width * static_cast<int64_t>(size_of(dtype)), narrow, dtype,
+              static_cast<int>(width));
+  }
+};
+
+template <typename T>
+void prepare_forward_row(const PrepareArgs& args, int64_t row, PrepareRow<T>& b) {
+  const bool padding = is_padding(args, row);
+  b.read(args, row);
+  for (int64_t c = 0; c < args.heads; c += kLanes<double>) {
+    const Vec<double> dt = StepSize(load(b.dt + c), args, padding).value;
+    store(b.results[0] + c, dt);
+    store(b.results[1] + c, dt * DecayRate(load(b.a + c), args).value);
+    store(b.results[2] + c, sigmoid<double>(load(b.trap + c)) * dt);
+    store(b.results[3] + c, sigmoid<double>(-load(b.trap + c)) * dt);
+  }
+  for (int64_t c = 0; c < args.pairs; c += kLanes<double>)
+    store(b.results[4] + c, args.range * kHalfTurn * tanh<double>(load(b.turn + c)));
+  void* const targets[4] = {args.dt, args.log_decay, args.gamma, args.kappa};
+  for (int i = 0; i < 4; ++i) b.write(targets[i], i, row, args.heads, own_dtype<T>());
+  b.write(args.rate, 4, row, args.pairs, own_dtype<T>());
 }
 
 template <typename T>
 bool prepare_forward(const PrepareArgs& args) {
   const int64_t rows = args.batch * args.time;
-  return run_tasks((rows + kPrepareRows - 1) / kPrepareRows, args.threads, (3 * args.heads + args.pairs) * sizeof(T),
-                   [&](int64_t task, void* scratch) {
-                     const int64_t stop = (task + 1) * kPrepareRows < rows ? (task + 1) * kPrepareRows : rows;
-                     for (int64_t row = task * kPrepareRows; row < stop; ++row)
-                       prepare_forward_row(args, row, static_cast<T*>(scratch));
-                   });
+  Arena count;
+  PrepareRow<T>(args, count);
+  return run_tasks((rows + kPrepareRows - 1) / kPrepareRows, args.threads, count.used(), [&](int64_t task, void* scratch) {
+    Arena arena(scratch);
+    PrepareRow<T> b(args, arena);
+    const int64_t stop = (task + 1) * kPrepareRows < rows ? (task + 1) * kPrepareRows : rows;
+    for (int64_t row = task * kPrepareRows; row < stop; ++row) prepare_forward_row(args, row, b);
+  });
 }
 
+// `grads` is scratch for five rows of doubles.
 template <typename T>
-void prepare_backward_row(const PrepareArgs& args, int64_t row, T* dbias, T* buffer) {
-  const int64_t h = args.heads, s = args.pairs, size = static_cast<int64_t>(size_of(args.dtype));
-  T *dt_buffer = buffer, *a_buffer = buffer + h, *trap_buffer = buffer + 2 * h, *turn_buffer = buffer + 3 * h;
-  T *ddt_out = turn_buffer + s, *da_out = ddt_out + h, *dtrap_out = da_out + h, *dturn_out = dtrap_out + h;
-  const T* dt_raw = row_as(dt_buffer, args.dt_raw, row * args.dt_raw_row, args.dtype, h);
-  const T* a_raw = row_as(a_buffer, args.a_raw, row * args.a_raw_row, args.dtype, h);
-  const T* trap_raw = row_as(trap_buffer, args.trap_raw, row * args.trap_raw_row, args.dtype, h);
-  const T* turn_raw = row_as(turn_buffer, args.turn_raw, row * args.turn_raw_row, args.dtype, s);
-  const T* bias = static_cast<const T*>(args.dt_bias);
+void prepare_backward_row(const PrepareArgs& args, int64_t row, double* dbias, PrepareRow<T>& b, double* const* grads) {
+  const int64_t h = args.heads, s = args.pairs;
   const bool padding = is_padding(args, row);
-  for (int64_t c = 0; c < h; c += kLanes<T>) {
-    const int64_t left = h - c, at = row * h + c;
-    const StepSize<T> dt(load_first(dt_raw + c, left) + load_first(bias + c, left), args, padding);
-    const DecayRate<T> rate(load_first(a_raw + c, left), args);
-    const Vec<T> now = sigmoid<T>(load_first(trap_raw + c, left)), before = sigmoid<T>(-load_first(trap_raw + c, left));
-    const Vec<T> dlog_decay = load_first(static_cast<const T*>(args.dlog_decay) + at, left);
-    const Vec<T> dgamma = load_first(static_cast<const T*>(args.dgamma) + at, left);
-    const Vec<T> dkappa = load_first(static_cast<const T*>(args.dkappa) + at, left);
-    const Vec<T> ddt = load_first(static_cast<const T*>(args.ddt) + at, left) + dlog_decay * rate.value + dgamma * now +
-                       dkappa * before;
-    const Vec<T> ddt_raw = ddt * dt.slope;
-    store_first(dbias + c, load_first(dbias + c, left) + ddt_raw, left);
-    store_first(ddt_out + c, ddt_raw, left);
-    store_first(da_out + c, dlog_decay * dt.value * rate.slope, left);
-    store_first(dtrap_out + c, (dgamma - dkappa) * dt.value * (now * before), left);
+  b.read(args, row);
+  const void* const sources[4] = {args.ddt, args.dlog_decay, args.dgamma, args.dkappa};
+  for (int i = 0; i < 4; ++i) widen(grads[i], b.narrow, sources[i], row * h, own_dtype<T>(), h);
+  widen(grads[4], b.narrow, args.drate, row * s, own_dtype<T>(), s);
+  for (int64_t c = 0; c < h; c += kLanes<double>) {
+    const StepSize dt(load(b.dt + c), args, padding);
+    const DecayRate rate(load(b.a + c), args);
+    const Vec<double> now = sigmoid<double>(load(b.trap + c)), before = sigmoid<double>(-load(b.trap + c));
+    const Vec<double> dlog_decay = load(grads[1] + c), dgamma = load(grads[2] + c), dkappa = load(grads[3] + c);
+    const Vec<double> ddt = load(grads[0] + c) + dlog_decay * rate.value + dgamma * now + dkappa * before;
+    store(b.results[0] + c, ddt * dt.slope);
+    store(b.results[1] + c, dlog_decay * dt.value * rate.slope);
+    store(b.results[2] + c, (dgamma - dkappa) * dt.value * (now * before));
   }
-  const T most = static_cast<T>(args.range * kHalfTurn);
-  for (int64_t c = 0; c < s; c += kLanes<T>) {
-    const Vec<T> turn = tanh<T>(load_first(turn_raw + c, s - c));
-    const Vec<T> drate = load_first(static_cast<const T*>(args.drate) + row * s + c, s - c);
-    store_first(dturn_out + c, most * drate * ((T(1) - turn) * (T(1) + turn)), s - c);
+  for (int64_t c = 0; c < s; c += kLanes<double>) {
+    const Vec<double> turn = tanh<double>(load(b.turn + c));
+    store(b.results[3] + c, args.range * kHalfTurn * load(grads[4] + c) * ((1.0 - turn) * (1.0 + turn)));
   }
-  const auto write = [&](void* target, const T* source, int64_t width) {
-    write_row(static_cast<char*>(target) + row * width * size, source, args.dtype, static_cast<int>(width));
-  };
-  write(args.ddt_raw, ddt_out, h);
-  write(args.da_raw, da_out, h);
-  write(args.dtrap_raw, dtrap_out, h);
-  write(args.dturn_raw, dturn_out, s);
+  for (int64_t c = 0; c < h; ++c) dbias[c] += b.results[0][c];
+  void* const targets[3] = {args.ddt_raw, args.da_raw, args.dtrap_raw};
+  for (int i = 0; i < 3; ++i) b.write(targets[i], i, row, h, args.dtype);
+  b.write(args.dturn_raw, 3, row, s, args.dtype);
 }
 
 template <typename T>
 bool prepare_backward(const PrepareArgs& args) {
   const int64_t h = args.heads, rows = args.batch * args.time, tasks = (rows + kPrepareRows - 1) / kPrepareRows;
-  const Scratch partial(tasks * h * sizeof(T));
+  const int widest = round_up<double>(static_cast<int>(h > args.pairs ? h : args.pairs));
+  const Scratch partial((tasks + 1) * h * sizeof(double));
   if (!partial.get()) return false;
-  const bool ok =
-      run_tasks(tasks, args.threads, 2 * (3 * h + args.pairs) * sizeof(T), [&](int64_t task, void* scratch) {
-        T* dbias = static_cast<T*>(partial.get()) + task * h;
-        std::memset(dbias, 0, h * sizeof(T));
-        const int64_t stop = (task + 1) * kPrepareRows < rows ? (task + 1) * kPrepareRows : rows;
-        for (int64_t row = task * kPrepareRows; row < stop; ++row)
-          prepare_backward_row(args, row, dbias, static_cast<T*>(scratch));
-      });
-  sum_blocks(static_cast<T*>(args.ddt_bias), static_cast<const T*>(partial.get()), tasks, h);
+  double *total = static_cast<double*>(partial.get()), *sums = total + h;
+  Arena count;
+  PrepareRow<T>(args, count);
+  count.take<double>(5 * widest);
+  const bool ok = run_tasks(tasks, args.threads, count.used(), [&](int64_t task, void* scratch) {
+    Arena arena(scratch);
+    PrepareRow<T> b(args, arena);
+    double *memory = arena.take<double>(5 * widest), *grads[5];
+    for (int i = 0; i < 5; ++i) grads[i] = memory + i * widest;
+    double* dbias = sums + task * h;
+    std::memset(dbias, 0, h * sizeof(double));
+    const int64_t stop = (task + 1) * kPrepareRows < rows ? (task + 1) * kPrepareRows : rows;
+    for (int64_t row = task * kPrepareRows; row < stop; ++row) prepare_backward_row(args, row, dbias, b, grads);
+  });
+  sum_blocks(total, sums, tasks, h);
+  for (int64_t c = 0; c < h; ++c) static_cast<T*>(args.ddt_bias)[c] = static_cast<T>(total[c]);
   return ok;
 }
 
