@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 
 from anymamba.training.checkpoint import checkpoints
-from anymamba.training.loop import resume, train
+from anymamba.training.language import resume, train
 from tests.training.cases import silent, tiny, write_corpus
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}

@@ -6,7 +6,7 @@ import torch
 from anymamba import MambaLM
 from anymamba.training import checkpoint as module
 from anymamba.training.checkpoint import checkpoints, load_latest
-from anymamba.training.loop import resume, train
+from anymamba.training.language import resume, train
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -109,7 +109,7 @@ def test_changed_text_is_refused(trainer):
     other = train(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
     shutil.rmtree(trainer.directory / "data")
     shutil.copytree(other.directory / "data", trainer.directory / "data")
-    with pytest.raises(ValueError, match="not the text that the run began with"):
+    with pytest.raises(ValueError, match="not what the run began to learn from"):
         resume(trainer.directory, {}, silent)
 
 

@@ -1,7 +1,6 @@
 import pytest
 
 from anymamba.training import TrainingConfig, read_config
-from anymamba.training.config import fields_by_name
 
 
 def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
@@ -34,7 +33,7 @@ def test_one_dial_sets_layers_width_and_heads():
 
 
 def test_every_field_has_a_help():
-    assert all(field.metadata["help"] for field in fields_by_name().values())
+    assert all(field.metadata["help"] for field in TrainingConfig.fields_by_name().values())
 
 
 def test_only_fields_that_change_a_weight_count_as_changed():

@@ -176,7 +176,7 @@ class TestPacking:
                 total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
                 count += len(wanted)
         total.backward()
-        assert batch.predicted == count
+        assert batch.counted == count
         assert_near(nats, total, 1e-12)
         for name, parameter in model.named_parameters():
             assert_near(packed[name], parameter.grad, 1e-9, name)

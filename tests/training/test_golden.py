@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anymamba.training.loop import train
+from anymamba.training.language import train
 from anymamba.training.report import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 

@@ -21,7 +21,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, mode):
     assert ends.count(-signal.SIGKILL) >= 12
     assert set(ends) <= {0, -signal.SIGKILL}
     (whole, *_) = checkpoints(tmp_path / "whole" / "checkpoints")
-    losses = [(row.step, row.loss, row.held_out_bits_per_byte) for row in read_metrics(tmp_path / "whole/metrics.csv")]
+    losses = [(row.step, row.loss, row.evaluated) for row in read_metrics(tmp_path / "whole/metrics.csv")]
     killed = sorted(tmp_path.glob("killed*"))
     assert len(killed) >= 6
     for directory in killed:
@@ -34,5 +34,5 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, mode):
             if name.endswith(".safetensors"):
                 assert (latest / name).read_bytes() == (whole / name).read_bytes(), (directory, name)
         rows = read_metrics(directory / "metrics.csv")
-        assert [(row.step, row.loss, row.held_out_bits_per_byte) for row in rows] == losses
+        assert [(row.step, row.loss, row.evaluated) for row in rows] == losses
         assert not list((directory / "checkpoints").glob(".*"))

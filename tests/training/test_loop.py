@@ -5,7 +5,7 @@ import torch
 
 from anymamba import MambaLM
 from anymamba.training.evaluation import evaluate
-from anymamba.training.loop import resume, train
+from anymamba.training.language import resume, train
 from anymamba.training.report import read_metrics
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus
@@ -20,7 +20,7 @@ def gradients(corpus, directory, **sections):
     """The gradients of the first step, before clipping."""
     config = tiny(corpus, optimiser={"clip": 0.0}, **sections)
     trainer = train(config, directory, silent)
-    loss, _, _ = trainer._differentiate(trainer._batches.step(0))
+    loss, _, _ = trainer._differentiate(trainer.task.batches(0))
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 
@@ -36,7 +36,7 @@ def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     assert [row.step for row in rows] == list(range(1, 31))
     assert rows[-1].tokens == 30 * 128
     assert rows[-1].loss < 0.85 * rows[0].loss
-    assert [row.step for row in rows if row.held_out_bits_per_byte is not None] == [10, 20, 30]
+    assert [row.step for row in rows if row.evaluated] == [10, 20, 30]
     samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
     assert samples == [f"step-000000{n}.txt" for n in (10, 20, 30)]
     assert (tmp_path / "run" / "samples" / samples[0]).read_text(errors="replace").startswith("alp")
@@ -47,15 +47,15 @@ def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
 
 def test_held_out_bits_count_every_byte(corpus, tmp_path):
     trainer = train(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
-    held_out, nats = trainer._corpus.held_out, 0.0
+    held_out, nats = trainer.task.corpus.held_out, 0.0
     begin = 0
     for length in held_out.lengths.tolist():
         ids = held_out.read(begin, begin + length).unsqueeze(0)
         begin += length
         nats += math.log(256) + trainer.model(ids, labels=ids).loss.item() * (length - 1)
-    found = evaluate(trainer.model, trainer._corpus, torch.float64)
+    found = evaluate(trainer.model, trainer.task.corpus, torch.float64)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
-    assert found.xz_bits_per_byte == 8 * trainer._corpus.xz_bytes / held_out.total
+    assert found.xz_bits_per_byte == 8 * trainer.task.corpus.xz_bytes / held_out.total
 
 
 @pytest.mark.parametrize("mode", ["packed", "stream"])

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anymamba.training.config import fields_by_name, read_config
-from anymamba.training.loop import Trainer, resume, train
+from anymamba.training.config import TrainingConfig, read_config
+from anymamba.training.language import LanguageTask, resume, train
+from anymamba.training.loop import Trainer
 
 
 def add_parser(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
     where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
     where.add_argument("--resume", metavar="DIR", help="go on with the run in a directory")
     fields = parser.add_argument_group("fields of the config")
-    for name, field in fields_by_name().items():
+    for name, field in TrainingConfig.fields_by_name().items():
         default = "" if callable(field.default_factory) else f" (default: {_shown(field.default)})"
         text = (field.metadata["help"] + default).replace("%", "%%")
         fields.add_argument(f"--{name}", metavar="VALUE", dest=f"field:{name}", help=text)
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
-    values = {name: getattr(args, f"field:{name}") for name in fields_by_name()}
+    values = {name: getattr(args, f"field:{name}") for name in TrainingConfig.fields_by_name()}
     overrides = {name: value for name, value in values.items() if value is not None}
     if args.resume is not None:
         if args.config is not None:
@@ -44,20 +45,20 @@ def run(args: argparse.Namespace) -> None:
     else:
         trainer = train(read_config(args.config, overrides), Path(args.out), _tell)
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    _tell(f"{trainer.config.model.family}, {parameters:,} parameters, in {trainer.directory}")
+    _tell(f"{trainer.task.config.model.family}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
 
 
-def _conclude(trainer: Trainer, finished: bool) -> None:
+def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
     where = shlex.quote(str(trainer.directory))
     if not finished:
         print(f"stopped behind step {trainer.step}; go on with: anymamba train --resume {where}")
         return
-    if trainer.held_out is not None:
-        model, xz = trainer.held_out
+    if trainer.task.held_out is not None:
+        model, xz = trainer.task.held_out
         print(f"held-out text: {model:.4f} bits per byte, xz -9 {xz:.4f}")
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
-    print(f"anymamba generate {where} --prompt {shlex.quote(trainer.config.evaluation.prompt)} --temperature 0.8")
+    print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.config.evaluation.prompt)} --temperature 0.8")
     print(f"anymamba eval {where} FILE")
 
 

@@ -3,8 +3,8 @@
 A checkpoint is written under a temporary name, brought to the disk, and renamed. Its `training.json` has a checksum of
 every file and of itself. Older ones are removed only behind that, so that a good one is there at any time.
 
-    step-00000100/  config.json and model.safetensors (`MambaLM.from_pretrained` opens it), optimiser.safetensors,
-                    carried.safetensors (streams), training.json
+    step-00000100/  model.safetensors and what else the task writes (config.json: `MambaLM.from_pretrained` opens it),
+                    optimiser.safetensors, carried.safetensors (streams), training.json
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anymamba.files import digest_file, read_json, write_json, write_tensors
-from anymamba.models.cache import LMCache
-from anymamba.models.lm import MambaLM
-from anymamba.training.config import TrainingConfig
 
 _MANIFEST = "training.json"
-_VERSION = 1
+_VERSION = 2
 
 
 class Checkpoint(NamedTuple):
@@ -36,8 +33,9 @@ class Checkpoint(NamedTuple):
     Attributes:
         step: how many steps have been taken.
         tokens: how many tokens they have read.
-        config: of the run.
-        data: checksum of the tokenised text.
+        config: of the run, as tables.
+        data: fingerprint of what it learns from.
+        solved: the task was found solved, so that the run is finished before its last step.
         model: parameters by name.
         optimiser: its state by name.
         rng: state of torch's generator.
@@ -46,8 +44,9 @@ class Checkpoint(NamedTuple):
 
     step: int
     tokens: int
-    config: TrainingConfig
+    config: dict[str, Any]
     data: str
+    solved: bool
     model: dict[str, Tensor]
     optimiser: dict[str, Tensor]
     rng: Tensor
@@ -56,16 +55,18 @@ class Checkpoint(NamedTuple):
 
 def save_checkpoint(
     directory: Path,
-    model: MambaLM,
+    write_model: Callable[[Path], None],
     optimiser: dict[str, Tensor],
-    carried: LMCache | None,
+    carried: dict[str, Tensor] | None,
     *,
     step: int,
     tokens: int,
-    config: TrainingConfig,
+    config: dict[str, Any],
     data: str,
+    solved: bool,
+    keep: int,
 ) -> Path:
-    """Write a checkpoint, and then remove those beyond `config.checkpoints.keep`.
+    """Write a checkpoint, and then remove those beyond the latest `keep`.
 
     Raises:
         OSError: it cannot be written; those before it are as they were.
@@ -76,13 +77,13 @@ def save_checkpoint(
     _remove_unfinished(directory)
     try:
         temporary.mkdir()
-        model.save_pretrained(temporary)
+        write_model(temporary)
         write_tensors(temporary / "optimiser.safetensors", {**optimiser, "rng": torch.get_rng_state()}, {})
         if carried is not None:
-            write_tensors(temporary / "carried.safetensors", carried.tensors(), {})
+            write_tensors(temporary / "carried.safetensors", carried, {})
         files = {path.name: digest_file(path) for path in sorted(temporary.iterdir())}
-        values = {"version": _VERSION, "step": step, "tokens": tokens, "data": data, "config": config.to_dict()}
-        manifest = {**values, "files": files}
+        values = {"step": step, "tokens": tokens, "data": data, "solved": solved, "config": config}
+        manifest = {"version": _VERSION, **values, "files": files}
         write_json(temporary / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
         for path in temporary.iterdir():
             _bring_to_disk(path)
@@ -92,7 +93,7 @@ def save_checkpoint(
         _bring_to_disk(directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in checkpoints(directory)[config.checkpoints.keep :]:
+    for old in checkpoints(directory)[keep:]:
         shutil.rmtree(old)
     return target
 
@@ -139,8 +140,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         manifest["step"],
         manifest["tokens"],
-        TrainingConfig.from_dict(manifest["config"], str(path)),
+        manifest["config"],
         manifest["data"],
+        manifest["solved"],
         load_file(path / "model.safetensors"),
         optimiser,
         rng,

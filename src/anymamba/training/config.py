@@ -1,17 +1,19 @@
 """The configuration of a training run: typed, frozen, read from TOML, and overridden field by field.
 
-A field is declared once, here; the TOML file, the command line and its help all follow.
+A field is declared once; the TOML file, the command line and its help all follow. `RunConfig` has what every run has,
+`TrainingConfig` what training a language model needs besides.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from anymamba.models.config import MambaLMConfig
 from anymamba.training.values import checked, expect_known, parse
@@ -21,13 +23,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+C = TypeVar("C", bound="RunConfig")
 
-def _option(default: Any, help: str, *, free: bool = False) -> Any:
+
+def option(default: Any, help: str, *, free: bool = False) -> Any:
     """A field with its help; `free` fields may differ when a run is resumed, because they change no weight."""
     return field(default=default, metadata={"help": help, "free": free})
 
 
-def _at_least(section: Any, least: int, *names: str) -> None:
+def at_least(section: Any, least: int, *names: str) -> None:
+    """Refuse a section whose fields of these names are below `least`."""
     for name in names:
         if (value := getattr(section, name)) is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -37,21 +42,21 @@ def _at_least(section: Any, least: int, *names: str) -> None:
 class ModelSection:
     """The language model: one dial, or its sizes."""
 
-    family: Literal["Mamba2", "Mamba3"] = _option("Mamba3", "family of the blocks")
-    depth: int = _option(4, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)")
-    n_layer: int | None = _option(None, "layers, where the dial does not suit")
-    d_model: int | None = _option(None, "width of the residual stream, where the dial does not suit")
-    d_state: int = _option(64, "state size of a head")
-    headdim: int | None = _option(None, "width of a head; none: 64, or a divisor of the width below that")
-    d_intermediate: int = _option(0, "width of an MLP behind each block; 0: none")
-    tie_embeddings: bool = _option(True, "the head is the embedding")
+    family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
+    depth: int = option(4, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)")
+    n_layer: int | None = option(None, "layers, where the dial does not suit")
+    d_model: int | None = option(None, "width of the residual stream, where the dial does not suit")
+    d_state: int = option(64, "state size of a head")
+    headdim: int | None = option(None, "width of a head; none: 64, or a divisor of the width below that")
+    d_intermediate: int = option(0, "width of an MLP behind each block; 0: none")
+    tie_embeddings: bool = option(True, "the head is the embedding")
     block: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
     )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
+        at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens."""
@@ -71,23 +76,23 @@ class ModelSection:
 class DataSection:
     """Where the text comes from and how it becomes rows."""
 
-    sources: tuple[str, ...] = _option(
+    sources: tuple[str, ...] = option(
         ("stdlib",), 'files, directories, glob patterns, .jsonl files, "-" for stdin, or "stdlib"'
     )
-    tokenizer: str = _option("bytes", '"bytes", or a tokenizer.json')
-    jsonl_field: str = _option("text", "field of a JSONL line that holds the text")
-    mode: Literal["packed", "stream"] = _option(
+    tokenizer: str = option("bytes", '"bytes", or a tokenizer.json')
+    jsonl_field: str = option("text", "field of a JSONL line that holds the text")
+    mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
-    held_out: float = _option(0.02, "share of the documents that is kept from training")
-    held_out_bytes: int = _option(262144, "the most held-out text that is kept for evaluation")
-    shards: str | None = _option(None, "directory of the tokenised text; none: data/ in the output directory")
-    shard_tokens: int = _option(2**24, "tokens of a shard, about")
+    held_out: float = option(0.02, "share of the documents that is kept from training")
+    held_out_bytes: int = option(262144, "the most held-out text that is kept for evaluation")
+    shards: str | None = option(None, "directory of the tokenised text; none: data/ in the output directory")
+    shard_tokens: int = option(2**24, "tokens of a shard, about")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 1, "shard_tokens")
-        _at_least(self, 2, "held_out_bytes")
+        at_least(self, 1, "shard_tokens")
+        at_least(self, 2, "held_out_bytes")
         if not self.sources:
             raise ValueError("sources must name some text, got none")
         if not 0 < self.held_out < 1:
@@ -98,17 +103,17 @@ class DataSection:
 class OptimiserSection:
     """AdamW."""
 
-    lr: float = _option(3e-3, "the largest learning rate")
-    beta1: float = _option(0.9, "decay of the mean of the gradients")
-    beta2: float = _option(0.95, "decay of the mean of their squares")
-    eps: float = _option(1e-8, "added to the root of the squares")
-    weight_decay: float = _option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
-    decay_embeddings: bool = _option(False, "decay embedding and head too")
-    clip: float = _option(1.0, "the largest norm of the gradient; 0: no clipping")
+    lr: float = option(3e-3, "the largest learning rate")
+    beta1: float = option(0.9, "decay of the mean of the gradients")
+    beta2: float = option(0.95, "decay of the mean of their squares")
+    eps: float = option(1e-8, "added to the root of the squares")
+    weight_decay: float = option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
+    decay_embeddings: bool = option(False, "decay embedding and head too")
+    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2")
+        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
@@ -118,18 +123,18 @@ class OptimiserSection:
 class ScheduleSection:
     """How long, and the learning rate on the way."""
 
-    steps: int = _option(1000, "steps of the optimiser")
-    kind: Literal["cosine", "wsd", "constant"] = _option(
+    steps: int = option(1000, "steps of the optimiser")
+    kind: Literal["cosine", "wsd", "constant"] = option(
         "cosine", "behind the warm-up: a half cosine, constant with a linear decay at the end, or constant"
     )
-    warmup: int = _option(50, "steps of linear warm-up")
-    decay: float = _option(0.2, "share of the steps that a wsd schedule decays for")
-    final: float = _option(0.1, "learning rate at the end, as a share of the largest")
+    warmup: int = option(50, "steps of linear warm-up")
+    decay: float = option(0.2, "share of the steps that a wsd schedule decays for")
+    final: float = option(0.1, "learning rate at the end, as a share of the largest")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 1, "steps")
-        _at_least(self, 0, "warmup")
+        at_least(self, 1, "steps")
+        at_least(self, 0, "warmup")
         for name in ("decay", "final"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
@@ -139,13 +144,13 @@ class ScheduleSection:
 class BatchSection:
     """The tokens of a step."""
 
-    tokens: int = _option(4096, "tokens of a step")
-    length: int = _option(256, "tokens of a row")
-    accumulation: int = _option(1, "parts of a step whose gradients are added up, for less memory")
+    tokens: int = option(4096, "tokens of a step")
+    length: int = option(256, "tokens of a row")
+    accumulation: int = option(1, "parts of a step whose gradients are added up, for less memory")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 1, "tokens", "length", "accumulation")
+        at_least(self, 1, "tokens", "length", "accumulation")
         if self.tokens % (self.length * self.accumulation):
             raise ValueError(
                 f"tokens must be a multiple of length · accumulation = {self.length} · {self.accumulation}, "
@@ -162,109 +167,127 @@ class BatchSection:
 class PrecisionSection:
     """Numbers and memory."""
 
-    dtype: Literal["float32", "bfloat16", "float64"] = _option(
+    dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "of the computation; bfloat16: autocast, with weights in float32"
     )
-    activation_checkpointing: bool = _option(False, "compute each layer again in the backward pass, for less memory")
+    activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
     """What is looked at on the way."""
 
-    every: int = _option(100, "steps between evaluations; 0: only at the end", free=True)
-    prompt: str = _option("def ", "that the sample of each evaluation begins with", free=True)
-    sample_tokens: int = _option(200, "length of the sample; 0: none", free=True)
-    temperature: float = _option(0.8, "of the sample", free=True)
-    log_every: int = _option(10, "steps between lines of progress, where there is no terminal", free=True)
-    tensorboard: bool = _option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
+    every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
+    log_every: int = option(10, "steps between lines of progress, where there is no terminal", free=True)
+    tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 0, "every", "sample_tokens", "temperature")
-        _at_least(self, 1, "log_every")
+        at_least(self, 0, "every")
+        at_least(self, 1, "log_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvaluationSection(EvaluationSection):
+    """What is looked at on the way, and a sample."""
+
+    prompt: str = option("def ", "that the sample of each evaluation begins with", free=True)
+    sample_tokens: int = option(200, "length of the sample; 0: none", free=True)
+    temperature: float = option(0.8, "of the sample", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        super().__post_init__()
+        at_least(self, 0, "sample_tokens", "temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     """When the run is saved."""
 
-    every: int = _option(100, "steps between checkpoints; 0: only at the end", free=True)
-    keep: int = _option(2, "checkpoints that are kept", free=True)
+    every: int = option(100, "steps between checkpoints; 0: only at the end", free=True)
+    keep: int = option(2, "checkpoints that are kept", free=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 0, "every")
-        _at_least(self, 1, "keep")
+        at_least(self, 0, "every")
+        at_least(self, 1, "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """A training run."""
+class RunConfig:
+    """What every run has, whatever it learns; a task adds its own sections in a subclass."""
 
-    model: ModelSection = field(default_factory=ModelSection)
-    data: DataSection = field(default_factory=DataSection)
     optimiser: OptimiserSection = field(default_factory=OptimiserSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
-    batch: BatchSection = field(default_factory=BatchSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
-    seed: int = _option(0, "of the weights and of the order of the data")
-    device: str = _option("cpu", "to compute on")
-    threads: int | None = _option(None, "CPU threads; none: torch's choice. Another number rounds differently")
+    seed: int = option(0, "of the weights and of the order of the data")
+    device: str = option("cpu", "to compute on")
+    threads: int | None = option(None, "CPU threads; none: torch's choice. Another number rounds differently")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        _at_least(self, 1, "threads")
-        _at_least(self, 0, "seed")
+        at_least(self, 1, "threads")
+        at_least(self, 0, "seed")
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "config") -> TrainingConfig:
+    def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
         """From nested tables, as in a TOML file.
 
         Raises:
             ValueError: an unknown key, or a value of the wrong type or out of its range.
         """
-        config: TrainingConfig = _build(cls, values, where, "")
+        config: C = _build(cls, values, where, "")
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables of every field, as `from_dict` takes them."""
         return dataclasses.asdict(self)
 
-    def replaced(self, overrides: Mapping[str, str]) -> TrainingConfig:
+    def replaced(self: C, overrides: Mapping[str, str]) -> C:
         """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}.
 
         Raises:
             ValueError: an unknown name, or a value that cannot work.
         """
-        values, hints = self.to_dict(), _hints()
+        values, hints = self.to_dict(), _hints(type(self))
         for name, text in overrides.items():
             expect_known(name, hints, "--")
             section, _, key = name.rpartition(".")
             (values[section] if section else values)[key] = parse(name, text, hints[name])
-        return TrainingConfig.from_dict(values, "config")
+        return self.from_dict(values, "config")
 
     def flat(self) -> dict[str, Any]:
         """Every value by its dotted name: "optimiser.lr"."""
-        return {name: _get(self, name) for name in fields_by_name()}
+        return {name: _get(self, name) for name in self.fields_by_name()}
 
-    def changed(self, other: TrainingConfig) -> list[str]:
+    def changed(self: C, other: C) -> list[str]:
         """Names of the fields that differ, without those that change no weight."""
-        mine, theirs = self.flat(), other.flat()
-        return [name for name, f in fields_by_name().items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
+        return [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+
+    @classmethod
+    def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Every field by its dotted name: what a command line offers."""
+        found: dict[str, dataclasses.Field[Any]] = {}
+        for name, kind in _annotations(cls).items():
+            if dataclasses.is_dataclass(kind):
+                found.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
+            else:
+                found[name] = next(f for f in dataclasses.fields(cls) if f.name == name)
+        return found
 
 
-def fields_by_name() -> dict[str, dataclasses.Field[Any]]:
-    """Every field by its dotted name: what the command line offers."""
-    found: dict[str, dataclasses.Field[Any]] = {}
-    for name, kind in get_type_hints(TrainingConfig).items():
-        if dataclasses.is_dataclass(kind):
-            found.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
-        else:
-            found[name] = next(f for f in dataclasses.fields(TrainingConfig) if f.name == name)
-    return found
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(RunConfig):
+    """A run that trains a language model on text."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 
 def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str] | None = None) -> TrainingConfig:
@@ -288,9 +311,16 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str
     return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides or {})
 
 
-def _hints() -> dict[str, Any]:
+def _annotations(config: type[RunConfig]) -> dict[str, Any]:
+    """Types of the fields by name, in the order of the help: a task's own sections, then those of every run."""
+    kinds = get_type_hints(config)
+    names = dict.fromkeys(name for kind in config.__mro__ for name in inspect.get_annotations(kind))
+    return {name: kinds[name] for name in names}
+
+
+def _hints(config: type[RunConfig]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, kind in get_type_hints(TrainingConfig).items():
+    for name, kind in _annotations(config).items():
         if dataclasses.is_dataclass(kind):
             found.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
         else:

@@ -37,7 +37,12 @@ class Batch(NamedTuple):
     last: Int[Tensor, " r"]
 
     @property
-    def predicted(self) -> int:
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return self.inputs.numel()
+
+    @property
+    def counted(self) -> int:
         """Targets that count."""
         return int((self.targets != IGNORED_LABEL).sum())
 

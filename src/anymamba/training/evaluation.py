@@ -10,7 +10,7 @@ import torch
 from anymamba.generation import generate
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.training.config import EvaluationSection
+from anymamba.training.config import TextEvaluationSection
 from anymamba.training.data import segments
 from anymamba.training.shards import Corpus
 from anymamba.training.step import batch_nats
@@ -45,7 +45,7 @@ def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype) -> HeldOut:
     return HeldOut(nats / math.log(2) / size, 8 * corpus.xz_bytes / size)
 
 
-def sample(model: MambaLM, tokenizer: Tokenizer, config: EvaluationSection, seed: int) -> str:
+def sample(model: MambaLM, tokenizer: Tokenizer, config: TextEvaluationSection, seed: int) -> str:
     """The prompt and what the model writes behind it."""
     ids = tokenizer.encode(config.prompt)
     if not ids or not config.sample_tokens:

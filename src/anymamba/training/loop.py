@@ -3,105 +3,104 @@
 from __future__ import annotations
 
 import math
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from anymamba.files import replacing
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
-from anymamba.models.cache import LMCache
-from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import copy_companions
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
-from anymamba.training.config import TrainingConfig
-from anymamba.training.data import Batch, Batches
-from anymamba.training.evaluation import HeldOut, evaluate, sample
+from anymamba.training.config import RunConfig
 from anymamba.training.optim import learning_rate, make_optimiser, optimiser_tensors, restore_optimiser
-from anymamba.training.report import Display, MetricsTable, Row, TensorBoard, can_plot, plot_losses
-from anymamba.training.shards import open_corpus, prepare
-from anymamba.training.step import batch_nats, carried_from, first_non_finite, recompute_layers
+from anymamba.training.report import Display, MetricsTable, Row, TensorBoard, can_plot
+from anymamba.training.step import first_non_finite, recompute_layers
+from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+C = TypeVar("C", bound=RunConfig)
+T = TypeVar("T", bound=Task[Any])
 
-def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer:
-    """Begin a run in a directory.
 
-    Raises:
-        ValueError: the directory has a run already, or the config or the text cannot work.
-    """
+def expect_no_run(directory: Path) -> None:
+    """Refuse a directory that has a run."""
     if checkpoints(directory / "checkpoints"):
         raise ValueError(f"{directory}: there is a run already; go on with --resume {directory}, or name another")
-    return Trainer(config, directory, None, tell)
 
 
-def resume(directory: Path, overrides: dict[str, str], tell: Callable[[str], None]) -> Trainer:
-    """Go on with a run from its latest good checkpoint.
+def reopen(
+    directory: Path, kind: type[C], wanted: Callable[[C], C], tell: Callable[[str], None]
+) -> tuple[Checkpoint, C]:
+    """The latest good checkpoint of a run, and the config to go on with.
+
+    Args:
+        directory: of the run.
+        kind: of its config.
+        wanted: the config to go on with, given that of the run.
+        tell: is told of damaged checkpoints.
 
     Raises:
-        ValueError: there is none, or `overrides` change what the run is.
+        ValueError: there is none, or the config differs in what changes a weight.
     """
     checkpoint = load_latest(directory / "checkpoints", tell)
-    config = checkpoint.config.replaced(overrides)
-    if changed := checkpoint.config.changed(config):
-        was, new = checkpoint.config.flat(), config.flat()
+    began = kind.from_dict(checkpoint.config, str(directory))
+    config = wanted(began)
+    if changed := began.changed(config):
+        was, new = began.flat(), config.flat()
         raise ValueError(
             f"{directory}: a run goes on with the config it began with; changed: "
             + ", ".join(f"{name} (was {was[name]!r}, got {new[name]!r})" for name in changed)
         )
-    return Trainer(config, directory, checkpoint, tell)
+    return checkpoint, config
 
 
-class Trainer:
+def train_or_resume(task: T, directory: Path, tell: Callable[[str], None]) -> Trainer[T]:
+    """Begin a run in a directory, or go on with the one that is there.
+
+    Raises:
+        ValueError: the run that is there learns something else, or with another config.
+    """
+    if not checkpoints(directory / "checkpoints"):
+        return Trainer(task, directory, None, tell)
+    checkpoint, _ = reopen(directory, type(task.config), lambda _: task.config, tell)
+    return Trainer(task, directory, checkpoint, tell)
+
+
+class Trainer(Generic[T]):
     """A run: everything that a checkpoint holds, and the loop over it.
 
     Attributes:
+        task: what is learnt.
         step: steps taken.
-        held_out: of the last evaluation, if there was one.
+        tokens: read so far.
+        solved: the task was found solved, so that the run is finished before its last step.
+        evaluated: by the last evaluation, if there was one.
     """
 
-    def __init__(
-        self, config: TrainingConfig, directory: Path, checkpoint: Checkpoint | None, tell: Callable[[str], None]
-    ) -> None:
-        """Prepare the text, and build the model anew or from a checkpoint."""
-        self.config, self.directory, self._tell = config, directory, tell
+    def __init__(self, task: T, directory: Path, checkpoint: Checkpoint | None, tell: Callable[[str], None]) -> None:
+        """Build the model anew or from a checkpoint."""
+        self.task, self.directory, self._tell = task, directory, tell
+        self.config = config = task.config
+        if checkpoint is not None and checkpoint.data != task.fingerprint:
+            raise ValueError(
+                f"{directory}: not what the run began to learn from: "
+                f"expected the checksum {checkpoint.data}, got {task.fingerprint}"
+            )
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.precision.dtype]
         self._device = _device(config.device)
-        self._tokenizer = self._make_tokenizer(checkpoint)
-        shards = Path(config.data.shards) if config.data.shards else directory / "data"
-        if checkpoint is None:
-            self._corpus = prepare(config.data, shards, self._tokenizer, tell)
-        else:
-            self._corpus = open_corpus(shards)
-            if self._corpus.checksum != checkpoint.data:
-                raise ValueError(
-                    f"{shards}: not the text that the run began with: "
-                    f"expected the checksum {checkpoint.data}, got {self._corpus.checksum}"
-                )
-        self._batches = Batches(
-            self._corpus.train,
-            mode=config.data.mode,
-            length=config.batch.length,
-            rows=config.batch.rows,
-            accumulation=config.batch.accumulation,
-            seed=config.seed,
-        )
-        self.step, self.tokens = 0, 0
-        self.held_out: HeldOut | None = None
-        self._carried: list[LMCache | None] = [None] * config.batch.accumulation
+        self.step, self.tokens, self.solved = 0, 0, False
+        self.evaluated: Evaluation | None = None
+        self._carried: list[Any] = []
         torch.manual_seed(config.seed)
-        weights = torch.float64 if self._dtype == torch.float64 else torch.float32
-        self.model = MambaLM(config.model.lm_config(self._tokenizer.vocab_size), dtype=weights).to(self._device)
+        self.model = task.make_model(torch.float64 if self._dtype == torch.float64 else torch.float32)
+        self.model.to(self._device)
         self.optimiser = make_optimiser(self.model, config.optimiser)
         self._saved = -1
         if checkpoint is not None:
@@ -109,8 +108,13 @@ class Trainer:
         if config.precision.activation_checkpointing:
             recompute_layers(self.model)
 
+    @property
+    def finished(self) -> bool:
+        """Whether there is no step left to take."""
+        return self.solved or self.step == self.config.schedule.steps
+
     def run(self) -> bool:
-        """Train to the end, or until an interrupt.
+        """Train to the end, or until the task is solved, or until an interrupt.
 
         Returns:
             Whether the run is finished.
@@ -121,23 +125,24 @@ class Trainer:
         c, logs = self.config, self.directory / "tensorboard"
         display = Display(c.schedule.steps, self.step, c.evaluation.log_every)
         board = TensorBoard(logs, self.step) if c.evaluation.tensorboard else None
-        table = MetricsTable(self.directory / "metrics.csv", self.step)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        table = MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
         if not can_plot():
-            display.tell("no loss.png: matplotlib is not installed (pip install 'anymamba[train]')")
+            display.tell("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
             with _interrupts() as interrupted:
                 if self._saved < 0:
                     self.save()
-                while self.step < c.schedule.steps and not interrupted():
-                    row = self._take_step()
-                    display.at(row, c.batch.tokens)
+                while not self.finished and not interrupted():
+                    row, tokens = self._take_step()
+                    display.at(row, tokens)
                     if self._due(c.evaluation.every):
-                        row = row._replace(held_out_bits_per_byte=self._evaluate(display).bits_per_byte)
+                        row = row._replace(evaluated=self._evaluate(display))
                     table.add(row)
                     if board is not None:
                         board.add(row)
-                    if row.held_out_bits_per_byte is not None and can_plot():
-                        self._plot()
+                    if row.evaluated and can_plot():
+                        self.task.plot(self.directory)
                     if self._due(c.checkpoints.every):
                         self.save()
         except FloatingPointError:
@@ -148,29 +153,31 @@ class Trainer:
             if board is not None:
                 board.close()
         self.save()
-        self.model.save_pretrained(self.directory)
-        return self.step == c.schedule.steps
+        self.task.write_model(self.model, self.directory)
+        return self.finished
 
     def save(self) -> None:
         """Write a checkpoint of the state as it is, if it has not been written."""
         if self._saved == self.step:
             return
-        parts = [part for part in self._carried if part is not None]
         save_checkpoint(
             self.directory / "checkpoints",
-            self.model,
+            lambda directory: self.task.write_model(self.model, directory),
             optimiser_tensors(self.model, self.optimiser),
-            LMCache.cat(parts) if parts else None,
+            self.task.carried_tensors(self._carried) if self._carried else None,
             step=self.step,
             tokens=self.tokens,
-            config=self.config,
-            data=self._corpus.checksum,
+            config=self.config.to_dict(),
+            data=self.task.fingerprint,
+            solved=self.solved,
+            keep=self.config.checkpoints.keep,
         )
         self._saved = self.step
 
-    def _take_step(self) -> Row:
+    def _take_step(self) -> tuple[Row, int]:
+        """The metrics of a step, and the tokens that it read."""
         began, c = perf_counter(), self.config
-        batches = [batch.to(self._device) for batch in self._batches.step(self.step)]
+        batches = [batch.to(self._device) for batch in self.task.batches(self.step)]
         loss, norm, carried = self._differentiate(batches)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FloatingPointError(self._diagnose(batches, loss, norm))
@@ -178,29 +185,30 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()
-        if c.data.mode == "stream":
-            self._carried = carried
-        self.step, self.tokens = self.step + 1, self.tokens + c.batch.tokens
-        return Row(self.step, self.tokens, loss, rate, norm, None, perf_counter() - began)
+        self._carried = carried
+        tokens = sum(batch.tokens for batch in batches)
+        self.step, self.tokens = self.step + 1, self.tokens + tokens
+        return Row(self.step, self.tokens, loss, rate, norm, perf_counter() - began, {}), tokens
 
-    def _differentiate(self, batches: list[Batch]) -> tuple[float, float, list[LMCache | None]]:
-        """Mean loss, norm of its gradient (which is then clipped), and the states behind the rows."""
-        count = max(1, sum(batch.predicted for batch in batches))
+    def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
+        """Mean cost, norm of its gradient (which is then clipped), and the states that are carried on."""
         self.optimiser.zero_grad(set_to_none=True)
-        total, states = 0.0, []
-        for batch, carried in zip(batches, self._carried, strict=True):
-            nats, state = batch_nats(self.model, batch, carried, self._dtype)
-            (nats / count).backward()
-            total += nats.item()
+        total, count, states = 0.0, _count(batches), []
+        for cost, state in self._costs(batches):
+            (cost / count).backward()
+            total += cost.item()
             states.append(state)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip or math.inf)
-        return total / count, norm.item(), [*states]
+        return total / count, norm.item(), [] if all(state is None for state in states) else states
 
-    def _diagnose(self, batches: list[Batch], loss: float, norm: float) -> str:
+    def _costs(self, batches: list[Any]) -> Iterator[tuple[Tensor, Any]]:
+        carried = self._carried or [None] * len(batches)
+        for batch, state in zip(batches, carried, strict=True):
+            yield self.task.cost(self.model, batch, state, self._dtype)
+
+    def _diagnose(self, batches: list[Any], loss: float, norm: float) -> str:
         def compute() -> Tensor:
-            parts = zip(batches, self._carried, strict=True)
-            costs = [batch_nats(self.model, batch, carried, self._dtype)[0] for batch, carried in parts]
-            return torch.stack(costs).sum() / max(1, sum(batch.predicted for batch in batches))
+            return torch.stack([cost for cost, _ in self._costs(batches)]).sum() / _count(batches)
 
         self.optimiser.zero_grad(set_to_none=True)
         where = first_non_finite(self.model, compute)
@@ -209,59 +217,27 @@ class Trainer:
             f"The state behind step {self.step} is kept in {self.directory / 'checkpoints'}"
         )
 
-    def _evaluate(self, display: Display) -> HeldOut:
-        self.held_out = evaluate(self.model, self._corpus, self._dtype)
-        text = sample(self.model, self._tokenizer, self.config.evaluation, self.config.seed)
-        display.tell(
-            f"step {self.step}: held out {self.held_out.bits_per_byte:.4f} bits per byte "
-            f"(xz -9: {self.held_out.xz_bits_per_byte:.4f})"
-        )
-        if text:
-            samples = self.directory / "samples"
-            samples.mkdir(exist_ok=True)
-            with replacing(samples / f"step-{self.step:08d}.txt") as temporary:
-                temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-            display.tell("\n".join(f"  | {line}" for line in text.splitlines()))
-        return self.held_out
-
-    def _plot(self) -> None:
-        assert self.held_out is not None
-        train = self._corpus.train
-        plot_losses(
-            self.directory / "metrics.csv",
-            self.directory / "loss.png",
-            self.held_out.xz_bits_per_byte,
-            int(train.sizes.sum()) / train.total,
-        )
+    def _evaluate(self, display: Display) -> dict[str, float]:
+        self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
+        self.solved = found.solved
+        display.tell(found.text)
+        return found.values
 
     def _due(self, every: int) -> bool:
-        return self.step == self.config.schedule.steps or bool(every and self.step % every == 0)
-
-    def _make_tokenizer(self, checkpoint: Checkpoint | None) -> Tokenizer:
-        """The tokenizer, from the copy of its file that belongs to the run."""
-        name, copy = self.config.data.tokenizer, self.directory / "tokenizer.json"
-        if name == "bytes":
-            return ByteTokenizer()
-        if checkpoint is None:
-            FileTokenizer(Path(name))
-            self.directory.mkdir(parents=True, exist_ok=True)
-            copy_companions(Path(name).parent, self.directory)
-            with replacing(copy) as temporary:
-                shutil.copyfile(name, temporary)
-        return FileTokenizer(copy)
+        return self.finished or bool(every and self.step % every == 0)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        state = dict(checkpoint.model)
-        if self.model.config.tie_embeddings:
-            state["lm_head.weight"] = state["backbone.embedding.weight"]
-        self.model.load_state_dict(state)
+        self.task.read_model(self.model, checkpoint.model)
         restore_optimiser(self.model, self.optimiser, checkpoint.optimiser)
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
+        self.solved = checkpoint.solved
         if checkpoint.carried is not None:
-            whole, parts = carried_from(self.model, checkpoint.carried), self.config.batch.accumulation
-            size = whole.batch_size // parts
-            self._carried = [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+            self._carried = self.task.carried_from(self.model, checkpoint.carried)
+
+
+def _count(batches: list[Any]) -> int:
+    return max(1, sum(batch.counted for batch in batches))
 
 
 def _device(name: str) -> torch.device:

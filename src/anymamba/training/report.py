@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from anymamba.files import replacing
-
-_COLUMNS = ("step", "tokens", "loss", "learning_rate", "gradient_norm", "held_out_bits_per_byte", "seconds")
 
 
 class Row(NamedTuple):
@@ -23,8 +22,8 @@ class Row(NamedTuple):
         loss: mean over the step's targets, in nats.
         learning_rate: of the step.
         gradient_norm: before clipping.
-        held_out_bits_per_byte: if the step was evaluated.
         seconds: that the step took.
+        evaluated: what the evaluation found, by name, if there was one behind the step.
     """
 
     step: int
@@ -32,26 +31,30 @@ class Row(NamedTuple):
     loss: float
     learning_rate: float
     gradient_norm: float
-    held_out_bits_per_byte: float | None
     seconds: float
+    evaluated: dict[str, float]
+
+
+_COLUMNS = Row._fields[:-1]
 
 
 class MetricsTable:
     """metrics.csv: a row a step, and after a resume exactly the rows of the steps that count."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        """Open the table, keeping the rows up to `step`."""
-        rows = []
+    def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
+        """Open the table, keeping the rows up to `step`; `names` are those of what evaluations find."""
+        rows, self._names, columns = [], names, [*_COLUMNS, *names]
         if path.is_file() and step:
             with path.open(newline="", encoding="utf-8") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if len(row) == len(_COLUMNS) and int(row[0]) <= step]
+                rows = [row for row in list(csv.reader(file))[1:] if len(row) == len(columns) and int(row[0]) <= step]
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([_COLUMNS, *rows])
+            csv.writer(file).writerows([columns, *rows])
         self._file = path.open("a", newline="", encoding="utf-8")
 
     def add(self, row: Row) -> None:
         """Write a row."""
-        csv.writer(self._file).writerow(["" if x is None else repr(x) for x in row])
+        values = [*row[:-1], *(row.evaluated.get(name) for name in self._names)]
+        csv.writer(self._file).writerow(["" if x is None else repr(x) for x in values])
         self._file.flush()
 
     def close(self) -> None:
@@ -62,10 +65,13 @@ class MetricsTable:
 def read_metrics(path: Path) -> list[Row]:
     """The rows of a table."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [
-            Row(int(r[0]), int(r[1]), float(r[2]), float(r[3]), float(r[4]), float(r[5]) if r[5] else None, float(r[6]))
-            for r in list(csv.reader(file))[1:]
-        ]
+        header, *rows = csv.reader(file)
+    found, n = [], len(_COLUMNS)
+    for r in rows:
+        evaluated = {name: float(x) for name, x in zip(header[n:], r[n:], strict=True) if x}
+        loss, rate, norm, seconds = map(float, r[2:n])
+        found.append(Row(int(r[0]), int(r[1]), loss, rate, norm, seconds, evaluated))
+    return found
 
 
 def can_plot() -> bool:
@@ -81,7 +87,7 @@ def plot_losses(metrics: Path, target: Path, xz_bits_per_byte: float, bytes_per_
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
     axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
-    seen = [(r.step, r.held_out_bits_per_byte) for r in rows if r.held_out_bits_per_byte is not None]
+    seen = [(r.step, r.evaluated["held_out_bits_per_byte"]) for r in rows if r.evaluated]
     axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
     axes.axhline(xz_bits_per_byte, color="grey", ls="--", label="xz -9, held out")
     axes.legend()
@@ -108,9 +114,9 @@ class TensorBoard:
 
     def add(self, row: Row) -> None:
         """Log a row."""
-        for name in ("loss", "learning_rate", "gradient_norm", "held_out_bits_per_byte"):
-            if (value := getattr(row, name)) is not None:
-                self._writer.add_scalar(name, value, row.step)
+        values = {name: getattr(row, name) for name in ("loss", "learning_rate", "gradient_norm")}
+        for name, value in {**values, **row.evaluated}.items():
+            self._writer.add_scalar(name, value, row.step)
 
     def close(self) -> None:
         """Write what is left."""

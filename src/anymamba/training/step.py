@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anymamba.models.cache import LMCache
+from anymamba.models.layers import ResidualLayer
 from anymamba.models.lm import IGNORED_LABEL, MambaLM
 from anymamba.training.data import Batch
 
 
-def autocast(model: MambaLM, dtype: torch.dtype) -> AbstractContextManager[Any]:
+def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Autocast where the computation is narrower than the weights."""
-    return nullcontext() if dtype == model.dtype else torch.autocast(model.device.type, dtype)
+    weight = next(model.parameters())
+    return nullcontext() if dtype == weight.dtype else torch.autocast(weight.device.type, dtype)
 
 
 def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype) -> tuple[Tensor, LMCache]:
@@ -62,10 +64,18 @@ def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
     )
 
 
-def recompute_layers(model: MambaLM) -> None:
-    """Keep only the inputs of each layer; the backward pass computes the rest again, bit for bit."""
-    for layer in model.backbone.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+def recompute_layers(model: nn.Module) -> None:
+    """Keep only the inputs of each residual layer; the backward pass computes the rest again, bit for bit.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ResidualLayer)]
+    if not layers:
+        raise ValueError(f"activation_checkpointing = true needs residual layers, got {type(model).__name__}")
+    for layer in layers:
+        forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = forward  # type: ignore[method-assign]
 
 
 def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:

@@ -1,0 +1,145 @@
+"""Learning to predict text: the task of `anymamba train`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymamba.files import replacing
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+from anymamba.models.cache import LMCache
+from anymamba.models.lm import MambaLM
+from anymamba.models.pretrained import copy_companions
+from anymamba.training.config import TrainingConfig
+from anymamba.training.data import Batch, Batches
+from anymamba.training.evaluation import HeldOut, evaluate, sample
+from anymamba.training.loop import Trainer, expect_no_run, reopen
+from anymamba.training.report import plot_losses
+from anymamba.training.shards import open_corpus, prepare
+from anymamba.training.step import batch_nats, carried_from
+from anymamba.training.task import Evaluation, Task
+
+
+def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer[LanguageTask]:
+    """Begin a run in a directory.
+
+    Raises:
+        ValueError: the directory has a run already, or the config or the text cannot work.
+    """
+    expect_no_run(directory)
+    return Trainer(LanguageTask(config, directory, tell, fresh=True), directory, None, tell)
+
+
+def resume(directory: Path, overrides: dict[str, str], tell: Callable[[str], None]) -> Trainer[LanguageTask]:
+    """Go on with a run from its latest good checkpoint.
+
+    Raises:
+        ValueError: there is none, or `overrides` change what the run is.
+    """
+    checkpoint, config = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell)
+    return Trainer(LanguageTask(config, directory, tell, fresh=False), directory, checkpoint, tell)
+
+
+class LanguageTask(Task[Batch]):
+    """A language model on text.
+
+    Attributes:
+        held_out: of the last evaluation, if there was one.
+    """
+
+    NAMES = ("held_out_bits_per_byte",)
+    config: TrainingConfig
+
+    def __init__(self, config: TrainingConfig, directory: Path, tell: Callable[[str], None], *, fresh: bool) -> None:
+        """Prepare the text of a fresh run, or open that of one that began before."""
+        self.config, self._directory = config, directory
+        self.held_out: HeldOut | None = None
+        self._tokenizer = self._make_tokenizer(fresh)
+        shards = Path(config.data.shards) if config.data.shards else directory / "data"
+        self.corpus = prepare(config.data, shards, self._tokenizer, tell) if fresh else open_corpus(shards)
+        self._batches = Batches(
+            self.corpus.train,
+            mode=config.data.mode,
+            length=config.batch.length,
+            rows=config.batch.rows,
+            accumulation=config.batch.accumulation,
+            seed=config.seed,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """The checksum of the tokenised text."""
+        return self.corpus.checksum
+
+    def make_model(self, dtype: torch.dtype) -> MambaLM:
+        """The language model of the config, for the tokenizer's vocabulary."""
+        return MambaLM(self.config.model.lm_config(self._tokenizer.vocab_size), dtype=dtype)
+
+    def batches(self, step: int) -> list[Batch]:
+        """Rows of text."""
+        return self._batches.step(step)
+
+    def cost(
+        self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
+    ) -> tuple[Tensor, LMCache | None]:
+        """Nats, and the state behind each row of a stream."""
+        nats, state = batch_nats(model, batch, carried, dtype)
+        return nats, state if self.config.data.mode == "stream" else None
+
+    def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
+        """Score the held-out text, and write a sample."""
+        self.held_out = found = evaluate(model, self.corpus, dtype)
+        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte (xz -9: {found.xz_bits_per_byte:.4f})"]
+        if text := sample(model, self._tokenizer, self.config.evaluation, self.config.seed):
+            samples = self._directory / "samples"
+            samples.mkdir(exist_ok=True)
+            with replacing(samples / f"step-{step:08d}.txt") as temporary:
+                temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+            lines += [f"  | {line}" for line in text.splitlines()]
+        return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
+
+    def write_model(self, model: MambaLM, directory: Path) -> None:
+        """Config and weights, as `MambaLM.from_pretrained` opens them."""
+        model.save_pretrained(directory)
+
+    def read_model(self, model: MambaLM, tensors: dict[str, Tensor]) -> None:
+        """Set the weights; a tied head is not in the file."""
+        tied = {"lm_head.weight": tensors["backbone.embedding.weight"]} if model.config.tie_embeddings else {}
+        model.load_state_dict({**tensors, **tied})
+
+    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor]:
+        """The states of all streams in one cache."""
+        return LMCache.cat(parts).tensors()
+
+    def carried_from(self, model: MambaLM, tensors: dict[str, Tensor]) -> list[Any]:
+        """The states of each part's streams."""
+        whole, parts = carried_from(model, tensors), self.config.batch.accumulation
+        size = whole.batch_size // parts
+        return [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+
+    def plot(self, directory: Path) -> None:
+        """Draw `loss.png`."""
+        if self.held_out is not None:
+            text = self.corpus.train
+            bytes_per_token = int(text.sizes.sum()) / text.total
+            plot_losses(
+                directory / "metrics.csv", directory / "loss.png", self.held_out.xz_bits_per_byte, bytes_per_token
+            )
+
+    def _make_tokenizer(self, fresh: bool) -> Tokenizer:
+        """The tokenizer, from the copy of its file that belongs to the run."""
+        name, copy = self.config.data.tokenizer, self._directory / "tokenizer.json"
+        if name == "bytes":
+            return ByteTokenizer()
+        if fresh:
+            FileTokenizer(Path(name))
+            self._directory.mkdir(parents=True, exist_ok=True)
+            copy_companions(Path(name).parent, self._directory)
+            with replacing(copy) as temporary:
+                shutil.copyfile(name, temporary)
+        return FileTokenizer(copy)

@@ -1,0 +1,109 @@
+"""What a run learns: the side of training that the loop does not know."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.files import write_tensors
+from anymamba.training.config import RunConfig
+
+B = TypeVar("B", bound="StepBatch")
+
+
+class StepBatch(Protocol):
+    """What one part of a step reads."""
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are read."""
+
+    @property
+    def counted(self) -> int:
+        """Terms of the cost: what it is a mean over."""
+
+    def to(self: B, device: torch.device) -> B:
+        """On another device."""
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+        values: numbers by name, those of `Task.NAMES`.
+        text: lines for a reader.
+        solved: there is nothing left to learn; the run is finished.
+    """
+
+    values: dict[str, float]
+    text: str
+    solved: bool = False
+
+
+class Task(ABC, Generic[B]):
+    """A model, what it reads at each step, what that costs, and how it is judged.
+
+    Everything is a function of the config: a run that is stopped and resumed builds its task anew.
+
+    Attributes:
+        NAMES: of the numbers that an evaluation finds.
+        config: of the run.
+    """
+
+    NAMES: ClassVar[tuple[str, ...]]
+    config: RunConfig
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Names what is learnt from, so that a run does not go on with something else."""
+
+    @abstractmethod
+    def make_model(self, dtype: torch.dtype) -> nn.Module:
+        """The model, with fresh weights of `dtype` drawn from torch's generator."""
+
+    @abstractmethod
+    def batches(self, step: int) -> list[B]:
+        """What step 0, 1, ... reads, in parts whose gradients are added up; a function of the config and the step."""
+
+    @abstractmethod
+    def cost(self, model: Any, batch: B, carried: Any, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """The cost of a batch, added up over its `counted` terms.
+
+        Args:
+            model: from `make_model`.
+            batch: on the model's device.
+            carried: the state that this part of the step before left behind; None for the first.
+            dtype: of the computation.
+
+        Returns:
+            A scalar, and the state for the same part of the next step, without its history (None: nothing is carried).
+        """
+
+    @abstractmethod
+    def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
+        """Judge the model behind `step` steps."""
+
+    def write_model(self, model: Any, directory: Path) -> None:
+        """Write `model.safetensors`, and what else belongs to the model."""
+        write_tensors(directory / "model.safetensors", model.state_dict(), {})
+
+    def read_model(self, model: Any, tensors: dict[str, Tensor]) -> None:
+        """Set the weights to those of `model.safetensors`."""
+        model.load_state_dict(tensors)
+
+    def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor]:
+        """The carried states of all parts as tensors by name."""
+        raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is saved")
+
+    def carried_from(self, model: Any, tensors: dict[str, Tensor]) -> list[Any]:
+        """The inverse of `carried_tensors`."""
+        raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is restored")
+
+    def plot(self, directory: Path) -> None:
+        """Draw what is of interest from `metrics.csv`, behind an evaluation, where matplotlib is installed."""
