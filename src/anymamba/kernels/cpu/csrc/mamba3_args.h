@@ -1,4 +1,4 @@
-// What Python hands to the kernels around Mamba-3's scan. The ctypes structures in kernels/cpu mirror these field by field.
+// What Python hands to the kernels around Mamba-3's scan. The ctypes structures in kernels/cpu mirror these.
 #pragma once
 
 #include <cstdint>

@@ -21,7 +21,8 @@ struct StepSize {
   Vec<double> value, slope;
 
   StepSize(Vec<double> x, const PrepareArgs& args, bool padding) {
-    const Vec<double> zero = {}, low = broadcast(args.dt_min), high = broadcast(args.dt_max), free = softplus<double>(x);
+    const Vec<double> zero = {}, low = broadcast(args.dt_min), high = broadcast(args.dt_max);
+    const Vec<double> free = softplus<double>(x);
     value = padding ? zero : free < low ? low : free > high ? high : free;
     slope = padding ? zero : free < low ? zero : free > high ? zero : sigmoid<double>(x);
   }
@@ -107,7 +108,8 @@ bool prepare_forward(const PrepareArgs& args) {
   const int64_t rows = args.batch * args.time;
   Arena count;
   PrepareRow<T>(args, count);
-  return run_tasks((rows + kPrepareRows - 1) / kPrepareRows, args.threads, count.used(), [&](int64_t task, void* scratch) {
+  const int64_t tasks = (rows + kPrepareRows - 1) / kPrepareRows;
+  return run_tasks(tasks, args.threads, count.used(), [&](int64_t task, void* scratch) {
     Arena arena(scratch);
     PrepareRow<T> b(args, arena);
     const int64_t stop = (task + 1) * kPrepareRows < rows ? (task + 1) * kPrepareRows : rows;

@@ -26,8 +26,8 @@ extern "C" struct ScanArgs {
   const void* initial_state;  // null for zeros
   void* y;
   void* final_state;
-  // Mamba-3 only; k_bias is null elsewhere. Keys and queries are biased and turned for each head, the scale of v is that
-  // of the trapezoidal rule, and v may be one row for all ranks, each with weights of its own.
+  // Mamba-3 only; k_bias is null elsewhere. Keys and queries are biased and turned for each head, the scale of v is
+  // that of the trapezoidal rule, and v may be one row for all ranks, each with weights of its own.
   const void* k_bias;  // (heads, rank, state)
   const void* q_bias;
   int64_t pairs, interleaved;  // how many channels turn, and whether pairs are (2 i, 2 i + 1) or (i, i + state / 2)
@@ -35,7 +35,7 @@ extern "C" struct ScanArgs {
   const void* dt;              // (batch, time, heads)
   const void* start;           // (sequences, heads, pairs), angles before the first step
   const void* gamma;           // (batch, time, heads), weight of a token in its own step
-  const void* kappa;           // (batch, time, heads), weight of the token before it; the scale is gamma + the next kappa
+  const void* kappa;           // (batch, time, heads), of the token before it; the scale is gamma + the next kappa
   const void* value_weight;    // (heads, rank, width), or null
   const int64_t* lengths;      // real steps of each row, null for all: which key is the last
   void* last_k;                // (sequences, rank, heads, state)

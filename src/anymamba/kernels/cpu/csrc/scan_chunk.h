@@ -189,7 +189,7 @@ struct Decay {
     kept = exp_nonpositive_scalar(static_cast<T>(end), kMinExponent<T>);
   }
 
-  // The decay from row j to the rows i, i + 1, ... of a vector, and which of them come at or after j's step, or after it.
+  // The decay from row j to the rows i, i + 1, ... of a vector, and which of them come at or after j's step, or after.
   Vec<T> between(int j, int i) const {
     const Vec<T> exponent = (load(high + i) - high[j]) + (load(low + i) - low[j]);
     return exp_nonpositive(exponent < Vec<T>{} ? exponent : Vec<T>{} + exponent * T(0), kMinExponent<T>);
@@ -235,7 +235,8 @@ struct Weights {
         if (time + 1 < seq.stop) after += *at_step<T>(args.kappa, args, chunk.batch, time + 1, head);
       } else if (args.scale) {
         const int64_t* strides = args.scale_strides;
-        now = after = static_cast<const T*>(args.scale)[chunk.batch * strides[0] + time * strides[1] + head * strides[2]];
+        const int64_t at = chunk.batch * strides[0] + time * strides[1] + head * strides[2];
+        now = after = static_cast<const T*>(args.scale)[at];
       }
       for (int r = 0; r < rank; ++r) later[l * rank + r] = after, own[l * rank + r] = now;
     }

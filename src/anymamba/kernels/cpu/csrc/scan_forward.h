@@ -136,7 +136,8 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
     transpose(outer_state(static_cast<T*>(args.final_state), e), size.n, b.states + e * state_numbers, size.p_row,
               size.n, size.p);
     for (int s = 0; s < size.pairs; ++s)
-      static_cast<T*>(args.turned)[(first_lane + e) * size.pairs + s] = static_cast<T>(b.angles[e * size.pairs_row + s]);
+      static_cast<T*>(args.turned)[(first_lane + e) * size.pairs + s] =
+          static_cast<T>(b.angles[e * size.pairs_row + s]);
   }
 }
 
