@@ -79,6 +79,7 @@ struct PrepareRow {
 
   // One result out, in `dtype`.
   void write(void* target, int result, int64_t row, int64_t width, int64_t dtype) {
+    if (!width) return;
     for (int64_t c = 0; c < width; ++c) narrow[c] = static_cast<T>(results[result][c]);
     write_row(static_cast<char*>(target) + row * width * static_cast<int64_t>(size_of(dtype)), narrow, dtype,
               static_cast<int>(width));

@@ -148,7 +148,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     if (!args.k_bias) backward_keys(b.dgroup_k, b.dgroup_q, rows, b, size);
     write_keys(args.dk, partial.dk, partial, b.dgroup_k, args, task, chunk, rows_buffer, size);
     write_keys(args.dq, partial.dq, partial, b.dgroup_q, args, task, chunk, rows_buffer, size);
-    if (args.k_bias) {
+    if (size.pairs) {
       T* drate = partial.drate ? partial.drate + all_block * partial.rate_numbers : static_cast<T*>(args.drate);
       for (int l = 0; l < chunk.steps; ++l)
         std::memcpy(drate + (chunk.batch * args.time + chunk.start + l) * size.pairs,
