@@ -24,6 +24,7 @@ OPTIONS = {
     "mamba3 group per head": (Mamba3, {"ngroups": 4}),
     "mamba3 no rotation": (Mamba3, {"rope_fraction": 0}),
     "mamba3 full rotation": (Mamba3, {"rope_fraction": 1.0, "rotation_range": 2.0}),
+    "mamba3 biases": (Mamba3, {"bias": True}),
     "mamba3 out norm": (Mamba3, {"is_outproj_norm": True}),
     "mamba3 softplus": (Mamba3, {"a_activation": "softplus", "dt_limit": (0.01, 0.05)}),
     "mamba3 learnable start": (Mamba3, {"learnable_init_states": True, "chunk_size": 3}),

@@ -72,6 +72,7 @@ class Mamba3Config:
     is_outproj_norm: bool = False  # norm per head before the gate
     is_mimo: bool = False  # several inputs and outputs per head, with their own weights and pairing
     mimo_rank: int = 4  # R, of MIMO
+    bias: bool = False  # of in_proj and out_proj; official blocks have none
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
     a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"  # official since June 2026 | before
     rotation: Literal["complex", "quaternion"] = "complex"
@@ -209,7 +210,7 @@ class Mamba3(Block):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
         c, heads = config, config.nheads
-        self.in_proj = nn.Linear(c.d_model, sum(self._widths()), bias=False, **factory)
+        self.in_proj = nn.Linear(c.d_model, sum(self._widths()), bias=c.bias, **factory)
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **wide))
         self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
         self.C_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
@@ -223,7 +224,7 @@ class Mamba3(Block):
             self.mimo_o = nn.Parameter(torch.full(shape, 1 / c.rank, **factory))
         if c.is_outproj_norm:
             self.norm = GatedRMSNorm(c.d_inner, group_size=c.headdim, norm_before_gate=True, **factory)
-        self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=False, **factory)
+        self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
         if c.learnable_init_states:
             self.init_states = nn.Parameter(torch.zeros(heads, c.headdim, c.d_state, **factory))
         for parameter in (self.dt_bias, self.D):

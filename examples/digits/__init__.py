@@ -1,0 +1,1 @@
+"""Handwritten digits, read pixel by pixel."""

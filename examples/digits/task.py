@@ -1,0 +1,116 @@
+"""Learning to tell digits from their pixels, one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from anymamba.models.config import MambaLMConfig
+from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.training.config import (
+    CheckpointSection,
+    EvaluationSection,
+    OptimiserSection,
+    RunConfig,
+    ScheduleSection,
+    at_least,
+    option,
+)
+from anymamba.training.task import Evaluation, Task
+from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
+from examples.labelled import Labelled
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsSection:
+    """The model, and the images of a step."""
+
+    family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
+    n_layer: int = option(2, "layers")
+    d_model: int = option(64, "width of the residual stream")
+    d_state: int = option(16, "state size of a head")
+    headdim: int = option(16, "width of a head")
+    rows: int = option(32, "images of a step")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig(RunConfig):
+    """A run on the digits."""
+
+    digits: DigitsSection = field(default_factory=DigitsSection)
+    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99))
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=2500, final=0.01))
+    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
+    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=250, keep=1))
+
+
+class PixelReader(nn.Module):
+    """Residual layers over the pixels, each of them one number, and a head on what the last one leaves."""
+
+    def __init__(self, config: DigitsSection) -> None:
+        """Create the parameters."""
+        super().__init__()
+        layers = MambaLMConfig(
+            d_model=config.d_model,
+            n_layer=config.n_layer,
+            vocab_size=1,
+            ssm_cfg={"layer": config.family, "d_state": config.d_state, "headdim": config.headdim},
+        )
+        self.embedding = nn.Linear(1, config.d_model)
+        self.layers = nn.ModuleList(ResidualLayer(layers) for _ in range(config.n_layer))
+        self.norm = make_norm(layers)
+        self.head = nn.Linear(config.d_model, CLASSES)
+
+    def forward(self, images: Int[Tensor, "b t"]) -> Float[Tensor, "b k"]:
+        """The logits of the ten digits."""
+        residual = self.embedding(images.unsqueeze(-1).to(self.head.weight.dtype) * (2 / BRIGHTEST) - 1)
+        for layer in self.layers:
+            residual, _ = layer(residual)
+        return self.head(self.norm(residual[:, -1]))
+
+
+class DigitsTask(Task[Labelled]):
+    """Classification of the digits; nothing is chosen by the test images."""
+
+    NAMES = ("validation_accuracy",)
+    config: DigitsConfig
+
+    def __init__(self, config: DigitsConfig, digits: Digits) -> None:
+        """Take the config and the images."""
+        self.config, self.digits = config, digits
+
+    @property
+    def fingerprint(self) -> str:
+        """The number of images, whose order and split are fixed."""
+        return f"digits {len(self.digits.training.labels)}"
+
+    def make_model(self, dtype: torch.dtype) -> PixelReader:
+        """The family's model."""
+        return PixelReader(self.config.digits).to(dtype)
+
+    def batches(self, step: int) -> list[Labelled]:
+        """Images, half of them moved by up to one pixel."""
+        rng = np.random.default_rng([self.config.seed, step])
+        images, labels = self.digits.training
+        rows = torch.from_numpy(rng.choice(len(labels), self.config.digits.rows))
+        still, moved = images[rows].numpy(), shifted(images[rows].numpy(), rng)
+        chosen = np.where(rng.random((len(rows), 1)) < 0.5, moved, still)
+        return [Labelled(torch.from_numpy(chosen), labels[rows])]
+
+    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Nats."""
+        return batch.nats(model), None
+
+    def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
+        """Score the validation images."""
+        accuracy = self.digits.validation.accuracy(model)
+        return Evaluation({"validation_accuracy": accuracy}, f"step {step}: validation {100 * accuracy:.1f} %")

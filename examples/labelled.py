@@ -1,0 +1,51 @@
+"""Rows of inputs with the labels to predict: batches, their cost, and the share of labels that is predicted.
+
+Letters: b rows, t time, k classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100  # the label of a position that is not scored
+
+
+class Labelled(NamedTuple):
+    """A batch.
+
+    Attributes:
+        inputs: (b, t).
+        labels: of each position (b, t), or of each row (b).
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are read."""
+        return self.inputs.numel()
+
+    @property
+    def counted(self) -> int:
+        """Labels that are scored."""
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device) -> Labelled:
+        """On another device."""
+        return Labelled(self.inputs.to(device), self.labels.to(device))
+
+    def nats(self, model: nn.Module) -> Tensor:
+        """The cross entropy of the labels under the model's logits (b, t, k) or (b, k), added up."""
+        logits = model(self.inputs)
+        return F.cross_entropy(logits.flatten(0, -2), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """The share of the labels that have the largest logit."""
+        right = (model(self.inputs).argmax(-1) == self.labels) & (self.labels != IGNORED)
+        return int(right.sum()) / max(1, self.counted)

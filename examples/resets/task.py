@@ -1,0 +1,117 @@
+"""Learning a reset task, and judging what was learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anymamba.training.config import (
+    CheckpointSection,
+    EvaluationSection,
+    OptimiserSection,
+    RunConfig,
+    ScheduleSection,
+    at_least,
+    option,
+)
+from anymamba.training.task import Evaluation, Task
+from examples.labelled import Labelled
+from examples.resets.model import VARIANTS, ResetModel
+from examples.resets.streams import LENGTH, SHORTEST, STREAMS
+
+TRAINING, VALIDATION, TEST = 0, 1, 2  # their streams come from different seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResetSection:
+    """What is learnt, and by which model."""
+
+    task: str = option("majority", "majority, rotor or spinor")
+    variant: str = option("Mamba-2", "of the model")
+    rows: int = option(64, "streams of a step")
+    length: int = option(LENGTH, "of a stream")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.task not in STREAMS:
+            raise ValueError(f"task must be one of {', '.join(STREAMS)}, got {self.task!r}")
+        if self.variant not in VARIANTS[self.task]:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS[self.task])}, got {self.variant!r}")
+        at_least(self, 1, "rows")
+        at_least(self, SHORTEST, "length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResetConfig(RunConfig):
+    """A run on a reset task.
+
+    The learning rate begins large, to leave the solutions without memory, and ends small, for turns and decays that are
+    exact.
+    """
+
+    reset: ResetSection = field(default_factory=ResetSection)
+    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=3e-2, beta2=0.99, weight_decay=0.0))
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=4000, warmup=100, final=0.003))
+    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=200, log_every=1000))
+    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=1000, keep=1))
+    threads: int | None = option(1, "CPU threads; the models are too small for more")
+
+
+class ResetTask(Task[Labelled]):
+    """One of the reset tasks.
+
+    It counts as solved when there is no mistake in any family of validation streams, nor in streams of twice the
+    length, which only a state with some margin reads without one.
+    """
+
+    NAMES = ("worst_accuracy",)
+    config: ResetConfig
+
+    def __init__(self, config: ResetConfig) -> None:
+        """Take the config; streams are drawn when they are read."""
+        self.config = config
+
+    @property
+    def fingerprint(self) -> str:
+        """The task's name."""
+        return f"resets {self.config.reset.task}"
+
+    def make_model(self, dtype: torch.dtype) -> ResetModel:
+        """The variant's model."""
+        return ResetModel(self.config.reset.task, self.config.reset.variant).to(dtype)
+
+    def batches(self, step: int) -> list[Labelled]:
+        """Fresh streams."""
+        c = self.config.reset
+        rng = np.random.default_rng([TRAINING, self.config.seed, step])
+        return [_labelled(STREAMS[c.task].mixture(rng, c.rows, c.length))]
+
+    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Nats."""
+        return batch.nats(model), None
+
+    def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
+        """Score the validation streams."""
+        c = self.config.reset
+        found = accuracies(model, c.task, VALIDATION, c.length, rows=512)
+        text = ", ".join(f"{family} {100 * accuracy:.2f} %" for family, accuracy in found.items())
+        worst = min(found.values())
+        solved = worst == 1 and set(accuracies(model, c.task, VALIDATION, 2 * c.length, rows=512).values()) == {1.0}
+        return Evaluation({"worst_accuracy": worst}, f"step {step}: {text}", solved=solved)
+
+
+def accuracies(model: nn.Module, task: str, split: int, length: int, rows: int) -> dict[str, float]:
+    """Accuracies by family on streams that are the same every time, and different for each split."""
+    found = {}
+    for number, family in enumerate(STREAMS[task].families):
+        rng = np.random.default_rng([split, length, number])
+        found[family] = _labelled(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
+    return found
+
+
+def _labelled(drawn: tuple[np.ndarray, np.ndarray]) -> Labelled:
+    symbols, labels = drawn
+    return Labelled(torch.from_numpy(symbols), torch.from_numpy(labels))
