@@ -40,7 +40,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
 from anymamba.blocks.norms import GatedRMSNorm, RMSNorm
 from anymamba.blocks.padding import Padding
-from anymamba.blocks.rotation import ComplexRotation, QuaternionRotation, Rotation
+from anymamba.blocks.rotation import ComplexRotation, FixedRotation, QuaternionRotation, Rotation
 from anymamba.blocks.sequences import first_of, following, last_of, previous
 from anymamba.scan import SsdPath, scan, scan_step
 from anymamba.scan.checks import expect_like, expect_shape
@@ -68,7 +68,7 @@ class Mamba3Config:
     mimo_rank: int = 4  # R, of MIMO
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
     a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"  # official since June 2026 | before
-    rotation: Literal["complex", "quaternion"] = "complex"
+    rotation: Literal["complex", "quaternion", "fixed"] = "complex"  # fixed: the same for every token, as RoPE
     rotation_range: int | float = 1.0  # largest turn per unit of dt, in half circles; 1 is official
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     learnable_init_states: bool = False  # a parameter is the state of a fresh start
@@ -99,8 +99,8 @@ class Mamba3Config:
             )
         if self.a_activation not in ("heavy_tail", "softplus"):
             raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
-        if self.rotation not in ("complex", "quaternion"):
-            raise ValueError(f"Mamba3Config: rotation must be complex or quaternion, got {self.rotation!r}")
+        if self.rotation not in ("complex", "quaternion", "fixed"):
+            raise ValueError(f"Mamba3Config: rotation must be complex, quaternion or fixed, got {self.rotation!r}")
         if self.A_floor < 0:
             raise ValueError(f"Mamba3Config: A_floor must not be negative, got {self.A_floor}")
         if not 0 < self.dt_min <= self.dt_max:
@@ -128,7 +128,8 @@ class Mamba3Config:
         width = int(self.d_state * self.rope_fraction)
         if self.rotation == "quaternion":
             return QuaternionRotation(width // 4, self.rotation_range)
-        return ComplexRotation(width // 2, not self.is_mimo, self.rotation_range)
+        kind = FixedRotation if self.rotation == "fixed" else ComplexRotation
+        return kind(width // 2, not self.is_mimo, self.rotation_range)
 
 
 class _Mamba3CacheFields(NamedTuple):
