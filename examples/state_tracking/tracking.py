@@ -143,9 +143,7 @@ class TrackingTask(Task[TrackingBatch]):
         c, chance = self.config.tracking, self._chance(_TRAINING, step)
         return [TrackingBatch.of(self.language.sample(chance, c.rows, c.shortest, self.longest(step)))]
 
-    def cost(
-        self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype
-    ) -> tuple[Tensor, None]:
+    def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """The negative log-likelihood of the answers."""
         return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum"), None
 
