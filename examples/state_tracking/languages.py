@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 MODULUS = 5
+NONE = -100  # no answer here
 SYMBOLS = "01234+-*=()"
 _PLUS, _MINUS, _TIMES, _EQUALS, _OPEN, _CLOSE = range(MODULUS, len(SYMBOLS))
 
@@ -27,12 +28,17 @@ class Sequences(NamedTuple):
     Attributes:
         tokens: all of them, (t,).
         lengths: of each sequence, (s,).
-        answers: of each sequence, (s,).
+        answers: behind each token, what the answer of the sequence so far is, (t,); `NONE` where it has none.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     answers: np.ndarray
+
+    @property
+    def final(self) -> np.ndarray:
+        """The answer of each sequence, (s,)."""
+        return self.answers[self.lengths.cumsum() - 1]
 
     def texts(self) -> list[str]:
         """Each sequence as a text."""
@@ -75,8 +81,9 @@ class Language(NamedTuple):
 
 def _draw_parity(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
     tokens = chance.integers(2, size=int(lengths.sum()))
-    ones = np.add.reduceat(tokens, lengths.cumsum() - lengths)
-    return Sequences(tokens, lengths, ones % 2)
+    ones, begins = tokens.cumsum(), lengths.cumsum() - lengths
+    before = np.repeat(ones[begins] - tokens[begins], lengths)
+    return Sequences(tokens, lengths, (ones - before) % 2)
 
 
 def _draw_arithmetic(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
@@ -85,26 +92,29 @@ def _draw_arithmetic(chance: np.random.Generator, lengths: np.ndarray) -> Sequen
     last = lengths // 2 - 1
     operators[np.arange(len(lengths)), last] = _EQUALS
     total, term, sign = np.zeros_like(lengths), numbers[:, 0], np.ones_like(lengths)
-    answers = np.zeros_like(lengths)
-    for i in range(numbers.shape[1]):
-        if i:
-            times = operators[:, i - 1] == _TIMES
-            total = np.where(times, total, total + sign * term) % MODULUS
-            sign = np.where(times, sign, np.where(operators[:, i - 1] == _MINUS, -1, 1))
-            term = np.where(times, term * numbers[:, i], numbers[:, i]) % MODULUS
-        answers = np.where(last == i, (total + sign * term) % MODULUS, answers)
-    pairs = np.stack([numbers, operators], axis=2).reshape(len(lengths), -1)
-    return Sequences(pairs[np.arange(pairs.shape[1]) < lengths[:, None]], lengths, answers)
+    values = np.full((len(lengths), 2 * numbers.shape[1]), NONE)
+    values[:, 0] = term
+    for i in range(1, numbers.shape[1]):
+        times = operators[:, i - 1] == _TIMES
+        total = np.where(times, total, total + sign * term) % MODULUS
+        sign = np.where(times, sign, np.where(operators[:, i - 1] == _MINUS, -1, 1))
+        term = np.where(times, term * numbers[:, i], numbers[:, i]) % MODULUS
+        values[:, 2 * i] = (total + sign * term) % MODULUS
+    values[np.arange(len(lengths)), lengths - 1] = values[np.arange(len(lengths)), lengths - 2]
+    pairs, read = np.stack([numbers, operators], axis=2).reshape(values.shape), np.arange(values.shape[1])
+    inside = read < lengths[:, None]
+    return Sequences(pairs[inside], lengths, values[inside])
 
 
 def _draw_brackets(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
     quick = random.Random(int(chance.integers(2**62)))  # for one number at a time
     tokens: list[int] = []
-    answers = []
+    answers = np.full(int(lengths.sum()), NONE)
     for length in lengths.tolist():
-        answers.append(_expression(quick, length - 1, tokens))
+        value = _expression(quick, length - 1, tokens)
+        answers[len(tokens)] = value
         tokens.append(_EQUALS)
-    return Sequences(np.array(tokens), lengths, np.array(answers))
+    return Sequences(np.array(tokens), lengths, answers)
 
 
 def _expression(chance: random.Random, length: int, tokens: list[int]) -> int:

@@ -15,7 +15,7 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.training.config import RunConfig, at_least, option
 from anymamba.training.step import autocast
 from anymamba.training.task import Evaluation, Task
-from examples.state_tracking.languages import LANGUAGES, Sequences
+from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
 
 # What the rows of the table have besides their sizes.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -36,15 +36,19 @@ class TrackingSection:
     n_layer: int = option(1, "layers")
     d_model: int = option(32, "width of the residual stream")
     d_state: int = option(64, "state size of a head")
-    headdim: int = option(64, "width of a head")
+    headdim: int = option(16, "width of a head")
     block: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
     )
+    labels: Literal["end", "every"] = option(
+        "every", "answers that are learnt: that of a sequence, or of its beginnings too"
+    )
     rows: int = option(256, "sequences of a step")
     shortest: int = option(3, "tokens of the shortest sequence")
-    longest_first: int = option(40, "tokens of the longest sequence of the first step")
-    longest_last: int = option(160, "tokens of the longest sequence at the end of the curriculum")
-    growth: float = option(0.5, "share of the steps in which the longest sequence grows")
+    longest_first: int = option(40, "tokens of the longest sequence when the curriculum begins")
+    longest_last: int = option(160, "tokens of the longest sequence when it ends")
+    grows_from: float = option(0.4, "share of the steps behind which the longest sequence begins to grow")
+    grows_to: float = option(0.8, "share of the steps behind which it has grown, each step by the same factor")
     judged: int = option(256, "tokens of the sequences that a model is judged by")
     validation_rows: int = option(512, "sequences of an evaluation on the way")
     solved: float = option(0.999, "scaled accuracy of an evaluation on the way that ends the run")
@@ -57,8 +61,8 @@ class TrackingSection:
                 "shortest <= longest_first <= longest_last must hold, "
                 f"got {self.shortest}, {self.longest_first} and {self.longest_last}"
             )
-        if not 0 <= self.growth <= 1:
-            raise ValueError(f"growth must be between 0 and 1, got {self.growth}")
+        if not 0 <= self.grows_from <= self.grows_to <= 1:
+            raise ValueError(f"0 <= grows_from <= grows_to <= 1 must hold, got {self.grows_from} and {self.grows_to}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +78,22 @@ class TrackingBatch(NamedTuple):
     Attributes:
         inputs: tokens, (1, t).
         bounds: where the sequences begin, and t, (s + 1,).
-        answers: of each sequence, (s,).
+        places: of the tokens behind which an answer is predicted, (m,).
+        answers: at these places, (m,).
     """
 
     inputs: Tensor
     bounds: Tensor
+    places: Tensor
     answers: Tensor
 
     @staticmethod
-    def of(sequences: Sequences) -> TrackingBatch:
-        """From drawn sequences."""
-        bounds = np.concatenate([[0], sequences.lengths.cumsum()])
-        return TrackingBatch(*map(torch.from_numpy, (sequences.tokens[None], bounds, sequences.answers)))
+    def of(sequences: Sequences, labels: str = "end") -> TrackingBatch:
+        """From drawn sequences, with the answers of the sequences ("end"), or also of their beginnings ("every")."""
+        ends = sequences.lengths.cumsum()
+        places = ends - 1 if labels == "end" else np.flatnonzero(sequences.answers != NONE)
+        parts = (sequences.tokens[None], np.concatenate([[0], ends]), places, sequences.answers[places])
+        return TrackingBatch(*map(torch.from_numpy, parts))
 
     @property
     def tokens(self) -> int:
@@ -134,14 +142,15 @@ class TrackingTask(Task[TrackingBatch]):
 
     def longest(self, step: int) -> int:
         """Tokens of the longest sequence of step 0, 1, ..."""
-        c = self.config.tracking
-        grown = min(1.0, step / max(1.0, c.growth * self.config.schedule.steps))
-        return c.longest_first + round(grown * (c.longest_last - c.longest_first))
+        c, steps = self.config.tracking, self.config.schedule.steps
+        grown = (step - c.grows_from * steps) / max(1.0, (c.grows_to - c.grows_from) * steps)
+        grown = min(1.0, max(0.0, grown))
+        return round(c.longest_first * (c.longest_last / c.longest_first) ** grown)
 
     def batches(self, step: int) -> list[TrackingBatch]:
         """Sequences of all lengths up to the longest."""
         c, chance = self.config.tracking, self._chance(_TRAINING, step)
-        return [TrackingBatch.of(self.language.sample(chance, c.rows, c.shortest, self.longest(step)))]
+        return [TrackingBatch.of(self.language.sample(chance, c.rows, c.shortest, self.longest(step)), c.labels)]
 
     def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """The negative log-likelihood of the answers."""
@@ -172,9 +181,10 @@ class TrackingTask(Task[TrackingBatch]):
         return scaled_accuracy(torch.cat(predicted), answers, self.language.classes)
 
     def _logits(self, model: MambaLM, batch: TrackingBatch, dtype: torch.dtype) -> Tensor:
-        """Of the answers, (s, classes), in float32 or wider."""
+        """Of the answers, (m, classes), in float32 or wider."""
         with autocast(model, dtype):
-            logits = model(batch.inputs, cu_seqlens=batch.bounds, last_only=True).logits[:, 0, : self.language.classes]
+            hidden_1td, _ = model.backbone(batch.inputs, cu_seqlens=batch.bounds)
+            logits = model.lm_head(hidden_1td[0, batch.places])[:, : self.language.classes]
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _chance(self, stream: int, number: int) -> np.random.Generator:

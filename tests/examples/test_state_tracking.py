@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from examples.state_tracking import table
-from examples.state_tracking.languages import LANGUAGES, SYMBOLS
+from examples.state_tracking.languages import LANGUAGES, NONE, SYMBOLS
 from examples.state_tracking.table import best, markdown, read_results, run, write_summary
 from examples.state_tracking.tracking import TrackingBatch, TrackingConfig, TrackingTask, scaled_accuracy
 
@@ -31,9 +31,22 @@ def value(name, text):
 def test_answers_are_those_of_a_brute_force_evaluation(name):
     drawn = LANGUAGES[name].sample(np.random.default_rng(3), 500, LOW, HIGH)
     texts = drawn.texts()
-    assert [value(name, text) for text in texts] == drawn.answers.tolist()
+    assert [value(name, text) for text in texts] == drawn.final.tolist()
     assert len(set(texts)) > 400
-    assert set(drawn.answers.tolist()) == set(range(LANGUAGES[name].classes))
+    assert set(drawn.final.tolist()) == set(range(LANGUAGES[name].classes))
+
+
+def test_beginnings_have_answers_where_they_have_a_value():
+    for name, after in (("parity", "01"), ("arithmetic", "01234=")):
+        drawn = LANGUAGES[name].sample(np.random.default_rng(6), 50, LOW, 20)
+        answers = np.split(drawn.answers, drawn.lengths.cumsum()[:-1])
+        for text, row in zip(drawn.texts(), answers, strict=True):
+            for i, answer in enumerate(row.tolist()):
+                begun = text[: i + 1].rstrip("=") + ("=" if name == "arithmetic" else "")
+                assert answer == (value(name, begun) if text[i] in after else NONE)
+    drawn = LANGUAGES["brackets"].sample(np.random.default_rng(6), 50, LOW, 20)
+    assert np.flatnonzero(drawn.answers != NONE).tolist() == (drawn.lengths.cumsum() - 1).tolist()
+    assert TrackingBatch.of(drawn, "every").places.tolist() == TrackingBatch.of(drawn).places.tolist()
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -86,8 +99,8 @@ def config(**tracking):
 
 
 def test_the_longest_sequence_grows_as_the_curriculum_says():
-    task = TrackingTask(config(growth=0.5, longest_first=10, longest_last=40))
-    assert [task.longest(step) for step in range(6)] == [10, 20, 30, 40, 40, 40]
+    task = TrackingTask(config(grows_from=1 / 6, grows_to=0.5, longest_first=10, longest_last=40))
+    assert [task.longest(step) for step in range(6)] == [10, 10, 20, 40, 40, 40]
     (batch,) = task.batches(0)
     assert batch.bounds.diff().min() >= 3
     assert batch.bounds.diff().max() <= 10
