@@ -11,7 +11,7 @@ from anymamba import MambaLM
 from anymamba.files import read_json, replacing, write_json
 from anymamba.training.loop import train_or_resume
 from anymamba.training.report import can_plot, read_metrics
-from examples.state_tracking.tracking import TrackingConfig, TrackingTask
+from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn
 
 LABELS = {
     "mamba3": "Mamba-3",
@@ -40,6 +40,7 @@ class Result(NamedTuple):
         steps: that were taken.
         minutes: that they took.
         parameters: of the model.
+        turns: of a pair of states at a 0 and a 1 of parity, in half circles, where tokens turn states.
     """
 
     config: dict[str, Any]
@@ -49,6 +50,7 @@ class Result(NamedTuple):
     steps: int
     minutes: float
     parameters: int
+    turns: list[float]
 
     @property
     def tracking(self) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def run(config: TrackingConfig, directory: Path, tell: Callable[[str], None]) ->
         steps=trainer.step,
         minutes=sum(row.seconds for row in rows) / 60,
         parameters=sum(p.numel() for p in model.parameters()),
+        turns=nearest_half_turn(model)[:2] if (c.language, c.variant) == ("parity", "mamba3") else [],
     )
     write_json(found, result._asdict())
     tell(f"scaled accuracy {100 * result.test:.1f} at {c.judged} tokens, behind {result.steps} steps")
@@ -110,6 +113,7 @@ def markdown(language: str, results: list[Result]) -> str:
         "| | paper | ours | lr | d_model | parameters | steps | minutes | runs |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    note = ""
     for variant, result in best(results).items():
         runs = [r for r in results if r.tracking["variant"] == variant]
         lines.append(
@@ -117,7 +121,10 @@ def markdown(language: str, results: list[Result]) -> str:
             f"| {result.config['optimiser']['lr']:g} | {result.tracking['d_model']} | {result.parameters:,} "
             f"| {result.steps:,} | {result.minutes:.0f} | {len(runs)} |"
         )
-    return "\n".join(lines) + "\n"
+        if result.turns:
+            zero, one = result.turns
+            note = f"\nMamba-3 turns a pair of its states by {one:.4f} half circles at a 1, and by {zero:.4f} at a 0.\n"
+    return "\n".join(lines) + "\n" + note
 
 
 def plot(language: str, results: list[Result], target: Path) -> None:

@@ -195,3 +195,18 @@ def scaled_accuracy(predicted: Tensor, answers: Tensor, classes: int) -> float:
     """The share of right answers on a scale where guessing evenly is 0 and all of them 1."""
     right = (predicted == answers).double().mean().item()
     return (right - 1 / classes) / (1 - 1 / classes)
+
+
+@torch.no_grad()
+def nearest_half_turn(model: MambaLM) -> list[float]:
+    """By how many half circles tokens 0, 1, ... turn the pair of the first layer's states that 1 turns nearest to one.
+
+    The first token of a sequence leaves its own turn in the cache.
+    """
+    layer = model.backbone.layers[0]
+    x_vd = layer.norm(model.backbone.embedding.weight)  # type: ignore[operator]
+    _, cache = layer.mixer.prefill(x_vd.unsqueeze(1))  # type: ignore[operator, union-attr]
+    turns_vs = cache.rotation.flatten(1) / torch.pi  # from 0 to 2
+    pair = (turns_vs[1] - 1).abs().argmin()
+    turns_v = turns_vs[:, pair]
+    return torch.where(turns_v > 1.5, turns_v - 2, turns_v).tolist()

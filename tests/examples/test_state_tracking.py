@@ -4,7 +4,13 @@ import torch
 from examples.state_tracking import table
 from examples.state_tracking.languages import LANGUAGES, NONE, SYMBOLS
 from examples.state_tracking.table import best, markdown, read_results, run, write_summary
-from examples.state_tracking.tracking import TrackingBatch, TrackingConfig, TrackingTask, scaled_accuracy
+from examples.state_tracking.tracking import (
+    TrackingBatch,
+    TrackingConfig,
+    TrackingTask,
+    nearest_half_turn,
+    scaled_accuracy,
+)
 
 from anymamba.training.loop import train_or_resume
 from tests.training.cases import silent
@@ -143,3 +149,15 @@ def test_the_table_has_the_run_with_the_best_validation(tmp_path):
     assert f"| Mamba-3 | 100.0 | {100 * first.test:.1f} | 0.01 | 8 |" in text
     assert text == markdown("parity", [first, second]) == (tmp_path / "table.md").read_text()
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_turns_are_those_of_the_first_layer():
+    task = TrackingTask(config())
+    model = task.make_model(torch.float32)
+    mixer = model.backbone.layers[0].mixer
+    with torch.no_grad():
+        x = model.backbone.layers[0].norm(model.backbone.embedding.weight[:2]).unsqueeze(0)
+        *_, dt, _, _, raw = mixer._split(mixer.in_proj(x))
+        turns = dt[0].unsqueeze(-1) * torch.tanh(raw[0]).unsqueeze(1)
+    expected = min((abs(abs(a) - 1), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
+    assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
