@@ -29,9 +29,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file.
+
+    Raises:
+        OSError: it cannot be written, or not to its end.
+    """
     with replacing(path) as temporary:
-        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
+        try:
+            save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from error
 
 
 @contextmanager

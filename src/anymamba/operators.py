@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 # Half a MiB of float32: with an operand or two beside it, a block stays in a core's second-level cache.
 CACHE_ELEMENTS = 2**17
@@ -77,8 +78,8 @@ def define_operator(
 
     def second_order(*_: Any) -> None:
         raise RuntimeError(
-            f"anymamba::{name} has no second derivative: its backward is derived by hand. Where gradients of gradients "
-            "are needed, call the scan with SsdPath.serial() or SsdPath.minimal()."
+            f"anymamba::{name} has no second derivative: its backward is derived by hand. Gradients of gradients are "
+            "there for the scan alone, anymamba.scan.scan with SsdPath.serial() or SsdPath.minimal(), not for blocks."
         )
 
     forward_op.register_fake(fake)
@@ -87,19 +88,39 @@ def define_operator(
     backward_op.register_autograd(second_order)
 
     def call(*arguments: Any) -> Any:
-        return (forward if _is_plain(arguments) else forward_op)(*arguments)
+        if forward_ad._current_level >= 0:
+            _expect_no_tangents(name, arguments)
+        return (forward if is_plain(arguments) else forward_op)(*arguments)
 
     return call
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether the arguments are ordinary tensors that neither a compiler nor autograd follows."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+def is_observed() -> bool:
+    """Whether somebody follows which operations are called: a tracer, a transform, a mode, or forward-mode autograd."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether the arguments are ordinary tensors that nobody follows, neither autograd nor a tracer."""
+    if is_observed():
         return False
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+
+
+def _expect_no_tangents(name: str, arguments: tuple[Any, ...]) -> None:
+    """An operator drops tangents; that must not happen in silence."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+        raise NotImplementedError(f"anymamba::{name} has no forward-mode derivative (jvp), only a backward")
 
 
 def cache_blocks(x: Tensor, steps: int, row: int) -> Iterator[tuple[int, int]]:

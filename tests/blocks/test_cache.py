@@ -2,12 +2,26 @@ import pytest
 import torch
 
 from anymamba import Mamba2, Mamba2Cache
+from tests.blocks.families import FEW, make_block
 
 
 @pytest.fixture
 def cache():
     block = Mamba2(d_model=16, d_state=8, headdim=8)
     return block.prefill(torch.randn(3, 5, 16))[1]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_cache_holds_its_own_memory_and_no_more(name):
+    """A view of what a sequence computed would keep all of it alive."""
+    block = make_block(name, torch.float32)
+    with torch.no_grad():
+        _, cache = block.prefill(torch.randn(2, 50, block.config.d_model))
+        _, stepped = block.step(torch.randn(2, block.config.d_model), cache)
+    for found in (cache, stepped, cache.detach()):
+        assert [x.untyped_storage().nbytes() for x in found if isinstance(x, torch.Tensor)] == [
+            x.nbytes for x in found if isinstance(x, torch.Tensor)
+        ]
 
 
 def test_clone_shares_no_memory(cache):

@@ -1,4 +1,5 @@
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,8 @@ sys.exit(code)
             (["--prompt", "x", "--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
             (["--prompt", "x", "--threads", "0"], "--threads must be at least 1, got 0"),
             (["--file", "nowhere"], "nowhere: no such file"),
+            (["--file", "."], ".: expected a file, got a directory"),
+            (["--prompt", "x", "--save-state", "nowhere/state"], "nowhere/state: there is no such directory"),
         ],
     )
     def test_a_mistake_is_one_line_and_exit_code_2(self, run, model, flags, message):
@@ -107,6 +110,13 @@ sys.exit(code)
         assert err.startswith("anymamba: ")
         assert message in err
         assert err.count("\n") == 1
+
+    @pytest.mark.parametrize("closed", ["<&-", ">&-"])
+    def test_a_closed_stream_is_one_line(self, model, closed):
+        command = f"{shlex.join([sys.executable, '-m', 'anymamba', 'generate', model])} {closed}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 2
+        assert re.fullmatch("anymamba: std(in|out) is closed: .*\n", done.stderr)
 
     def test_a_state_of_another_model_or_a_cut_one_is_refused(self, run, model, tmp_path):
         state = tmp_path / "state"
@@ -160,6 +170,14 @@ class TestConvert:
         assert [p.name for p in (tmp_path / "full").iterdir()] == ["notes"]
         assert run("convert", model, tmp_path / "full", "--force")[0] == 0
         assert sorted(p.name for p in (tmp_path / "full").iterdir()) == ["config.json", "model.safetensors", "notes"]
+
+    def test_a_model_in_another_format_is_not_left_beside_the_new_one(self, run, tmp_path):
+        source = GOLDEN / "lm_mamba2"
+        assert run("convert", source, tmp_path / "a")[0] == 0
+        code, _, err = run("convert", source, tmp_path / "a", "--force", "--format", "codestral")
+        assert code == 2
+        assert "there is a model (config.json) that one in the codestral format would not replace" in err
+        assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.json", "model.safetensors"]
 
     def test_a_warning_is_one_line(self, run, model, tmp_path):
         command = [sys.executable, "-m", "anymamba", "convert", model, tmp_path / "out", "--format", "transformers"]

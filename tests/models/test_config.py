@@ -38,7 +38,7 @@ def test_lists_of_a_json_file_become_tuples():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ssm_cfg": {}}, "Mamba-1 models are not supported yet"),
+        ({"ssm_cfg": {}}, "Mamba-1, which .* is not supported yet: expected one of Mamba2, Mamba3"),
         ({"ssm_cfg": {"layer": "Mamba9"}}, "must be one of .*'Mamba9'"),
         ({"ssm_cfg": {"layer": "Mamba2", "heads": 3}}, r"does not know: \['heads'\]"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 7}}, "headdim must divide"),

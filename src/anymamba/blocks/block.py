@@ -62,7 +62,7 @@ class Block(nn.Module):
 
     def _path(self, path: SsdPath | None) -> SsdPath:
         """`path`, with the config's chunk length where it has none."""
-        path = path or SsdPath()
+        path = SsdPath.or_default(path)
         return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
 
     def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:

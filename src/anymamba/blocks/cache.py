@@ -79,7 +79,7 @@ class CacheMethods:
             if found != cls.__name__:
                 raise ValueError(f"{path}: expected a saved {cls.__name__}, got {found}")
             names = list(file.keys())
-            values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name) for name in names}}
+            values = {**json.loads(metadata["fields"]), **{name: file.get_tensor(name).clone() for name in names}}
         if set(values) != set(kind._fields):
             raise ValueError(f"{path}: expected the fields {sorted(kind._fields)}, got {sorted(values)}")
         loaded: _Cache = kind(**values)

@@ -28,6 +28,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
 from anymamba.kernels import library
 from anymamba.kernels.cpu.step import mamba2_step
+from anymamba.operators import is_observed
 from anymamba.scan import SsdPath, scan_step, ssd
 from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
@@ -266,7 +267,7 @@ class Mamba2(Block):
 
     def _steps_compiled(self, *inputs: Tensor) -> bool:
         """Whether the compiled step, which has no gradient, covers these inputs and this block."""
-        if library.missing(inputs[0].device, inputs[0].dtype):
+        if library.missing(inputs[0].device, inputs[0].dtype) or is_observed():
             return False
         if type(self.conv1d) is not CausalConv or (self.config.rmsnorm and type(self.norm) is not GatedRMSNorm):
             return False

@@ -319,7 +319,7 @@ class Mamba3(Block):
         y_brhp, ssm = scan_step(weighted_brhp, k_brhn, q_brhn, tokens.log_decay_bth[:, 0], state)
         y_brhp = torch.addcmul(y_brhp, self.D.to(y_brhp.dtype).unsqueeze(-1), v_brhp)
         out = self._output(y_brhp.unsqueeze(1), tokens.z_bthp).squeeze(1)
-        return out, Mamba3Cache(ssm, k_brhn, tokens.x_bthp[:, 0], tokens.turned[:, 0], cache.pathway)
+        return out, Mamba3Cache(ssm, k_brhn, tokens.x_bthp[:, 0].clone(), tokens.turned[:, 0], cache.pathway)
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats for ever, in closed form: (b, d) -> (b, d).

@@ -43,7 +43,10 @@ class Padding(NamedTuple):
         if mask.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{where}: mask must be boolean (b, t) or integer lengths (b,), got {mask.dtype}")
         if mask.shape != (b,):
-            raise ValueError(f"{where}: lengths given as mask must have shape (b={b},), got {tuple(mask.shape)}")
+            raise ValueError(
+                f"{where}: lengths given as mask must have shape (b={b},), got {tuple(mask.shape)}; "
+                "pass a mask of ones and zeros as mask.bool()"
+            )
         if values_are_cheap(mask) and mask.numel() and not (int(mask.min()) >= 0 and int(mask.max()) <= t):
             raise ValueError(f"{where}: lengths must be between 0 and t = {t}, got {mask.tolist()}")
         return Padding(mask.long(), time < mask.unsqueeze(1), None)

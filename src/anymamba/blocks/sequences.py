@@ -25,11 +25,11 @@ def first_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def last_of(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before: Tensor) -> Tensor:
-    """(b, t, ...) -> (z, ...): the last real step of each sequence; `before` for rows that have none."""
+    """(b, t, ...) -> (z, ...): a copy of the last real step of each sequence; `before` for rows that have none."""
     if cu_seqlens is not None:
         return x[0, cu_seqlens[1:].long() - 1]
     if lengths is None:
-        return x[:, -1]
+        return x[:, -1].clone()  # a view would keep all of x in memory for as long as the cache lives
     rows = torch.arange(x.shape[0], device=x.device)
     last = x[rows, (lengths - 1).clamp(min=0)]
     return torch.where((lengths > 0).view(-1, *[1] * (last.ndim - 1)), last, before)

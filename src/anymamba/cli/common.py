@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,8 +62,19 @@ def read_file(path: str) -> bytes:
     """The bytes of a file."""
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: {'expected a file, got a directory' if file.is_dir() else 'no such file'}")
     return file.read_bytes()
+
+
+def stdin_bytes() -> Any:
+    """The standard input.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if sys.stdin is None:
+        raise ValueError("stdin is closed: pass --prompt or --file")
+    return sys.stdin.buffer
 
 
 class Progress:

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from anymamba.cli.common import DTYPES
-from anymamba.models.formats import FORMATS
-from anymamba.models.pretrained import copy_companions, load_model, open_checkpoint, resolve, save_model
+from anymamba.models.formats import FORMATS, format_named
+from anymamba.models.pretrained import (
+    copy_companions,
+    expect_no_other,
+    load_model,
+    open_checkpoint,
+    resolve,
+    save_model,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -31,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{target}: expected a directory, got a file")
     if target.is_dir() and any(target.iterdir()) and not args.force:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
+    expect_no_other(target, format_named(args.format))
     checkpoint = open_checkpoint(source)
     model = load_model(source, dtype=DTYPES.get(args.dtype))
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from anymamba.cli.common import add_model_arguments, decode_text, load, read_file
+from anymamba.cli.common import add_model_arguments, decode_text, load, read_file, stdin_bytes
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.models.lm import MambaLM
@@ -42,6 +43,10 @@ def run(args: argparse.Namespace) -> None:
     """Load, generate, print; at the end save the state if asked to."""
     if any(not text for text in args.stop):
         raise ValueError("--stop needs a text, got an empty one")
+    if args.save_state and not Path(args.save_state).absolute().parent.is_dir():
+        raise ValueError(f"--save-state {args.save_state}: there is no such directory")
+    if sys.stdout is None:
+        raise ValueError("stdout is closed: there is nowhere to write to")
     model, tokenizer = load(args)
     state = GenerationState.load(args.load_state, model) if args.load_state else None
     if state is not None and state.batch_size != 1:
@@ -60,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
     if args.interactive:
         while True:
-            if sys.stdin.isatty():
+            if stdin_bytes().isatty():
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.buffer.readline()
+            line = stdin_bytes().readline()
             if not line:
                 return
             yield decode_text("stdin", line, tokenizer)
@@ -70,10 +75,10 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
         yield decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
     elif args.file is not None:
         yield decode_text(args.file, read_file(args.file), tokenizer)
-    elif args.load_state and sys.stdin.isatty():
+    elif args.load_state and stdin_bytes().isatty():
         yield ""
     else:
-        yield decode_text("stdin", sys.stdin.buffer.read(), tokenizer)
+        yield decode_text("stdin", stdin_bytes().read(), tokenizer)
 
 
 class _Session:

@@ -17,7 +17,7 @@ _COMMANDS = (train, generate, convert, info, evaluate)
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all commands."""
-    parser = argparse.ArgumentParser(prog="anymamba", description="Mamba-1, Mamba-2 and Mamba-3 on any machine.")
+    parser = argparse.ArgumentParser(prog="anymamba", description="Mamba-2 and Mamba-3 on any machine.")
     parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:

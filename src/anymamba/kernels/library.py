@@ -27,6 +27,9 @@ _FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymam
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
+_VALUES = {"ANYMAMBA_KERNELS": ("on", "off"), "ANYMAMBA_ISA": ("baseline", "avx2", "avx512")}
+
+
 class Library(NamedTuple):
     """The loaded kernels, or why there are none."""
 
@@ -46,6 +49,9 @@ def _candidates() -> list[Path]:
 
 
 def _load() -> Library:
+    for name, known in _VALUES.items():
+        if (value := os.environ.get(name, "").lower()) not in ("", *known):
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     if os.environ.get("ANYMAMBA_KERNELS", "").lower() == "off":
         return Library(None, "switched off by ANYMAMBA_KERNELS=off")
     path = next((place for place in _candidates() if place.exists()), None)

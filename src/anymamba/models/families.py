@@ -31,7 +31,10 @@ def family(name: str) -> Family:
         ValueError: there is no such family, or not yet.
     """
     if name == "Mamba1":
-        raise ValueError(f"Mamba-1 models are not supported yet, only {', '.join(FAMILIES)}")
+        raise ValueError(
+            f'Mamba-1, which a config without ssm_cfg["layer"] means, is not supported yet: expected one of '
+            f"{', '.join(FAMILIES)}, as in ssm_cfg={{'layer': 'Mamba3'}}"
+        )
     if name not in FAMILIES:
         raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}')
     return FAMILIES[name]

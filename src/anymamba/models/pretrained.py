@@ -65,6 +65,8 @@ def load_model(
     source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MambaLM:
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"from_pretrained: dtype must be a torch.dtype, as torch.bfloat16, got {dtype!r}")
     checkpoint = open_checkpoint(source)
     asked = dtype or checkpoint.dtype
     model = skeleton(checkpoint.config, asked)
@@ -85,14 +87,28 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = 
 
     The config comes last, so that a directory with a config is complete.
     """
-    adapter = format_named(format)
+    adapter, target = format_named(format), Path(directory)
     raw = adapter.write_config(model.config, model.dtype)
-    target = Path(directory)
+    expect_no_other(target, adapter)
     target.mkdir(parents=True, exist_ok=True)
     state = {name: x for name, x in model.state_dict().items() if name != _HEAD or not model.config.tie_embeddings}
     tensors = {adapter.their_key(name): x.cpu() for name, x in state.items()}
     write_tensors(target / adapter.weight_files[0], tensors, {"format": "pt"})
     write_json(target / adapter.config_files[0], raw)
+
+
+def expect_no_other(directory: Path, adapter: Format) -> None:
+    """Refuse a directory with a model under other names than `adapter` writes: it would still be there.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in {other.config_files[0] for other in FORMATS.values()} - {adapter.config_files[0]}:
+        if (directory / name).is_file():
+            raise ValueError(
+                f"{directory}: there is a model ({name}) that one in the {adapter.name} format would not replace; "
+                "remove it, or name another directory"
+            )
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:

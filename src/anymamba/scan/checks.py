@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from anymamba.operators import is_observed
 from anymamba.scan.numerics import state_dtype
 
 
@@ -31,7 +32,7 @@ def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: to
 
 def values_are_cheap(x: Tensor) -> bool:
     """Whether looking at values costs no device synchronisation and breaks no graph: eager, on the CPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return x.device.type == "cpu" and not is_observed()
 
 
 def check_cu_seqlens(where: str, cu_seqlens: Tensor, batch: int, t: int) -> None:

@@ -10,6 +10,7 @@ Algorithm = Literal["fastest", "recurrent", "minimal", "serial", "serial_recalcu
 
 # Steps times ranks of a chunk in the compiled kernels: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
 FUSED_CHUNK_ROWS = 64
+_LONGEST = 2**31 - 1
 
 
 @runtime_checkable
@@ -51,11 +52,22 @@ class SsdPath:
     chunk_len: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse unknown algorithms and lengths below 1."""
+        """Refuse unknown algorithms, and lengths that are none."""
         if self.algorithm not in get_args(Algorithm):
             raise ValueError(f"SsdPath: algorithm must be one of {get_args(Algorithm)}, got {self.algorithm!r}")
-        if self.chunk_len is not None and self.chunk_len < 1:
-            raise ValueError(f"SsdPath: chunk_len must be None or at least 1, got {self.chunk_len}")
+        if self.chunk_len is not None and not 1 <= self.chunk_len <= _LONGEST:
+            raise ValueError(f"SsdPath: chunk_len must be None or from 1 to {_LONGEST}, got {self.chunk_len}")
+
+    @staticmethod
+    def or_default(path: SsdPath | None) -> SsdPath:
+        """`path`, or the default where there is none.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if path is not None and not isinstance(path, SsdPath):
+            raise TypeError(f"path must be an SsdPath, as SsdPath.minimal(), got {path!r}")
+        return path or SsdPath()
 
     @classmethod
     def recurrent(cls) -> SsdPath:

@@ -39,7 +39,7 @@ def resolve_path(path: SsdPath | None, device: torch.device, dtype: torch.dtype)
     Raises:
         RuntimeError: `path` asks for `fused` and there is no such kernel.
     """
-    path = path or SsdPath()
+    path = SsdPath.or_default(path)
     if path.algorithm not in ("fastest", "fused"):
         return path
     reason = library.missing(device, dtype)

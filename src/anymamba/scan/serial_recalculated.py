@@ -2,7 +2,7 @@
 
 Forward and backward walk over the chunks and hold one chunk's l×l blocks at a time. The backward first recomputes the
 states that enter the chunks, then walks from the last chunk to the first with `G`, the gradient of the state that
-leaves the chunk. With `U = exp(Lam) dy`, `M` the causal decay, `W = scores ∘ M` and `rho = exp(Lam_end - Lam)`:
+leaves the chunk. With `U = exp(Lam) dy`, `M` the decay between steps, `W = scores ∘ M` and `rho = exp(Lam_end - Lam)`:
 
     dv     = Wᵀ dy + rho (k Gᵀ)                    dscores = (dy vᵀ) ∘ M, summed over the heads of a group
     dq     = U H + dscores k                       dk      = dscoresᵀ q + (rho v) G
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.scan.chunking import chunk_spans
-from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor, state_dtype, without_autocast
+from anymamba.scan.numerics import cumulative_decay, decay_between, decay_factor, state_dtype, without_autocast
 from anymamba.scan.operator import scan_operator
 from anymamba.scan.serial import fuse_ranks
 
@@ -92,13 +92,20 @@ class _Chunk(NamedTuple):
         """(b, h, p, n) -> (b, g, m, n)."""
         return state_bhpn.unflatten(1, self.groups).flatten(2, 3)
 
-    def mask(self) -> Tensor:
-        """Causal decay between the fused steps, (b, h, i, i)."""
-        return fuse_ranks(causal_decay(self.lam_bhl, self.v_bihp.dtype), self.rank)
+    def decay(self) -> Tensor:
+        """Decay between the fused steps, 1 to earlier ones, (b, h, i, i)."""
+        return fuse_ranks(decay_between(self.lam_bhl, self.v_bihp.dtype), self.rank)
+
+    def causal(self, x_bgii: Tensor) -> Tensor:
+        """`x` in place, with 0 to earlier steps: once per group, so that no head needs a mask."""
+        if self.rank == 1:
+            return x_bgii.tril_()
+        length = self.lam_bhl.shape[2]
+        return x_bgii.mul_(fuse_ranks(x_bgii.new_ones(length, length).tril_(), self.rank))
 
     def scores(self) -> Tensor:
-        """`<q_i, k_j>` per group, (b, g, i, i)."""
-        return self.q_bgin @ self.k_bgin.transpose(-1, -2)
+        """`<q_i, k_j>` per group, 0 to earlier steps, (b, g, i, i)."""
+        return self.causal(self.q_bgin @ self.k_bgin.transpose(-1, -2))
 
     def weigh(self, scores_bgii: Tensor, x_bhii: Tensor) -> Tensor:
         """`scores ∘ x`, the scores of a group applied to each of its heads, (b, h, i, i)."""
@@ -115,8 +122,8 @@ class _Chunk(NamedTuple):
 
     def outputs(self, state_bhpn: Tensor) -> Tensor:
         """The outputs, (b, i, h, p)."""
-        y_diag_bhip = self.weigh(self.scores(), self.mask()) @ self.v_bihp.transpose(1, 2)
-        return torch.addcmul(y_diag_bhip.transpose(1, 2), self.read(state_bhpn), self.from_start_bih1)
+        y_diag_bhip = self.weigh(self.scores(), self.decay()) @ self.v_bihp.transpose(1, 2)
+        return (self.read(state_bhpn) * self.from_start_bih1).add_(y_diag_bhip.transpose(1, 2))
 
 
 class _ChunkGrads(NamedTuple):
@@ -136,11 +143,11 @@ def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: 
     u_bgim = chunk.by_group(u_bihp)
     out_bih = (u_bihp * chunk.read(state_bhpn)).sum(-1)
 
-    mask_bhii, scores_bgii = chunk.mask(), chunk.scores()
+    decay_bhii, scores_bgii = chunk.decay(), chunk.scores()
     dw_bhii = dy_bihp.transpose(1, 2) @ chunk.v_bihp.permute(0, 2, 3, 1)
-    dw_bhii *= mask_bhii
-    w_bhii = chunk.weigh(scores_bgii, mask_bhii)
-    dscores_bgii = dw_bhii.unflatten(1, chunk.groups).sum(2)
+    dw_bhii *= decay_bhii
+    w_bhii = chunk.weigh(scores_bgii, decay_bhii)
+    dscores_bgii = chunk.causal(dw_bhii.unflatten(1, chunk.groups).sum(2))
     crossing_bhl = _crossing(chunk.weigh(scores_bgii, dw_bhii), chunk.rank)
 
     dv_in_bihp = chunk.by_head(chunk.k_bgin @ g_bgmn.transpose(-1, -2)) * chunk.to_end_bih1
@@ -152,7 +159,7 @@ def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: 
     out_after_bhl = out_bhl.flip(-1).cumsum(-1).flip(-1)
     in_before_bhl = F.pad(in_bhl[..., :-1], (1, 0)).cumsum(-1)
     return _ChunkGrads(
-        dv_bihp=(w_bhii.transpose(-1, -2) @ dy_bihp.transpose(1, 2)).transpose(1, 2) + dv_in_bihp,
+        dv_bihp=dv_in_bihp.add_((w_bhii.transpose(-1, -2) @ dy_bihp.transpose(1, 2)).transpose(1, 2)),
         dk_bgin=dscores_bgii.transpose(-1, -2) @ chunk.q_bgin + dk_in_bgin,
         dq_bgin=dscores_bgii @ chunk.k_bgin + u_bgim @ h_bgmn,
         da_bhl=out_after_bhl + in_before_bhl + keep_bh1 + crossing_bhl,
@@ -166,7 +173,7 @@ def _crossing(e_bhii: Tensor, rank: int) -> Tensor:
     """`Σ_{l ≥ k} Σ_{s < k} E[l, s]` for every k, (b, h, l): a running sum along s, then a sum over l ≥ k."""
     b, h, i, _ = e_bhii.shape
     e_bhll = e_bhii if rank == 1 else e_bhii.view(b, h, i // rank, rank, i // rank, rank).sum((3, 5))
-    sums_bhl = e_bhll[:, :, 1:, :-1].cumsum(-1).tril().sum(-2)
+    sums_bhl = e_bhll[:, :, 1:, :-1].cumsum(-1).tril_().sum(-2)
     return F.pad(sums_bhl, (1, 0))
 
 

@@ -160,5 +160,11 @@ def _hash(name: str) -> int:
 
 
 def read_stdin() -> bytes:
-    """All of stdin."""
+    """All of stdin.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if sys.stdin is None:
+        raise ValueError('data.sources: "-" means stdin, which is closed')
     return sys.stdin.buffer.read()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anymamba.kernels import library
+from anymamba.operators import is_observed
 
 _i64, _f64, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -138,6 +139,6 @@ def mamba2_step(z: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     Outside of tracing the kernel is called without the dispatcher, which takes longer than the kernel.
     """
-    traced = torch.compiler.is_compiling() or torch.compiler.is_exporting() or type(z) is not Tensor
+    traced = is_observed() or type(z) is not Tensor
     y, window, state = (_operator if traced else _step_now)(z, *arguments)
     return y, window, state

@@ -44,6 +44,14 @@ _BLOCK_FIXED = {
 }
 
 
+def _warn_of_groups(groups: int) -> None:
+    warnings.warn(
+        f"transformers normalises over all channels where the official block does so in {groups} groups, as we do: it "
+        "computes something else with these weights",
+        stacklevel=3,
+    )
+
+
 class TransformersFormat:
     """config.json of `Mamba2ForCausalLM`."""
 
@@ -76,6 +84,8 @@ class TransformersFormat:
             pad_vocab_size_multiple=1,
             extra={"transformers": {name: value for name, value in raw.items() if name not in used}},
         )
+        if (groups := config.block_config().ngroups) > 1:
+            _warn_of_groups(groups)
         heads = config.block_config().nheads
         if raw.get("num_heads", heads) != heads:
             raise ValueError(f"num_heads must be expand · hidden_size / head_dim = {heads}, got {raw['num_heads']}")
@@ -87,11 +97,7 @@ class TransformersFormat:
         block = config.block_config()
         require("the transformers format", config, {**_BLOCK_FIXED, "expand": int(block.expand)})
         if block.ngroups > 1:
-            warnings.warn(
-                f"transformers normalises over all channels where this model does so in {block.ngroups} groups: "
-                "it will read these weights and compute something else",
-                stacklevel=2,
-            )
+            _warn_of_groups(block.ngroups)
         silent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         raw = {
             **silent,
