@@ -110,16 +110,16 @@ def best(results: Iterable[Result]) -> dict[str, Result]:
 def markdown(language: str, results: list[Result]) -> str:
     """The table of a language."""
     lines = [
-        "| | paper | ours | lr | d_model | parameters | steps | minutes | runs |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | paper | ours | best on the way | lr | d_model | parameters | steps | minutes | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     note = ""
     for variant, result in best(results).items():
         runs = [r for r in results if r.tracking["variant"] == variant]
         lines.append(
             f"| {LABELS[variant]} | {PAPER[language][variant]:.1f} | {100 * result.test:.1f} "
-            f"| {result.config['optimiser']['lr']:g} | {result.tracking['d_model']} | {result.parameters:,} "
-            f"| {result.steps:,} | {result.minutes:.0f} | {len(runs)} |"
+            f"| {100 * result.validation:.1f} | {result.config['optimiser']['lr']:g} | {result.tracking['d_model']} "
+            f"| {result.parameters:,} | {result.steps:,} | {result.minutes:.0f} | {len(runs)} |"
         )
         if result.turns:
             zero, one = result.turns

@@ -146,7 +146,7 @@ def test_the_table_has_the_run_with_the_best_validation(tmp_path):
     worse = first._replace(validation=first.validation - 0.1, test=1.0)
     assert best([worse, second, first]) == {"mamba3": first, "mamba2": second}
     text = write_summary("parity", tmp_path)
-    assert f"| Mamba-3 | 100.0 | {100 * first.test:.1f} | 0.01 | 8 |" in text
+    assert f"| Mamba-3 | 100.0 | {100 * first.test:.1f} | {100 * first.validation:.1f} | 0.01 | 8 |" in text
     assert text == markdown("parity", [first, second]) == (tmp_path / "table.md").read_text()
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -161,3 +161,32 @@ def test_turns_are_those_of_the_first_layer():
         turns = dt[0].unsqueeze(-1) * torch.tanh(raw[0]).unsqueeze(1)
     expected = min((abs(abs(a) - 1), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
     assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_state_that_turns_learns_parity_within_seconds_and_one_that_does_not_turn_does_not(tmp_path):
+    found = {}
+    for variant in ("mamba3", "mamba3-no-rotation"):
+        settings = TrackingConfig.from_dict(
+            {
+                "optimiser": {"lr": 5e-3, "weight_decay": 0.0, "beta2": 0.999},
+                "schedule": {"steps": 300, "warmup": 50},
+                "evaluation": {"every": 0, "log_every": 100},
+                "checkpoints": {"every": 0},
+                "threads": 1,
+                "tracking": {
+                    "variant": variant,
+                    "d_model": 32,
+                    "d_state": 16,
+                    "headdim": 8,
+                    "rows": 32,
+                    "longest_first": 12,
+                    "longest_last": 12,
+                    "judged": 8,
+                },
+            }
+        )
+        trainer = train_or_resume(TrackingTask(settings), tmp_path / variant, silent)
+        assert trainer.run()
+        found[variant] = trainer.task.test(trainer.model, 8, 512)
+    assert found["mamba3"] > 0.9
+    assert found["mamba3-no-rotation"] < 0.5
