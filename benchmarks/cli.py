@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import generation, kernels, mamba2, mamba3
+from benchmarks import generation, kernels, mamba2, mamba3, training
 from benchmarks.harness import Case, CaseResult, Contender, DisagreementError, time_case
 from benchmarks.machine import describe_machine
 from benchmarks.memory import measure_here, measure_in_child
 from benchmarks.report import Report, write_atomically
 
-CASES = {case.name: case for module in (mamba2, mamba3, kernels, generation) for case in module.CASES}
+CASES = {case.name: case for module in (mamba2, mamba3, kernels, generation, training) for case in module.CASES}
 
 EXIT_DISAGREEMENT = 1
 EXIT_USAGE = 2
@@ -43,6 +43,7 @@ examples:
   python -m benchmarks --list
   python -m benchmarks --only 'ssd/*' 'seeds/*' --repeats 15 --json out.json
   python -m benchmarks --quick
+  python -m benchmarks --only generation/long-prompt/mamba2-130m-two-layers   (the long prompts only run when named)
 """
 
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def select_cases(globs: Sequence[str]) -> list[Case]:
-    """The cases whose names match any of `globs`, in the order of the registry; all if there is none.
+    """The cases whose names match any of `globs`, in the order of the registry; without globs, all but the longest.
 
     Raises:
         LookupError: if one of them matches nothing.
@@ -94,7 +95,9 @@ def select_cases(globs: Sequence[str]) -> list[Case]:
     for glob in globs:
         if not fnmatch.filter(CASES, glob):
             raise LookupError(_unknown("case", glob, list(CASES)))
-    return [case for name, case in CASES.items() if not globs or any(fnmatch.fnmatch(name, glob) for glob in globs)]
+    if not globs:
+        return [case for case in CASES.values() if not case.on_request]
+    return [case for name, case in CASES.items() if any(fnmatch.fnmatch(name, glob) for glob in globs)]
 
 
 def without_heavy(case: Case) -> Case | None:

@@ -6,10 +6,13 @@ Mamba-2 stands beside transformers on the same weights; Mamba-3, which transform
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +31,13 @@ MAMBA3_SISO_187M = MambaLMConfig(
 MAMBA3_MIMO_187M = dataclasses.replace(
     MAMBA3_SISO_187M, d_intermediate=1264, ssm_cfg={"layer": "Mamba3", "is_mimo": True, "mimo_rank": 4}
 )
-CONFIGS = {"mamba2-130m": MAMBA2_130M, "mamba3-siso-187m": MAMBA3_SISO_187M, "mamba3-mimo-187m": MAMBA3_MIMO_187M}
+FAMILIES = {"mamba2-130m": MAMBA2_130M, "mamba3-siso-187m": MAMBA3_SISO_187M, "mamba3-mimo-187m": MAMBA3_MIMO_187M}
+# A long prompt takes an hour through the whole model; two of its layers grow in the same way.
+TWO_LAYERS = "mamba2-130m-two-layers"
+CONFIGS = {**FAMILIES, TWO_LAYERS: dataclasses.replace(MAMBA2_130M, n_layer=2)}
+LONG_PROMPT = 1_000_000
+SHORT_PROMPT = 8192
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def tiny(config: MambaLMConfig) -> MambaLMConfig:
@@ -45,11 +54,26 @@ def our_model(config: str, small: bool = False) -> MambaLM:
 
 
 @cache
+def our_model_in(dtype: str, small: bool = False) -> MambaLM:
+    """mamba2-130m in another dtype."""
+    model = MambaLM(tiny(MAMBA2_130M) if small else MAMBA2_130M, dtype=DTYPES[dtype]).eval()
+    model.load_state_dict(our_model("mamba2-130m", small).state_dict())
+    return model
+
+
+@cache
+def checkpoint(config: str, format: str, small: bool = False) -> tempfile.TemporaryDirectory[str]:
+    """Our model on disk, for as long as this process lives."""
+    directory = tempfile.TemporaryDirectory()
+    our_model(config, small).save_pretrained(directory.name, format=format)
+    return directory
+
+
+@cache
 def transformers_model(config: str, small: bool = False) -> Any:
     """The model of transformers with the weights of ours, through its own files."""
-    with tempfile.TemporaryDirectory() as directory:
-        our_model(config, small).save_pretrained(directory, format="transformers")
-        return import_module("transformers").Mamba2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    directory = checkpoint(config, "transformers", small).name
+    return import_module("transformers").Mamba2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def prompt(batch: int, t: int) -> Tensor:
@@ -70,25 +94,76 @@ def set_up_prefill(config: str, library: str, batch: int, t: int, small: bool = 
 def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
     """One token a row after a prompt; each call goes on from the cache that the one before it left."""
     ids_bt, ids_b = prompt(batch, t), prompt(batch, 1)[:, 0]
-    with torch.no_grad():
-        if library == "transformers":
-            theirs = transformers_model(config, small)
+    if library == "transformers":
+        theirs = transformers_model(config, small)
+        with torch.no_grad():
             past = theirs(ids_bt, use_cache=True).cache_params
 
-            def their_step() -> dict[str, Tensor]:
-                out = theirs(ids_b.unsqueeze(1), cache_params=past, use_cache=True)
-                return {"logits": out.logits[:, -1]}
+        def their_step() -> dict[str, Tensor]:
+            out = theirs(ids_b.unsqueeze(1), cache_params=past, use_cache=True)
+            return {"logits": out.logits[:, -1]}
 
-            return forward(their_step)
-        model = our_model(config, small)
+        return forward(their_step)
+    return stepping(our_model(config, small), ids_bt, ids_b)
+
+
+def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor) -> Call:
+    """Our steps behind a prompt, as `generate` takes them."""
+    with torch.no_grad():
         _, state = prefill(model, list(ids_bt))
 
     def step() -> dict[str, Tensor]:
         nonlocal state
-        logits, state = model.step(ids_b, state)
+        logits, state = model.step(ids_b, state, in_place=True)
         return {"logits": logits}
 
     return forward(step)
+
+
+def set_up_decode_in(dtype: str, small: bool = False) -> Call:
+    """The same with narrower weights, of which there are fewer bytes to read."""
+    return stepping(our_model_in(dtype, small), prompt(1, 64), prompt(1, 1)[:, 0])
+
+
+FIRST_TOKEN = {
+    "anymamba": """
+import torch
+from anymamba import MambaLM
+model = MambaLM.from_pretrained({path!r})
+print(model.generate(torch.tensor([{ids}]), 1).tokens.item())
+""",
+    "transformers": """
+import torch
+from transformers import Mamba2ForCausalLM
+model = Mamba2ForCausalLM.from_pretrained({path!r}, dtype=torch.float32)
+print(model.generate(torch.tensor([{ids}]), max_new_tokens=1, do_sample=False)[0, -1].item())
+""",
+}
+
+
+def set_up_first_token(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
+    """From the start of a process to the first token: imports, weights from disk, a prompt."""
+    path = Path(checkpoint(config, "official" if library == "anymamba" else library, small).name)
+    code = FIRST_TOKEN[library].format(path=str(path), ids=prompt(batch, t)[0].tolist())
+
+    def run() -> dict[str, Tensor]:
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        return {"token": torch.tensor([float(out.split()[-1])])}
+
+    return run
+
+
+def set_up_long_prompt(config: str, tokens: int, small: bool = False) -> Call:
+    """About a million tokens through our model, as prompts of `tokens` each."""
+    model, ids_t = our_model(config, small), prompt(1, tokens)[0]
+    prompts = 1 if small else LONG_PROMPT // tokens
+
+    def run() -> dict[str, Tensor]:
+        for _ in range(prompts):
+            logits, _ = prefill(model, [ids_t])
+        return {"logits": logits}
+
+    return forward(run)
 
 
 def set_up_reading(config: str, small: bool = False) -> Call:
@@ -122,8 +197,41 @@ def against_transformers(name: str, set_up: Callable[..., Call], batch: int, t: 
 
 def by_family(name: str, set_up: Callable[..., Call], batch: int, t: int) -> Case:
     """The families side by side."""
-    contenders = tuple(contender(c, set_up, c, "anymamba", batch, t, computes=c) for c in CONFIGS)
+    contenders = tuple(contender(c, set_up, c, "anymamba", batch, t, computes=c) for c in FAMILIES)
     return Case(name=f"generation/{name}", contenders=contenders, baseline="mamba2-130m")
+
+
+def by_dtype() -> Case:
+    """One token by our model with weights of each dtype."""
+    contenders = tuple(contender(dtype, set_up_decode_in, dtype, computes=dtype) for dtype in DTYPES)
+    return Case(name="generation/dtypes/decode/b1", contenders=contenders, baseline="float32")
+
+
+def first_token_case() -> Case:
+    """Fresh processes."""
+    contenders = tuple(
+        contender(
+            library, set_up_first_token, "mamba2-130m", library, 1, 16, computes="token", library=library, heavy=True
+        )
+        for library in FIRST_TOKEN
+    )
+    return Case(name="generation/first-token", contenders=contenders, baseline="anymamba")
+
+
+def long_prompt_case(config: str) -> Case:
+    """A million tokens in one prompt and in many: a ratio of one says that time grows with length and no more."""
+    contenders = tuple(
+        Contender(
+            name=f"prompts of {t}",
+            setup=partial(set_up_long_prompt, config, t),
+            tiny=partial(set_up_long_prompt, config, 64, True),
+            computes=f"{t}",
+            heavy=True,
+        )
+        for t in (SHORT_PROMPT, LONG_PROMPT)
+    )
+    name = f"generation/long-prompt/{config}"
+    return Case(name=name, contenders=contenders, baseline=f"prompts of {SHORT_PROMPT}", on_request=True)
 
 
 CASES: tuple[Case, ...] = (
@@ -133,4 +241,8 @@ CASES: tuple[Case, ...] = (
     by_family("families/prefill/t2048", set_up_prefill, 1, 2048),
     by_family("families/decode/b1", set_up_decode, 1, 64),
     by_family("families/decode/b8", set_up_decode, 8, 64),
+    by_dtype(),
+    first_token_case(),
+    long_prompt_case("mamba2-130m"),
+    long_prompt_case(TWO_LAYERS),
 )

@@ -62,12 +62,14 @@ class Case:
         contenders: in the order in which they run.
         baseline: name of the contender that the ratios are relative to.
         tolerance: largest accepted difference between two results, relative to the largest magnitude in the tensor.
+        on_request: takes so long that it only runs when it is named.
     """
 
     name: str
     contenders: tuple[Contender, ...]
     baseline: str
     tolerance: float = FLOAT32_TOLERANCE
+    on_request: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a baseline that does not run and names that cannot be told apart."""

@@ -1,5 +1,9 @@
 """Comparisons and inputs that several tests share."""
 
+import os
+import subprocess
+import sys
+
 import torch
 
 # Largest difference from the oracle, relative to the oracle's largest entry. Measured over the suite's cases on the
@@ -30,3 +34,16 @@ def assert_all_near(actual, expected, tolerance, least=0.0):
     assert actual.keys() == expected.keys()
     for name in expected:
         assert_near(actual[name], expected[name], tolerance, name, least)
+
+
+def in_another_process(code, **environment):
+    """What a fresh Python prints that runs `code` with these variables; warnings are errors there too."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

@@ -291,3 +291,15 @@ def test_projections_are_called_as_modules(options):
     assert_near(block.step(x[:, 0])[0], 2 * stepped, FLOOR[torch.float64])
     block.in_proj = Doubled(block.in_proj)
     assert not torch.allclose(block(x), 2 * y)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_seams_are_where_the_projection_is_cut(options):
+    block = make_block(options)
+    (parts,) = block.seams().values()
+    assert sum(part.rows for part in parts) == block.in_proj.out_features
+    rows = {part.name: part.rows for part in parts}
+    assert rows["z"] == rows["x"] == block.config.nheads * block.headdim
+    assert rows["B"] == rows["C"] == block.config.ngroups * block.rank * block.d_state
+    assert {part.name for part in parts if not part.is_matrix} == rows.keys() & {"dt", "A", "trap"}
+    assert [name for name in rows if name not in ("z0", "x0")][:5] == ["z", "x", "B", "C", "dt"]

@@ -59,6 +59,16 @@ def test_top_p_looks_as_far_as_it_must():
     assert len(set(drawn.tolist())) == 50
 
 
+def test_top_p_of_a_nearly_flat_vocabulary_draws_from_the_most_likely_ones():
+    logits = torch.linspace(0, 0.5, 5000)[torch.randperm(5000)].unsqueeze(0)
+    p, order = logits[0].double().softmax(-1).sort(descending=True)
+    kept = int((p.cumsum(0) < 0.7).sum()) + 1
+    cumulative = p[:kept].cumsum(0) / p[:kept].sum()
+    for place in (0, 1, 300, kept // 2, kept - 1):
+        middle = float(cumulative[place] - p[place] / p[:kept].sum() / 2)
+        assert choose(logits, Sampling(temperature=1.0, top_p=0.7), [middle]).item() == order[place]
+
+
 def test_min_p_keeps_those_near_the_most_likely():
     assert near(distribution(min_p=0.45), [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85])
 

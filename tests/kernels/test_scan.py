@@ -1,8 +1,5 @@
 """The compiled scan, beyond the matrix of tests/scan that it shares with the portable algorithms."""
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,7 +9,7 @@ import torch
 from anymamba.kernels import library
 from anymamba.scan import SsdPath, scan, ssd
 from tests.scan.cases import HAS_KERNELS, make_inputs, run
-from tests.support import FLOOR, assert_all_near, assert_near, relative_error
+from tests.support import FLOOR, assert_all_near, assert_near, in_another_process, relative_error
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason=library.LIBRARY.reason)
 
@@ -159,18 +156,6 @@ def test_several_python_threads_may_call_at_once(threads):
         for results in pool.map(lambda _: run(inputs, SsdPath.fused()), range(12)):
             for name, x in results.items():
                 assert torch.equal(x, expected[name]), name
-
-
-def in_another_process(code, **environment):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 COMPARE = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anymamba.generation.tokenizers import ByteTokenizer
-from anymamba.models.lm import IGNORED_LABEL
+from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.corpus import find_documents, split
 from anymamba.training.data import Batches, Sequence, permuted, segments
 from anymamba.training.shards import open_corpus, prepare

@@ -3,9 +3,27 @@ import itertools
 import pytest
 import torch
 
+from anymamba.blocks.block import Part
 from anymamba.training.config import OptimiserSection, ScheduleSection
-from anymamba.training.optim import learning_rate, make_optimiser, parameter_groups
+from anymamba.training.muon import Muon, orthogonalised
+from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups
 from tests.models.cases import FAMILIES, small_lm
+
+KINDS = pytest.mark.parametrize("kind", ["adamw", "muon"])
+
+
+def set_gradients(model, seed=0):
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+
+def differences(model, before):
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+def values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,17 +49,115 @@ def test_embeddings_are_decayed_if_asked(tied):
     assert not {"backbone.embedding.weight", "lm_head.weight"} & parameter_groups(model, OptimiserSection())[0].keys()
 
 
-def test_without_a_gradient_only_the_decayed_shrink():
+@KINDS
+def test_without_a_gradient_only_the_decayed_shrink(kind):
     model = small_lm()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimiser = make_optimiser(model, OptimiserSection(lr=0.1, weight_decay=0.5))
+    before = values(model)
+    optimiser = Optimiser(model, OptimiserSection(kind=kind, lr=0.1, weight_decay=0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimiser.step()
+    optimiser.step(1.0)
     decayed, _ = parameter_groups(model, OptimiserSection())
     for name, p in model.named_parameters():
         factor = 0.95 if name in decayed else 1.0
         torch.testing.assert_close(p.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("d_intermediate", [0, 128])
+def test_muon_turns_the_parts_of_a_projection_each_by_itself(family, d_intermediate):
+    model = small_lm(family, torch.float64, d_intermediate=d_intermediate)
+    before = values(model)
+    optimiser = Optimiser(model, OptimiserSection(kind="muon", lr=0.1, weight_decay=0.0))
+    set_gradients(model)
+    optimiser.step(0.5)
+    layer, moved = model.backbone.layers[1], differences(model, before)
+    modules = {"mixer": layer.mixer, **({"mlp": layer.mlp} if d_intermediate else {})}
+    cut = {f"{m}.{p}": parts for m, module in modules.items() for p, parts in module.seams().items()}
+    whole = {"mixer.out_proj": (), **({"mlp.fc2": ()} if d_intermediate else {})}
+    for projection, parts in {**cut, **whole}.items():
+        change, gradient = moved[f"backbone.layers.1.{projection}.weight"], layer.get_submodule(projection).weight.grad
+        parts = parts or (Part("all", len(change)),)
+        sizes = [part.rows for part in parts]
+        for part, rows, source in zip(parts, change.split(sizes), gradient.split(sizes), strict=True):
+            if not part.is_matrix:  # AdamW's first step has the gradient's signs
+                torch.testing.assert_close(rows, -0.05 * source.sign(), rtol=1e-3, atol=0)
+                continue
+            level = torch.linalg.svdvals(rows) / (0.05 * 0.2 * max(rows.shape) ** 0.5)
+            assert (level > 0.6).sum() >= (torch.linalg.svdvals(source) > 0.01 * source.norm()).sum() > 1
+            assert level.max() < 1.2
+            assert rows.square().mean().sqrt().item() == pytest.approx(0.2 * 0.05, rel=0.25)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_moves_a_fused_projection_as_separate_ones(family):
+    model = small_lm(family, torch.float64)
+    weight, parts = model.backbone.layers[0].mixer.in_proj.weight, model.backbone.layers[0].mixer.seams()["in_proj"]
+    separate = [x.detach().clone() for x, part in zip(weight.split([p.rows for p in parts]), parts, strict=True)]
+    muon = Muon([x for x, part in zip(separate, parts, strict=True) if part.is_matrix], lr=0.03, weight_decay=0.2)
+    adam = torch.optim.AdamW(
+        [x for x, part in zip(separate, parts, strict=True) if not part.is_matrix], 0.02, (0.9, 0.95), weight_decay=0.2
+    )
+    fused = Optimiser(model, OptimiserSection(kind="muon", lr=0.02, muon_lr=0.03, weight_decay=0.2))
+    for seed in range(3):
+        set_gradients(model, seed)
+        for x, gradient in zip(separate, weight.grad.split([p.rows for p in parts]), strict=True):
+            x.grad = gradient.clone()
+        fused.step(1.0)
+        muon.step()
+        adam.step()
+        fused.zero_grad()
+    torch.testing.assert_close(weight.detach(), torch.cat(separate), rtol=1e-12, atol=1e-12)
+
+
+def test_muon_is_for_matrices():
+    with pytest.raises(ValueError, match=r"must be a matrix, got the shape \(3,\)"):
+        Muon([torch.zeros(3)], lr=0.1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (64, 64), (40, 90), (90, 40)])
+def test_orthogonalised_keeps_singular_vectors_and_levels_singular_values(shape):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    level = u.mT @ orthogonalised(matrix) @ v.mT
+    torch.testing.assert_close(level, torch.diag(level.diagonal()), rtol=0, atol=1e-12)
+    assert (level.diagonal()[s > 0.01 * s.max()] > 0.5).all()
+    assert (level.diagonal() < 1.3).all()
+    torch.testing.assert_close(orthogonalised(matrix.float()), orthogonalised(matrix).float(), rtol=0, atol=1e-4)
+
+
+def test_orthogonalised_zeros_are_zeros():
+    assert (orthogonalised(torch.zeros(3, 4)) == 0).all()
+
+
+@KINDS
+def test_a_restored_optimiser_goes_on_bit_for_bit(kind):
+    config, states = OptimiserSection(kind=kind), []
+    for interrupted in (False, True):
+        model = small_lm("Mamba3")
+        optimiser = Optimiser(model, config)
+        for step in range(4):
+            if interrupted and step == 2:
+                saved = {key: x.clone() for key, x in optimiser.tensors().items()}
+                optimiser = Optimiser(model, config)
+                optimiser.restore(saved)
+            set_gradients(model, step)
+            optimiser.step(0.3)
+            optimiser.zero_grad()
+        states.append({**values(model), **optimiser.tensors()})
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+def test_gradients_are_clipped_by_their_common_norm():
+    model = small_lm()
+    set_gradients(model)
+    before = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert clip_gradients(model, 0.0) == clip_gradients(model, 1e6) == pytest.approx(before.norm().item(), rel=1e-6)
+    assert torch.equal(torch.cat([p.grad.flatten() for p in model.parameters()]), before)
+    clip_gradients(model, 2.0)
+    after = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(after, 2 * before / before.norm())
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.padding import Padding
+from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.scan import SsdPath
 from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
 
 
+class Part(NamedTuple):
+    """Some rows of a projection that computes several things at once.
+
+    Attributes:
+        name: of what they compute.
+        rows: how many they are.
+        is_matrix: whether they map a vector to a vector; False for a few numbers a head that have nothing in common.
+    """
+
+    name: str
+    rows: int
+    is_matrix: bool = True
+
+
 class Block(nn.Module):
-    """A block around the scan; a family adds its parameters, `init_cache`, `prefill` and `step`."""
+    """A block around the scan; a family adds its parameters, `init_cache`, `prefill`, `step` and `seams`."""
 
     config: Any
+
+    def __init__(self) -> None:
+        """Start without parameters."""
+        super().__init__()
+        self._whole, self._core = Decoder(), Decoder()
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of each projection that is several in one, from its first row to its last, by its name."""
+        raise NotImplementedError
 
     @property
     def d_state(self) -> int:
@@ -54,6 +78,53 @@ class Block(nn.Module):
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """Run the block over a sequence of any length, from any cache to a new one."""
+        raise NotImplementedError
+
+    def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
+        """Record `step` for the compiled kernels.
+
+        Args:
+            program: where to.
+            x: slot of the input, (b, d).
+            to: slot of the output, (b, d).
+            add: add to what is in that slot.
+
+        Raises:
+            NotCovered: the kernels cannot do what this block does.
+        """
+        projected = program.linear(x, self, "in_proj")
+        program.linear(self._record_core(program, projected), self, "out_proj", to=to, add=add)
+
+    def _record_core(self, program: Program, projected: int) -> int:
+        """Record what lies between the projections, from one slot to another."""
+        raise NotImplementedError
+
+    def _step_whole(self, x: Tensor, cache: Any) -> tuple[Tensor, Any] | None:
+        """`step` in one call to the compiled kernels; None where they do not cover it."""
+        like = self._like()
+        if x.ndim != 2 or x.dtype != like.dtype or torch.is_autocast_enabled("cpu"):
+            return None
+        cache = self.init_cache(x.shape[0]) if cache is None else cache
+
+        def record(program: Program) -> None:
+            program.watch.module(self, type(self))
+            self.record(program, 0, to=OUTPUT)
+
+        done = self._whole.run(like.dtype, record, x, cache.tensors())
+        return done and (done[0], cache.with_tensors(done[1]))
+
+    def _step_core(self, projected: Tensor, cache: Any) -> tuple[Tensor, Any] | None:
+        """The same between the projections, where those are not ours to read: (b, projected) -> (b, i)."""
+
+        def record(program: Program) -> None:
+            program.watch.module(self, type(self))
+            program.write(self._record_core(program, 0), self.config.d_inner)
+
+        done = self._core.run(projected.dtype, record, projected, cache.tensors())
+        return done and (done[0], cache.with_tensors(done[1]))
+
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
+        """The cache of a fresh start."""
         raise NotImplementedError
 
     def _like(self) -> Tensor:

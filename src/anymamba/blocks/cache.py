@@ -36,6 +36,16 @@ class CacheMethods:
     def _map(self: _Cache, function: Callable[[str, Tensor], Tensor]) -> _Cache:
         return type(self)(*(function(name, x) if isinstance(x, Tensor) else x for name, x in self._items()))
 
+    def tensors(self) -> list[Tensor]:
+        """The fields that are tensors; they come before the others."""
+        fields: Any = self
+        return [x for x in fields if isinstance(x, Tensor)]
+
+    def with_tensors(self: _Cache, tensors: list[Tensor]) -> _Cache:
+        """The same cache with other tensors."""
+        fields: Any = self
+        return type(self)(*tensors, *fields[len(tensors) :])
+
     def clone(self: _Cache) -> _Cache:
         """A copy that shares no memory with this cache."""
         return self._map(lambda _, x: x.clone())

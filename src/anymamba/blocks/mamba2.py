@@ -21,14 +21,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block
+from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
-from anymamba.kernels import library
-from anymamba.kernels.cpu.step import mamba2_step
-from anymamba.operators import is_observed
+from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, scan_step, ssd
 from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
@@ -178,6 +177,13 @@ class Mamba2(Block):
     def _like(self) -> Tensor:
         return self.conv1d.weight
 
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `in_proj`, as `_split` and `_heads` cut its output."""
+        c, shared = self.config, self.config.ngroups * self.config.d_state
+        mlp = (Part("z0", self.mlp_width), Part("x0", self.mlp_width)) if self.mlp_width else ()
+        ssm = (Part("z", c.ssm_width), Part("x", c.ssm_width), Part("B", shared), Part("C", shared))
+        return {"in_proj": (*mlp, *ssm, Part("dt", c.nheads, is_matrix=False))}
+
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
         """The cache of a fresh start: an empty window, and the learnable initial state or zeros.
 
@@ -250,12 +256,14 @@ class Mamba2(Block):
         Returns:
             y (b, d), and the new cache.
         """
+        if (done := self._step_whole(x, cache)) is not None:
+            return done
         (b,) = self._check_input("step", x, "b d")
-        z0, x0, z_bi, xbc_bv, dt_bh = self._split(self.in_proj(x))
+        projected = self.in_proj(x)
+        z0, x0, z_bi, xbc_bv, dt_bh = self._split(projected)
         cache = self._checked_cache("step", cache, b, xbc_bv)
-        if self._steps_compiled(z_bi, xbc_bv, dt_bh, *cache):
-            y_bi, window, ssm = self._compiled_step(z_bi, xbc_bv, dt_bh, cache)
-            return self._project(y_bi, x0, z0), Mamba2Cache(window, ssm)
+        if (done := self._step_core(projected, cache)) is not None:
+            return self.out_proj(done[0]), done[1]
         xbc_bv, window = self.conv1d.step(xbc_bv, cache.conv)
         dt_bh = self._dt(dt_bh)
         x_bhp, b_bgn, c_bgn = self._heads(xbc_bv)
@@ -265,36 +273,45 @@ class Mamba2(Block):
         y_bhp = torch.addcmul(y_brhp.squeeze(1), (d if d.ndim == 2 else d.unsqueeze(-1)).to(x_bhp.dtype), x_bhp)
         return self._output(y_bhp.flatten(1), z_bi, x0, z0), Mamba2Cache(window, ssm)
 
-    def _steps_compiled(self, *inputs: Tensor) -> bool:
-        """Whether the compiled step, which has no gradient, covers these inputs and this block."""
-        if library.missing(inputs[0].device, inputs[0].dtype) or is_observed():
-            return False
-        if type(self.conv1d) is not CausalConv or (self.config.rmsnorm and type(self.norm) is not GatedRMSNorm):
-            return False
-        return not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *self.parameters()))
-
-    def _compiled_step(self, z: Tensor, xbc: Tensor, dt: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything of `step` between the projections: y (b, i), and the new window and state."""
-        c, norm = self.config, self.norm if self.config.rmsnorm else None
-        y, window, ssm = mamba2_step(
-            z,
-            xbc,
-            dt,
-            cache.conv,
-            cache.ssm,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            None if norm is None else norm.weight,
-            c.ngroups,
-            c.ssm_width if norm is None else norm.group_size,
-            c.norm_before_gate,
-            0.0 if norm is None else norm.eps,
-            *map(float, c.dt_limit),
+    def _record_core(self, program: Program, projected: int) -> int:
+        if type(self) is not Mamba2:
+            raise NotCovered
+        c: Mamba2Config = program.watch.value(self, "config")
+        conv = program.watch.child(self, "conv1d", CausalConv)
+        z0 = projected
+        x0 = z0 + self.mlp_width
+        z = x0 + self.mlp_width
+        xbc = z + c.ssm_width
+        y = program.slot(c.d_inner)
+        ssm_y = y + self.mlp_width
+        program.mamba2(
+            heads=c.nheads,
+            head_width=c.headdim,
+            groups=c.ngroups,
+            state=c.d_state,
+            conv_width=c.d_conv,
+            skip_per_channel=c.D_has_hdim,
+            dt_min=c.dt_limit[0],
+            dt_max=c.dt_limit[1],
+            xbc=xbc,
+            dt=xbc + c.conv_dim,
+            act=program.slot(c.conv_dim),
+            to=ssm_y,
+            cache_window=program.cached(c.conv_dim, c.d_conv),
+            cache_state=program.cached(c.nheads, c.headdim, c.d_state, dtype=program.wide),
+            conv_weight=program.parameter(conv, "weight"),
+            conv_bias=program.parameter(conv, "bias"),
+            dt_bias=program.parameter(self, "dt_bias"),
+            a_log=program.parameter(self, "A_log"),
+            skip=program.parameter(self, "D"),
         )
-        return y, window, ssm
+        if self.mlp_width:
+            program.gate(x0, z0, self.mlp_width, to=y)
+        if c.rmsnorm:
+            program.norm(ssm_y, program.watch.child(self, "norm", GatedRMSNorm), z=z, to=ssm_y)
+        else:
+            program.gate(ssm_y, z, c.ssm_width, to=ssm_y)
+        return y
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """(..., in_proj's width) -> z0, x0 of the MLP channels, z, xBC, dt."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block
+from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
@@ -42,6 +43,8 @@ from anymamba.blocks.norms import GatedRMSNorm, RMSNorm
 from anymamba.blocks.padding import Padding
 from anymamba.blocks.rotation import ComplexRotation, FixedRotation, QuaternionRotation, Rotation
 from anymamba.blocks.sequences import first_of, following, last_of, previous
+from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, scan, scan_step
 from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
@@ -233,6 +236,12 @@ class Mamba3(Block):
         shared = c.rank * c.ngroups * c.d_state
         return [c.d_inner, c.d_inner, shared, shared, c.nheads, c.nheads, c.nheads, self.rotation.channels(c.nheads)]
 
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `in_proj`."""
+        names, per_head = ("z", "x", "B", "C", "dt", "A", "trap", "turn"), ("dt", "A", "trap")
+        parts = zip(names, self._widths(), strict=True)
+        return {"in_proj": tuple(Part(name, rows, name not in per_head) for name, rows in parts if rows)}
+
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None, pathway: Pathway = "single") -> Mamba3Cache:
         """The cache of a fresh start: no previous token, no rotation, and the learnable initial state or zeros.
 
@@ -308,10 +317,14 @@ class Mamba3(Block):
         Returns:
             y (b, d), and the new cache.
         """
+        if (done := self._step_whole(x, cache)) is not None:
+            return done
         (b,) = self._check_input("step", x, "b d")
-        projected = self.in_proj(x).unsqueeze(1)
+        projected = self.in_proj(x)
         cache = self._checked_cache("step", cache, b, projected)
-        tokens = self._tokens(projected, cache, None, None)
+        if (done := self._step_core(projected, cache)) is not None:
+            return self.out_proj(done[0]), done[1]
+        tokens = self._tokens(projected.unsqueeze(1), cache, None, None)
         state = self._with_pending(cache, tokens.kappa_bth[:, 0])
         v_brhp = self._values(tokens.x_bthp)[:, 0]
         weighted_brhp = (v_brhp * tokens.gamma_bth[:, 0, None, :, None]).to(v_brhp.dtype)
@@ -320,6 +333,50 @@ class Mamba3(Block):
         y_brhp = torch.addcmul(y_brhp, self.D.to(y_brhp.dtype).unsqueeze(-1), v_brhp)
         out = self._output(y_brhp.unsqueeze(1), tokens.z_bthp).squeeze(1)
         return out, Mamba3Cache(ssm, k_brhn, tokens.x_bthp[:, 0].clone(), tokens.turned[:, 0], cache.pathway)
+
+    def _record_core(self, program: Program, projected: int) -> int:
+        c: Mamba3Config = program.watch.value(self, "config")
+        rotation = program.watch.value(self, "rotation")
+        if type(self) is not Mamba3 or type(rotation) is not ComplexRotation:
+            raise NotCovered
+        names = ("z", "x", "b", "c", "dt", "a", "trap", "angle")
+        starts = accumulate(self._widths()[:-1], initial=projected)
+        key_norm, query_norm = (program.watch.child(self, name, RMSNorm) for name in ("B_norm", "C_norm"))
+        out_norm = program.watch.child(self, "norm", GatedRMSNorm) if c.is_outproj_norm else None
+        y = program.slot(c.d_inner)
+        program.mamba3(
+            heads=c.nheads,
+            head_width=c.headdim,
+            groups=c.ngroups,
+            state=c.d_state,
+            rank=c.rank,
+            pairs=rotation.pairs,
+            interleaved=rotation.interleaved,
+            heavy_tail=c.a_activation == "heavy_tail",
+            rate_range=rotation.range * math.pi,
+            dt_min=c.dt_limit[0],
+            dt_max=c.dt_limit[1],
+            a_floor=c.A_floor,
+            key_eps=program.watch.value(key_norm, "eps"),
+            query_eps=program.watch.value(query_norm, "eps"),
+            out_eps=0.0 if out_norm is None else program.watch.value(out_norm, "eps"),
+            **dict(zip(names, starts, strict=True)),
+            keys=program.slot(2 * c.rank * c.ngroups * c.d_state),
+            to=y,
+            cache_state=program.cached(c.nheads, c.headdim, c.d_state, dtype=program.wide),
+            cache_k=program.cached(c.rank, c.nheads, c.d_state),
+            cache_v=program.cached(c.nheads, c.headdim),
+            cache_angle=program.cached(c.nheads, rotation.pairs, dtype=program.wide),
+            key_norm=program.parameter(key_norm, "weight"),
+            query_norm=program.parameter(query_norm, "weight"),
+            key_bias=program.parameter(self, "B_bias"),
+            query_bias=program.parameter(self, "C_bias"),
+            dt_bias=program.parameter(self, "dt_bias"),
+            skip=program.parameter(self, "D"),
+            **{name: program.parameter(self, name) for name in ("mimo_x", "mimo_z", "mimo_o") if c.is_mimo},
+            **({} if out_norm is None else {"out_norm": program.parameter(out_norm, "weight")}),
+        )
+        return y
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats for ever, in closed form: (b, d) -> (b, d).

@@ -69,6 +69,7 @@ class TokenStream:
         self._batch_size, self._left, self._stop = state.batch_size, max_new_tokens, stop
         self._rows = list(range(state.batch_size))
         self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
+        self._owned = False  # nobody else holds the state's cache
         self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
         self._longest_stop = max(map(len, stop), default=0)
         self._stopped: list[_Stopped] = []
@@ -102,6 +103,7 @@ class TokenStream:
     def state(self) -> GenerationState:
         """Where the rows stand behind the tokens given so far."""
         self._feed()
+        self._owned = False
         if any(part.pending is not None for part in self._stopped):
             waiting = GenerationState.cat([part.state for part in self._stopped if part.pending is not None])
             pending = torch.cat([part.pending for part in self._stopped if part.pending is not None])
@@ -117,7 +119,8 @@ class TokenStream:
 
     def _feed(self) -> None:
         if self._pending is not None and self._rows:
-            self._state = _advance(self._model, self._state, self._pending)
+            self._state = _advance(self._model, self._state, self._pending, in_place=self._owned)
+            self._owned = True
         self._pending = None
 
     def _set_stopped_aside(self, tokens: list[int | None]) -> None:
@@ -137,8 +140,8 @@ class TokenStream:
             self._state, self._pending = self._state.rows(going), self._pending[going]
 
 
-def _advance(model: MambaLM, state: GenerationState, tokens: Tensor) -> GenerationState:
-    logits, cache = model.step(tokens.to(model.device), state.cache)
+def _advance(model: MambaLM, state: GenerationState, tokens: Tensor, *, in_place: bool = False) -> GenerationState:
+    logits, cache = model.step(tokens.to(model.device), state.cache, in_place=in_place)
     seen = state.seen.scatter(1, tokens.unsqueeze(1), True)
     return GenerationState(cache, logits, seen, state.keys, state.counts + 1)
 

@@ -9,14 +9,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-
-_HEAD_TOKENS = 128  # whose logits are in memory at once
+from anymamba.models.loss import head_nats
 
 
 class Likelihood(NamedTuple):
@@ -41,10 +39,7 @@ def _segment_nats(
     hidden_1td, new = model.backbone(ids.unsqueeze(0), cache)
     before_td = hidden_1td[0, :-1] if hidden_d is None else torch.cat([hidden_d.unsqueeze(0), hidden_1td[0, :-1]])
     targets = ids[1:] if hidden_d is None else ids
-    nats = 0.0
-    for hidden, wanted in zip(before_td.split(_HEAD_TOKENS), targets.split(_HEAD_TOKENS), strict=True):
-        nats += F.cross_entropy(model.lm_head(hidden).float(), wanted.long(), reduction="sum").item()
-    return nats, hidden_1td[0, -1], new
+    return head_nats(model.lm_head, before_td, targets).item(), hidden_1td[0, -1], new
 
 
 def likelihood(model: MambaLM, tokens: Iterable[list[int]], segment_len: int = SEGMENT_LEN) -> Iterator[Likelihood]:

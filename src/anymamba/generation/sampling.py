@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 _FIRST_CANDIDATES = 256
+_Numbers = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,44 +78,55 @@ def choose(
     if sampling.temperature == 0:
         return greedy
     p_bv = ((logits - largest.unsqueeze(-1)) / sampling.temperature).softmax(-1)
-    return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv, uniforms, strict=True)])
+    return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv.numpy(), uniforms, strict=True)])
 
 
-def _draw(p_v: Tensor, sampling: Sampling, uniform: float) -> int:
+# One row is too little work for torch's threads, so it is drawn with numpy.
+
+
+def _draw(p_v: _Numbers, sampling: Sampling, uniform: float) -> int:
     """Draw from one row: the first candidate whose cumulative probability exceeds `uniform`."""
-    candidates, p = _candidates(p_v, sampling)
+    p, token_at = _candidates(p_v, sampling)
     if sampling.min_p > 0:
-        p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)
-    cumulative = p.cumsum(-1, dtype=torch.float64)
-    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+        p = np.where(p >= sampling.min_p * p.max(), p, np.float32(0))
+    cumulative = np.cumsum(p, dtype=np.float64)
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     # Rounding may bring the product up to the sum; the last token that has a probability is meant then.
-    index = min(index, int(p.nonzero()[-1])) if index == p.shape[0] else index
-    return index if candidates is None else int(candidates[index])
+    index = int(p.nonzero()[0][-1]) if index == p.shape[0] else index
+    return token_at(index)
 
 
-def _candidates(p_v: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
-    """What top-k and top-p leave: token ids (None: all, in order) and their probabilities, most likely first."""
+def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[int], int]]:
+    """What top-k and top-p leave.
+
+    Returns:
+        Probabilities, most likely first (all of them: in the vocabulary's order), and which token stands at a place.
+    """
     size = p_v.shape[0]
     if sampling.top_k is None and sampling.top_p == 1:
-        return None, p_v
-    if sampling.top_k is not None:
-        p, ids = p_v.topk(min(sampling.top_k, size))
-        kept = _nucleus(p, sampling.top_p * float(p.double().sum())) or p.shape[0]
-        return ids[:kept], p[:kept]
-    # Sorting a whole vocabulary takes longer than the model's step: take a few, and more only if they do not suffice.
-    count = min(_FIRST_CANDIDATES, size)
-    while True:
-        p, ids = p_v.topk(count)
-        kept = _nucleus(p, sampling.top_p)
-        if kept or count == size:
-            return ids[: kept or count], p[: kept or count]
-        count = min(count * 16, size)
+        return p_v, lambda index: index
+    # Sorting a whole vocabulary may take longer than the model's step: a few mostly suffice.
+    top, ids = torch.from_numpy(p_v).topk(min(sampling.top_k or _FIRST_CANDIDATES, size))
+    p = top.numpy()
+    mass = sampling.top_p if sampling.top_k is None else sampling.top_p * float(p.sum(dtype=np.float64))
+    kept = _nucleus(p, mass)
+    if kept or sampling.top_k is not None or p.shape[0] == size:
+        return p[: kept or size], lambda index: int(ids[index])
+    # Numbers alone are sorted many times faster than numbers with their places.
+    sorted_p = np.sort(p_v)[::-1]
+    sorted_p = sorted_p[: _nucleus(sorted_p, mass) or size]
+
+    def token_at(index: int) -> int:
+        before = int((sorted_p[:index] == sorted_p[index]).sum())
+        return int((p_v == sorted_p[index]).nonzero()[0][before])
+
+    return sorted_p, token_at
 
 
-def _nucleus(p: Tensor, mass: float) -> int:
+def _nucleus(p: _Numbers, mass: float) -> int:
     """How many of the descending probabilities it takes to reach `mass`; 0 if all together do not."""
-    reached = p.cumsum(-1, dtype=torch.float64) >= mass
-    return int(reached.int().argmax()) + 1 if bool(reached[-1]) else 0
+    index = int(np.searchsorted(np.cumsum(p, dtype=np.float64), mass))
+    return index + 1 if index < p.shape[0] else 0
 
 
 def row_key(tokens: Int[Tensor, " t"]) -> int:

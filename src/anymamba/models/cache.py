@@ -65,6 +65,15 @@ class LMCache(NamedTuple):
         """The rows of several caches, one after another."""
         return LMCache(tuple(_cat(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)))
 
+    def with_tensors(self, tensors: list[Tensor]) -> LMCache:
+        """The same cache with other tensors, layer after layer."""
+        layers, start = [], 0
+        for layer in self.layers:
+            stop = start + len(layer.tensors())
+            layers.append(layer.with_tensors(tensors[start:stop]))
+            start = stop
+        return LMCache(tuple(layers))
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name in a file: "layers.0.ssm"."""
         return {name: x for name, x in self._items() if isinstance(x, Tensor)}

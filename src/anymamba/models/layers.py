@@ -18,7 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks import norms
+from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
+from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.watch import NotCovered
 from anymamba.models.config import MambaLMConfig
 
 
@@ -61,6 +64,15 @@ class GatedMLP(nn.Module):
         y, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
 
+    def record(self, program: Program, x: int, *, to: int) -> None:
+        """Record `forward` for the compiled kernels: from slot `x`, added to slot `to`."""
+        both, width = program.linear(x, self, "fc1"), self.fc2.in_features
+        program.linear(program.gate(both, both + width, width), self, "fc2", to=to, add=True)
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `fc1`."""
+        return {"fc1": (Part("value", self.fc2.in_features), Part("gate", self.fc2.in_features))}
+
 
 class ResidualLayer(nn.Module):
     """A block, and an MLP if the config has one, each behind a norm and added to the residual stream."""
@@ -93,6 +105,19 @@ class ResidualLayer(nn.Module):
     ) -> tuple[Float[Tensor, "b d"], CacheMethods]:
         """Run over one token."""
         return self._around(residual, lambda x: self.mixer.step(x, cache))
+
+    def record(self, program: Program, residual: int) -> None:
+        """Record `step` for the compiled kernels: slot `residual` moves on."""
+        hidden = program.norm(residual, program.watch.child(self, "norm", RMSNorm))
+        program.watch.child(self, "mixer", type(self.mixer))
+        if not isinstance(self.mixer, Block):
+            raise NotCovered
+        self.mixer.record(program, hidden, to=residual, add=True)
+        program.release(hidden)
+        if self.mlp is not None:
+            hidden = program.norm(residual, program.watch.child(self, "norm2", RMSNorm))
+            program.watch.child(self, "mlp", GatedMLP).record(program, hidden, to=residual)
+            program.release(hidden)
 
     def _around(
         self, residual: Tensor, mixer: Callable[[Tensor], tuple[Tensor, CacheMethods]]

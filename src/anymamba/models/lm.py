@@ -19,12 +19,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.padding import Padding
+from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.models.layers import ResidualLayer, RMSNorm, make_norm
+from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
 from anymamba.scan import SsdPath
-
-IGNORED_LABEL = -100
+from anymamba.scan.numerics import state_dtype
 
 
 class LMOutput(NamedTuple):
@@ -130,6 +131,7 @@ class MambaLM(nn.Module):
         if config is not None and fields:
             raise TypeError(f"MambaLM: give a config or its fields, not both; got also {sorted(fields)}")
         self.config = config = config or MambaLMConfig(**fields)
+        self._decoder = Decoder()
         self.backbone = Backbone(config, device=device, dtype=dtype)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
         self._initialise()
@@ -156,25 +158,62 @@ class MambaLM(nn.Module):
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
-            last_only: logits for the last (real) token of each row or packed sequence only.
+            last_only: logits for the last (real) token of each row or packed sequence only. A loss is then computed
+                without the logits of all tokens at once, which are most of the memory of training.
             path: the scan's algorithm; the default if not given.
 
         Returns:
             logits, loss (None without labels) and the new cache.
         """
-        if last_only and labels is not None:
-            raise ValueError("MambaLM: labels need the logits of every token, got last_only = True as well")
         hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
+        logits_btv = self.lm_head(_last(hidden_btd, cu_seqlens, mask) if last_only else hidden_btd)
+        if labels is None:
+            return LMOutput(logits_btv, None, new)
+        targets_m = _next_labels(labels, cu_seqlens, mask).flatten()
         if last_only:
-            hidden_btd = _last(hidden_btd, cu_seqlens, mask)
-        logits_btv = self.lm_head(hidden_btd)
-        loss = None if labels is None else _loss(logits_btv, _next_labels(labels, cu_seqlens, mask))
-        return LMOutput(logits_btv, loss, new)
+            nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), targets_m)
+        else:
+            nats = logits_nats(logits_btv.flatten(0, 1), targets_m)
+        return LMOutput(logits_btv, nats / (targets_m != IGNORED_LABEL).sum().clamp(min=1), new)
 
-    def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
-        """Run over one token a row, (b,): the logits of the next (b, v), and the new cache."""
+    def step(
+        self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None, *, in_place: bool = False
+    ) -> tuple[Float[Tensor, "b v"], LMCache]:
+        """Run over one token a row.
+
+        Args:
+            input_ids: token ids, (b,).
+            cache: where the rows go on from; a fresh start if not given.
+            in_place: the new cache may take the old one's memory: for a cache that nobody else holds.
+
+        Returns:
+            The logits of the next token (b, v), and the new cache.
+        """
+        if (done := self._step_compiled(input_ids, cache, in_place)) is not None:
+            return done
         hidden_bd, new = self.backbone.step(input_ids, cache)
         return self.lm_head(hidden_bd), new
+
+    def _step_compiled(self, input_ids: Tensor, cache: LMCache | None, in_place: bool) -> tuple[Tensor, LMCache] | None:
+        """`step` in one call to the compiled kernels behind the embedding; None where they do not cover it."""
+        if input_ids.ndim != 1 or torch.is_autocast_enabled("cpu"):
+            return None
+        residual = self.backbone._embed(input_ids)
+        if residual.dtype != state_dtype(self.dtype):
+            return None
+        cache = self.init_cache(input_ids.shape[0]) if cache is None else cache
+        tensors = [x for layer in cache.layers for x in layer.tensors()]
+        done = self._decoder.run(self.dtype, self._record, residual, tensors, in_place)
+        return done and (done[0], cache.with_tensors(done[1]))
+
+    def _record(self, program: Program) -> None:
+        program.watch.module(self, MambaLM)
+        backbone = program.watch.child(self, "backbone", Backbone)
+        layers = program.watch.child(backbone, "layers", nn.ModuleList)
+        for name in layers._modules:
+            program.watch.child(layers, name, ResidualLayer).record(program, 0)
+        hidden = program.norm(0, program.watch.child(backbone, "norm_f", RMSNorm))
+        program.linear(hidden, self, "lm_head", to=OUTPUT)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """The cache of a fresh start."""
@@ -280,10 +319,3 @@ def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, mask: Tensor | No
     if padding is None or padding.order is None:
         return targets_bt
     return torch.empty_like(targets_bt).scatter_(1, padding.order, targets_bt)
-
-
-def _loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Mean over the labels that count, in float32 or wider; zero if none does."""
-    wide = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
-    total = F.cross_entropy(wide.flatten(0, 1), targets_bt.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / (targets_bt != IGNORED_LABEL).sum().clamp(min=1)

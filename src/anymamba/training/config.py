@@ -101,8 +101,9 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimiserSection:
-    """AdamW."""
+    """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
 
+    kind: Literal["adamw", "muon"] = option("adamw", "muon: for the projections between embedding and head")
     lr: float = option(3e-3, "the largest learning rate")
     beta1: float = option(0.9, "decay of the mean of the gradients")
     beta2: float = option(0.95, "decay of the mean of their squares")
@@ -110,11 +111,13 @@ class OptimiserSection:
     weight_decay: float = option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
     decay_embeddings: bool = option(False, "decay embedding and head too")
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping")
+    muon_lr: float | None = option(None, "the largest learning rate of Muon's matrices; none: lr")
+    momentum: float = option(0.95, "of Muon")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2")
-        for name in ("beta1", "beta2"):
+        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
+        for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
 
@@ -170,6 +173,7 @@ class PrecisionSection:
     dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "of the computation; bfloat16: autocast, with weights in float32"
     )
+    compile: bool = option(False, "let torch compile the layers: takes a minute, and a C++ compiler")
     activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
 
 

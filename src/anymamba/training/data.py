@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.models.lm import IGNORED_LABEL
+from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.shards import Tokens
 
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
-from anymamba.training.optim import learning_rate, make_optimiser, optimiser_tensors, restore_optimiser
-from anymamba.training.report import Display, MetricsTable, Row, TensorBoard, can_plot
-from anymamba.training.step import first_non_finite, recompute_layers
+from anymamba.training.display import Display
+from anymamba.training.layers import compile_layers, recompute_layers
+from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
+from anymamba.training.report import MetricsTable, Row, TensorBoard, can_plot
+from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -101,10 +103,12 @@ class Trainer(Generic[T]):
         torch.manual_seed(config.seed)
         self.model = task.make_model(torch.float64 if self._dtype == torch.float64 else torch.float32)
         self.model.to(self._device)
-        self.optimiser = make_optimiser(self.model, config.optimiser)
+        self.optimiser = Optimiser(self.model, config.optimiser)
         self._saved = -1
         if checkpoint is not None:
             self._restore(checkpoint)
+        if config.precision.compile:
+            compile_layers(self.model, self._device)
         if config.precision.activation_checkpointing:
             recompute_layers(self.model)
 
@@ -149,6 +153,7 @@ class Trainer(Generic[T]):
             self.save()
             raise
         finally:
+            display.close()
             table.close()
             if board is not None:
                 board.close()
@@ -163,7 +168,7 @@ class Trainer(Generic[T]):
         save_checkpoint(
             self.directory / "checkpoints",
             lambda directory: self.task.write_model(self.model, directory),
-            optimiser_tensors(self.model, self.optimiser),
+            self.optimiser.tensors(),
             self.task.carried_tensors(self._carried) if self._carried else None,
             step=self.step,
             tokens=self.tokens,
@@ -181,25 +186,23 @@ class Trainer(Generic[T]):
         loss, norm, carried = self._differentiate(batches)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FloatingPointError(self._diagnose(batches, loss, norm))
-        rate = learning_rate(self.step, c.optimiser.lr, c.schedule)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        self.optimiser.step()
+        share = learning_rate(self.step, 1.0, c.schedule)
+        self.optimiser.step(share)
         self._carried = carried
         tokens = sum(batch.tokens for batch in batches)
         self.step, self.tokens = self.step + 1, self.tokens + tokens
-        return Row(self.step, self.tokens, loss, rate, norm, perf_counter() - began, {}), tokens
+        return Row(self.step, self.tokens, loss, share * c.optimiser.lr, norm, perf_counter() - began, {}), tokens
 
     def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
         """Mean cost, norm of its gradient (which is then clipped), and the states that are carried on."""
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         total, count, states = 0.0, _count(batches), []
         for cost, state in self._costs(batches):
             (cost / count).backward()
             total += cost.item()
             states.append(state)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip or math.inf)
-        return total / count, norm.item(), [] if all(state is None for state in states) else states
+        norm = clip_gradients(self.model, self.config.optimiser.clip)
+        return total / count, norm, [] if all(state is None for state in states) else states
 
     def _costs(self, batches: list[Any]) -> Iterator[tuple[Tensor, Any]]:
         carried = self._carried or [None] * len(batches)
@@ -210,7 +213,7 @@ class Trainer(Generic[T]):
         def compute() -> Tensor:
             return torch.stack([cost for cost, _ in self._costs(batches)]).sum() / _count(batches)
 
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         where = first_non_finite(self.model, compute)
         return (
             f"step {self.step + 1}: the loss is {loss} and the norm of its gradient {norm}; not finite first: {where}. "
@@ -221,6 +224,7 @@ class Trainer(Generic[T]):
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.solved = found.solved
         display.tell(found.text)
+        display.score(found.values)
         return found.values
 
     def _due(self, every: int) -> bool:
@@ -228,7 +232,7 @@ class Trainer(Generic[T]):
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.task.read_model(self.model, checkpoint.model)
-        restore_optimiser(self.model, self.optimiser, checkpoint.optimiser)
+        self.optimiser.restore(checkpoint.optimiser)
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.solved = checkpoint.solved

@@ -1,13 +1,23 @@
-"""The optimiser: which parameters are decayed, and the learning rate of each step."""
+"""The optimiser: which parameters are decayed, which are made orthogonal, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anymamba.training.config import OptimiserSection, ScheduleSection
+from anymamba.training.muon import Muon
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of the projections between embedding and head, by name."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    embeddings = {id(p) for p in _embeddings(model).values()}
+    return {name: p for name, p in model.named_parameters() if id(p) in linear - embeddings}
 
 
 def parameter_groups(model: nn.Module, config: OptimiserSection) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -16,29 +26,108 @@ def parameter_groups(model: nn.Module, config: OptimiserSection) -> tuple[dict[s
     Decayed are the weights of projections. Step sizes, decay rates, skips, norms, biases, convolutions, the weights of
     MIMO and initial states are not: they have a scale of their own. Embedding and head are, if the config says so.
     """
-    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    embeddings |= {id(p) for name, p in model.named_parameters() if name == "lm_head.weight"}
-    decayed = (linear - embeddings) | (embeddings if config.decay_embeddings else set())
-    named = dict(model.named_parameters())
-    return (
-        {name: p for name, p in named.items() if id(p) in decayed},
-        {name: p for name, p in named.items() if id(p) not in decayed},
-    )
+    decayed = {**hidden_matrices(model), **(_embeddings(model) if config.decay_embeddings else {})}
+    return decayed, {name: p for name, p in model.named_parameters() if name not in decayed}
 
 
-def make_optimiser(model: nn.Module, config: OptimiserSection) -> torch.optim.AdamW:
-    """AdamW over the two groups."""
-    decayed, others = parameter_groups(model, config)
-    return torch.optim.AdamW(
-        [
-            {"params": list(decayed.values()), "weight_decay": config.weight_decay},
-            {"params": list(others.values()), "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-    )
+def _embeddings(model: nn.Module) -> dict[str, Tensor]:
+    """The embedding, and the head if it is another parameter."""
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name: p for name, p in model.named_parameters() if id(p) in weights or name == "lm_head.weight"}
+
+
+class Optimiser:
+    """AdamW; or Muon for the hidden matrices, cut at their seams, and AdamW for the rest.
+
+    Make it when the parameters are where they shall stay: what is cut is a view of its parameter, with a gradient and a
+    state of its own.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimiserSection) -> None:
+        """Sort the parameters into groups."""
+        decayed, others = parameter_groups(model, config)
+        matrices: dict[str, Tensor] = {}
+        self._parts: list[tuple[Tensor, Tensor, int]] = []  # a view, the parameter, the first of its rows
+        if config.kind == "muon":
+            for name in hidden_matrices(model):
+                weight = decayed.pop(name)
+                for key, part, begin, is_matrix in _cut(model, name, weight):
+                    (matrices if is_matrix else decayed)[key] = part
+                    if part is not weight:
+                        self._parts.append((part, weight, begin))
+        adam = torch.optim.AdamW(
+            [
+                {"params": list(decayed.values()), "weight_decay": config.weight_decay},
+                {"params": list(others.values()), "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=next(model.parameters()).device.type in ("cpu", "cuda"),
+        )
+        self._model = model
+        self._optimisers: list[torch.optim.Optimizer] = [adam]
+        self._owned = {name: (x, adam.state) for name, x in {**decayed, **others}.items()}
+        if matrices:
+            lr = config.lr if config.muon_lr is None else config.muon_lr
+            muon = Muon(matrices.values(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
+            self._optimisers.append(muon)
+            self._owned |= {name: (x, muon.state) for name, x in matrices.items()}
+        self._groups = [(group, group["lr"]) for optimiser in self._optimisers for group in optimiser.param_groups]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._model.zero_grad(set_to_none=True)
+
+    def step(self, share: float) -> None:
+        """Move the parameters, at a share of the largest learning rate."""
+        for group, largest in self._groups:
+            group["lr"] = share * largest
+        for part, whole, begin in self._parts:
+            part.grad = None if whole.grad is None else whole.grad[begin : begin + len(part)]
+        for optimiser in self._optimisers:
+            optimiser.step()
+        for part, _, _ in self._parts:
+            part.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name: "backbone.norm_f.weight.exp_avg", "backbone.layers.0.mixer.in_proj.weight[x].momentum"."""
+        return {
+            f"{name}.{key}": x
+            for name, (tensor, states) in self._owned.items()
+            for key, x in states.get(tensor, {}).items()
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `tensors`."""
+        for key, x in tensors.items():
+            name, _, field = key.rpartition(".")
+            tensor, states = self._owned[name]
+            states[tensor][field] = x.to(tensor.device, copy=True)
+
+
+def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor, int, bool]]:
+    """The parts of a weight: their names, a view of each, the first of its rows, and whether it is a matrix."""
+    path, _, projection = name.removesuffix(".weight").rpartition(".")
+    owner: Any = model.get_submodule(path)
+    parts = owner.seams().get(projection, ()) if hasattr(owner, "seams") else ()
+    if not parts:
+        yield name, weight, 0, True
+        return
+    if (total := sum(part.rows for part in parts)) != len(weight):
+        raise ValueError(f"{name}: its parts must have as many rows as it, {len(weight)}, got {total}")
+    begin = 0
+    for part in parts:
+        yield f"{name}[{part.name}]", weight.detach()[begin : begin + part.rows], begin, part.is_matrix
+        begin += part.rows
+
+
+def clip_gradients(model: nn.Module, largest: float) -> float:
+    """The norm of all gradients together, which are then scaled down if it is above `largest` (0: never)."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    if largest and norm > largest:
+        nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
+    return norm.item()
 
 
 def learning_rate(step: int, largest: float, schedule: ScheduleSection) -> float:
@@ -55,22 +144,3 @@ def learning_rate(step: int, largest: float, schedule: ScheduleSection) -> float
         return largest
     left = 1 - done if schedule.kind == "wsd" else (1 + math.cos(math.pi * done)) / 2
     return largest * (schedule.final + (1 - schedule.final) * left)
-
-
-def optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state by name: "backbone.norm_f.weight.exp_avg"."""
-    return {
-        f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimiser.state.get(parameter, {}).items()
-    }
-
-
-def restore_optimiser(model: nn.Module, optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimiser_tensors`."""
-    for name, parameter in model.named_parameters():
-        state = {key[len(name) + 1 :]: x for key, x in tensors.items() if key.rpartition(".")[0] == name}
-        if state:
-            optimiser.state[parameter] = {
-                key: x.clone() if key == "step" else x.to(parameter.device, copy=True) for key, x in state.items()
-            }

@@ -1,13 +1,11 @@
-"""What a run leaves to read: a table of metrics, a plot, TensorBoard logs, and lines or a live line of progress."""
+"""What a run leaves to read: a table of metrics, a plot, and TensorBoard logs."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from anymamba.files import replacing
@@ -121,54 +119,3 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
-
-
-class Display:
-    """Progress on stderr: one live line on a terminal, now and then a plain line elsewhere."""
-
-    def __init__(self, steps: int, done: int, every: int) -> None:
-        """Begin behind `done` of `steps`."""
-        self._steps, self._first, self._every = steps, done, every
-        self._live, self._width, self._began, self._shown = sys.stderr.isatty(), 0, perf_counter(), 0.0
-
-    def tell(self, message: str) -> None:
-        """A line that stays."""
-        erased = f"\r{'':<{self._width}}\r" if self._width else ""  # the live line
-        print(f"{erased}{message}", file=sys.stderr, flush=True)
-        self._width = 0
-
-    def at(self, row: Row, tokens: int) -> None:
-        """Show a step that read `tokens`."""
-        now, done = perf_counter(), row.step - self._first
-        last = row.step == self._steps
-        if self._live:
-            if now - self._shown < 0.1 and not last:
-                return
-        elif row.step % self._every and not last:
-            return
-        self._shown = now
-        pace = (now - self._began) / done
-        line = (
-            f"step {row.step}/{self._steps}  loss {row.loss:.4f}  {tokens / pace:,.0f} tokens/s  "
-            f"{_clock(pace * (self._steps - row.step))} left  {_memory()}"
-        )
-        if self._live:
-            print(f"\r{line:<{self._width}}", end="\n" if last else "", file=sys.stderr, flush=True)
-            self._width = 0 if last else len(line)
-        else:
-            self.tell(line)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def _memory() -> str:
-    """The most memory that the process had so far, where the system tells."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{peak / (2**20 if sys.platform == 'darwin' else 2**10):.0f} MiB"

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from anymamba.models.cache import LMCache
-from anymamba.models.layers import ResidualLayer
-from anymamba.models.lm import IGNORED_LABEL, MambaLM
+from anymamba.models.lm import MambaLM
+from anymamba.models.loss import head_nats
 from anymamba.training.data import Batch
 
 
@@ -42,9 +40,7 @@ def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: tor
             fresh = model.init_cache(1).to(dtype=dtype)
             cache = LMCache.cat([carried, fresh]).rows(batch.carried)
         hidden_1td, new = model.backbone(batch.inputs, cache, cu_seqlens=batch.cu_seqlens)
-        logits_tv = model.lm_head(hidden_1td)[0]
-    wide_tv = logits_tv if logits_tv.dtype == torch.float64 else logits_tv.float()
-    nats = F.cross_entropy(wide_tv, batch.targets[0], ignore_index=IGNORED_LABEL, reduction="sum")
+        nats = head_nats(model.lm_head, hidden_1td[0], batch.targets[0])
     return nats, new.detach().rows(batch.last)
 
 
@@ -62,20 +58,6 @@ def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
             for i, layer in enumerate(fresh)
         )
     )
-
-
-def recompute_layers(model: nn.Module) -> None:
-    """Keep only the inputs of each residual layer; the backward pass computes the rest again, bit for bit.
-
-    Raises:
-        ValueError: the model has none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, ResidualLayer)]
-    if not layers:
-        raise ValueError(f"activation_checkpointing = true needs residual layers, got {type(model).__name__}")
-    for layer in layers:
-        forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = forward  # type: ignore[method-assign]
 
 
 def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
@@ -106,7 +88,8 @@ def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
             return f"the parameter {name}"
     handles = [m.register_forward_hook(partial(watch, name)) for name, m in model.named_modules() if name]
     try:
-        total = compute()
+        with torch.compiler.set_stance("force_eager"):  # where a module can be watched
+            total = compute()
         if not seen and not torch.isfinite(total).all():
             seen.append("the loss itself")
         if not seen:

@@ -46,30 +46,3 @@ extern "C" struct NormArgs {
   void* dz;
   void* dweight;
 };
-
-// One token through a Mamba-2 block, between its projections. Parameters, step sizes and states are float, or double for
-// double; the last axis of every tensor is dense, and all but z, xbc and dt are contiguous.
-extern "C" struct StepArgs {
-  int64_t dtype;  // of z, xbc, dt, the windows and y
-  int64_t threads;
-  int64_t batch, heads, head_width, groups, state, conv_width;
-  int64_t group_size, norm_before_gate, skip_per_channel;
-  double eps, dt_min, dt_max;
-  const void* z;  // (batch, heads * head_width)
-  int64_t z_row;
-  const void* xbc;  // (batch, channels), channels = heads * head_width + 2 groups * state
-  int64_t xbc_row;
-  const void* dt;  // (batch, heads), before its bias and softplus
-  int64_t dt_row;
-  const void* window;  // (batch, channels, conv_width), newest last
-  const void* conv_weight;
-  const void* conv_bias;  // or null
-  const void* dt_bias;
-  const void* a_log;
-  const void* skip;         // (heads) or (heads * head_width)
-  const void* norm_weight;  // null: gate only
-  const void* old_state;    // (batch, heads, head_width, state)
-  void* new_window;
-  void* new_state;
-  void* y;
-};

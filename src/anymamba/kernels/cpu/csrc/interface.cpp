@@ -1,4 +1,7 @@
 // The C interface, and the choice of the instruction set.
+#ifdef ANYMAMBA_X86
+#include <cpuid.h>
+#endif
 #include <pthread.h>
 
 #include <cstdlib>
@@ -27,10 +30,18 @@ struct Choice {
   const Kernels* kernels;
 };
 
+#ifdef ANYMAMBA_X86
+// Conversions of half precision; not every compiler's __builtin_cpu_supports knows their name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+}
+#endif
+
 Choice widest() {
 #ifdef ANYMAMBA_X86
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
   if (has_avx512) return {"avx512", &avx512::kernels};
@@ -69,7 +80,7 @@ extern "C" {
 bool anymamba_is_forked() { return forked; }
 
 // The version of this interface; library.py refuses a library of another one.
-int anymamba_interface_version() { return 2; }
+int anymamba_interface_version() { return 3; }
 
 const char* anymamba_isa() { return choice().name; }
 
@@ -80,6 +91,6 @@ int anymamba_conv_forward(const ConvArgs* args) { return status(choice().kernels
 int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernels->conv_backward(*args)); }
 int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
 int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
-int anymamba_mamba2_step(const StepArgs* args) { return status(choice().kernels->mamba2_step(*args)); }
+int anymamba_run_program(const ProgramArgs* args) { return status(choice().kernels->run_program(*args)); }
 #pragma GCC visibility pop
 }

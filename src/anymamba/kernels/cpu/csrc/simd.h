@@ -50,11 +50,17 @@ inline Vec<T> broadcast(T x) {
 
 template <typename T>
 inline T sum_lanes(Vec<T> x) {
-  T lanes[kLanes<T>];
-  std::memcpy(lanes, &x, sizeof x);
-  for (int width = kLanes<T> / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+  // Halves are added to halves: as vectors down to 16 bytes, then one by one.
+  typedef T Sixteen __attribute__((vector_size(16)));
+  Sixteen parts[kVectorBytes / 16];
+  std::memcpy(parts, &x, sizeof x);
+  for (int width = kVectorBytes / 32; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  const Sixteen lanes = parts[0];
+  if constexpr (sizeof(T) == 8)
+    return lanes[0] + lanes[1];
+  else
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
 // Rows of memory to ask for while something else is computed: they lie far apart, which no hardware foresees, and asking

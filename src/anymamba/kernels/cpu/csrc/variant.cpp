@@ -1,9 +1,9 @@
 // Everything that depends on the instruction set. The build compiles this file once per set, with ANYMAMBA_ISA naming it.
 #include "conv.h"
+#include "decode.h"
 #include "norm.h"
 #include "scan_backward.h"
 #include "scan_forward.h"
-#include "step.h"
 #include "variant.h"
 
 namespace ANYMAMBA_ISA {
@@ -22,7 +22,7 @@ const Kernels kernels = {
     by_dtype<ConvArgs, conv_backward<float>, conv_backward<double>>,
     by_dtype<NormArgs, norm_forward<float>, norm_forward<double>>,
     by_dtype<NormArgs, norm_backward<float>, norm_backward<double>>,
-    by_dtype<StepArgs, step<float>, step<double>>,
+    by_dtype<ProgramArgs, run_program<float>, run_program<double>>,
 };
 
 }  // namespace ANYMAMBA_ISA

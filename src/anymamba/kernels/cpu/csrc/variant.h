@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_args.h"
+#include "decode_args.h"
 #include "scan_args.h"
 
 struct Kernels {
@@ -11,5 +12,5 @@ struct Kernels {
   bool (*conv_backward)(const ConvArgs&);
   bool (*norm_forward)(const NormArgs&);
   bool (*norm_backward)(const NormArgs&);
-  bool (*mamba2_step)(const StepArgs&);
+  bool (*run_program)(const ProgramArgs&);
 };

@@ -1,0 +1,171 @@
+"""The cases of training: a step of the mamba2-130m shape beside transformers, and what the trainer adds to a step.
+
+A step is forward, backward and torch's fused AdamW. The contenders have the same weights and read the same random
+tokens; their losses and the gradients of the first layer's projection must agree. Memory is what a step needs above
+weights, gradients and optimiser state, all of which are there before it is measured.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.models.loss import head_nats
+from anymamba.training.config import TrainingConfig
+from anymamba.training.display import Display
+from anymamba.training.language import LanguageTask, train
+from anymamba.training.loop import Trainer
+from anymamba.training.report import MetricsTable
+from benchmarks.generation import our_model, prompt, transformers_model
+from benchmarks.harness import Call, Case, Contender
+
+CONFIG = "mamba2-130m"
+LENGTHS = (512, 2048)
+
+# Of the documents' text, as many bytes as the steps of a measurement never read twice.
+_CORPUS_BYTES = 2**20
+
+
+class Matrices(nn.Module):
+    """The projections, embedding and head of the model, and nothing between them: what no implementation can avoid."""
+
+    def __init__(self, small: bool) -> None:
+        """Take the parameters of our model."""
+        super().__init__()
+        model: Any = our_model.__wrapped__(CONFIG, small)
+        self.embedding, self.head = model.backbone.embedding, model.lm_head
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"in_proj": layer.mixer.in_proj, "out_proj": layer.mixer.out_proj})
+            for layer in model.backbone.layers
+        )
+
+    def loss(self, ids_bt: Tensor) -> Tensor:
+        """The mean cost of the next token under a stack of projections."""
+        hidden_btd = self.embedding(ids_bt)
+        for layer in self.layers:
+            projections: Any = layer
+            inner_bti = projections["in_proj"](hidden_btd)[..., : projections["out_proj"].in_features]
+            hidden_btd = hidden_btd + projections["out_proj"](inner_bti)
+        return head_nats(self.head, hidden_btd[0, :-1], ids_bt[0, 1:]) / (ids_bt.shape[1] - 1)
+
+
+def build(name: str, small: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A model, and its mean cost of the next token."""
+    if name == "matrices alone":
+        matrices = Matrices(small)
+        return matrices, matrices.loss
+    if name == "transformers":
+        theirs = transformers_model.__wrapped__(CONFIG, small)
+        return theirs, lambda ids_bt: theirs(ids_bt, labels=ids_bt, use_cache=False).loss
+    ours = our_model.__wrapped__(CONFIG, small)
+    return ours, lambda ids_bt: ours(ids_bt, labels=ids_bt, last_only=True).loss
+
+
+def set_up_step(name: str, t: int, small: bool = False) -> Call:
+    """Steps on one row of tokens; gradients and optimiser state are there before the first."""
+    ids_bt = prompt(1, t)
+    model, loss_of = build(name, small)
+    model.train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    for p in model.parameters():  # zero gradients and no decay change no weight
+        p.grad = torch.zeros_like(p)
+    for group in optimiser.param_groups:
+        group["weight_decay"] = 0.0
+    optimiser.step()
+    watched = next(p for name, p in model.named_parameters() if name.endswith("in_proj.weight"))
+
+    def step() -> dict[str, Tensor]:
+        optimiser.zero_grad(set_to_none=True)
+        loss = loss_of(ids_bt)
+        loss.backward()
+        optimiser.step()
+        assert watched.grad is not None
+        return {"loss": loss.detach(), "grad in_proj": watched.grad}
+
+    return step
+
+
+def step_case(t: int) -> Case:
+    """Whole training steps: ours, those of transformers, and those of a model that is only its matrices."""
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(set_up_step, name, t),
+            tiny=partial(set_up_step, name, 32, True),
+            computes="matrices" if name == "matrices alone" else "model",
+            library="transformers" if name == "transformers" else "anymamba",
+            heavy=t > 512,
+        )
+        for name in ("anymamba", "transformers", "matrices alone")
+    )
+    return Case(name=f"training/{CONFIG}/t{t}", contenders=contenders, baseline="anymamba", tolerance=1e-3)
+
+
+def start_run(**sections: Any) -> Trainer[LanguageTask]:
+    """A run on random words, in a directory of its own."""
+    directory = Path(tempfile.mkdtemp(prefix="anymamba-benchmark-"))
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(97, 123, (_CORPUS_BYTES,), generator=generator, dtype=torch.uint8)
+    (directory / "words.txt").write_bytes(text.numpy().tobytes())
+    values = {
+        "data": {"sources": [str(directory / "words.txt")]},
+        "schedule": {"kind": "constant", "warmup": 0, "steps": 10**6},
+        "threads": torch.get_num_threads(),
+        **sections,
+    }
+    return train(TrainingConfig.from_dict(values), directory / "run", lambda _: None)
+
+
+def set_up_trainer(bare: bool, small: bool = False) -> Call:
+    """Steps of a run; `bare`: forward, backward and optimiser alone, on batches that are there already."""
+    trainer = start_run(model={"depth": 1 if small else 4})
+    trainer.save()
+    if bare:
+        batches, optimiser = trainer.task.batches(0), trainer.optimiser
+        model: Any = trainer.model
+
+        def step() -> dict[str, Tensor]:
+            optimiser.zero_grad()
+            cost, _ = trainer.task.cost(model, batches[0], None, torch.float32)
+            (cost / batches[0].counted).backward()
+            optimiser.step(1.0)
+            return {"loss": cost.detach() / batches[0].counted}
+
+        return step
+    table = MetricsTable(trainer.directory / "metrics.csv", 0, trainer.task.NAMES)
+    with redirect_stderr(io.StringIO()):
+        display = Display(trainer.config.schedule.steps, 0, 1)
+
+    def whole() -> dict[str, Tensor]:
+        with redirect_stderr(io.StringIO()):
+            row, tokens = trainer._take_step()
+            display.at(row, tokens)
+            table.add(row)
+        return {"loss": torch.tensor(row.loss)}
+
+    return whole
+
+
+def trainer_case() -> Case:
+    """What the trainer does around forward, backward and optimiser: batches, clipping, checks, metrics, display."""
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(set_up_trainer, bare),
+            tiny=partial(set_up_trainer, bare, True),
+            computes="step",
+        )
+        for name, bare in (("forward, backward and optimiser", True), ("trainer", False))
+    )
+    return Case(name="training/overhead", contenders=contenders, baseline=contenders[0].name)
+
+
+CASES: tuple[Case, ...] = (*(step_case(t) for t in LENGTHS), trainer_case())

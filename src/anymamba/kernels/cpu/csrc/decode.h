@@ -1,0 +1,179 @@
+// One token of each row through a program: phase after phase in one team of threads.
+#pragma once
+
+#include "linear.h"
+#include "norm.h"
+#include "step_mamba2.h"
+#include "step_mamba3.h"
+#include "token.h"
+
+namespace ANYMAMBA_ISA {
+
+constexpr int64_t kTaskBytes = 96 << 10;   // of a matrix, to a task
+constexpr int64_t kTeamBytes = 128 << 10;  // a program that reads less is not worth waking threads
+
+template <typename T>
+void read_input(const Token<T>& token, const EdgePhase& phase) {
+  const int64_t dtype = token.args.input_dtype, size = static_cast<int64_t>(size_of(dtype));
+  share(token.args.batch, [&](int64_t row) {
+    const char* source = static_cast<const char*>(token.args.input) + row * token.args.input_row * size;
+    read_row(token.at(row, phase.slot), source, dtype, static_cast<int>(phase.width), static_cast<int>(phase.width));
+  });
+}
+
+// Where a row's output begins, from column `at` on.
+template <typename T>
+char* output_at(const Token<T>& token, int64_t row, int64_t at) {
+  const int64_t size = static_cast<int64_t>(size_of(token.args.dtype));
+  return static_cast<char*>(token.args.output) + (row * token.args.output_width + at) * size;
+}
+
+template <typename T>
+void write_output(const Token<T>& token, const EdgePhase& phase) {
+  share(token.args.batch, [&](int64_t row) {
+    write_row(output_at(token, row, 0), token.at(row, phase.slot), token.args.dtype, static_cast<int>(phase.width));
+  });
+}
+
+template <typename T>
+void norm_rows(const Token<T>& token, const NormPhase& phase, void* scratch) {
+  share(token.args.batch, [&](int64_t row) {
+    Arena arena(scratch);
+    const T* weight = read_parameter(arena.take<T>(phase.width), phase.weight, 0, phase.width);
+    T* unit = arena.take<T>(phase.group_size);
+    const T* x = token.at(row, phase.x);
+    T* to = token.at(row, phase.to);
+    for (int64_t c = 0; c < phase.width; c += phase.group_size)
+      if (phase.z < 0)
+        rms_norm(x + c, weight + c, to + c, phase.group_size, phase.eps);
+      else
+        norm_forward_group(x + c, token.at(row, phase.z) + c, weight + c, unit, to + c, phase.group_size,
+                           phase.norm_before_gate != 0, phase.eps);
+  });
+}
+
+template <typename T>
+void gate_rows(const Token<T>& token, const GatePhase& phase) {
+  share(token.args.batch, [&](int64_t row) {
+    const T *x = token.at(row, phase.x), *z = token.at(row, phase.z);
+    T* to = token.at(row, phase.to);
+    for (int64_t c = 0; c < phase.width; c += kLanes<T>)
+      store_first(to + c, load_first(x + c, phase.width - c) * silu<T>(load_first(z + c, phase.width - c)),
+                  phase.width - c);
+  });
+}
+
+template <typename T, typename W>
+void project(const Token<T>& token, const LinearPhase& phase, void* scratch) {
+  const int64_t row_bytes = phase.in * static_cast<int64_t>(sizeof(W));
+  const int64_t wanted = kTaskBytes / row_bytes, rows = wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
+  share((phase.out + rows - 1) / rows, [&](int64_t task) {
+    const int64_t start = task * rows, stop = start + rows < phase.out ? start + rows : phase.out;
+    const auto emit = [&](int64_t col, int64_t row, T* products, int count) {
+      if (phase.bias.data)
+        for (int i = 0; i < count; ++i) products[i] += read_parameter<T>(phase.bias, row + i);
+      if (phase.to < 0) return write_row(output_at(token, col, row), products, token.args.dtype, count);
+      T* to = token.at(col, phase.to + row);
+      for (int i = 0; i < count; ++i) to[i] = phase.add ? to[i] + products[i] : products[i];
+    };
+    small_product(static_cast<const W*>(phase.weight.data), phase.in, start, stop, token.at(0, phase.x),
+                  token.args.width, token.args.batch, static_cast<T*>(scratch), emit);
+  });
+}
+
+template <typename T>
+void project_any(const Token<T>& token, const LinearPhase& phase, void* scratch) {
+  if constexpr (sizeof(T) == 4) {
+    if (phase.weight.dtype == kBFloat16) return project<T, BFloat16>(token, phase, scratch);
+    if (phase.weight.dtype == kFloat16) return project<T, Float16>(token, phase, scratch);
+  }
+  project<T, T>(token, phase, scratch);
+}
+
+template <typename Args>
+const Args& args_of(const Phase& phase) {
+  return *static_cast<const Args*>(phase.args);
+}
+
+template <typename T>
+size_t phase_scratch(const Phase& phase) {
+  switch (phase.kind) {
+    case kNorm: {
+      Arena count;
+      count.take<T>(args_of<NormPhase>(phase).width), count.take<T>(args_of<NormPhase>(phase).group_size);
+      return count.used();
+    }
+    case kLinear:
+      return kDotRows * static_cast<size_t>(args_of<LinearPhase>(phase).in) * sizeof(T);
+    case kMamba2Conv:
+    case kMamba2Heads:
+      return mamba2_scratch<T>(args_of<Mamba2Phase>(phase));
+    case kMamba3Keys:
+    case kMamba3Heads:
+      return mamba3_scratch<T>(args_of<Mamba3Phase>(phase));
+    default:
+      return 0;
+  }
+}
+
+// What a phase reads from memory, about.
+inline int64_t phase_bytes(const Phase& phase) {
+  if (phase.kind != kLinear) return 0;
+  const LinearPhase& linear = args_of<LinearPhase>(phase);
+  return linear.in * linear.out * static_cast<int64_t>(size_of(linear.weight.dtype));
+}
+
+template <typename T>
+void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
+  switch (phase.kind) {
+    case kRead:
+      return read_input(token, args_of<EdgePhase>(phase));
+    case kWrite:
+      return write_output(token, args_of<EdgePhase>(phase));
+    case kNorm:
+      return norm_rows(token, args_of<NormPhase>(phase), scratch);
+    case kGate:
+      return gate_rows(token, args_of<GatePhase>(phase));
+    case kLinear:
+      return project_any(token, args_of<LinearPhase>(phase), scratch);
+    case kMamba2Conv:
+      return mamba2_conv(token, args_of<Mamba2Phase>(phase), scratch);
+    case kMamba2Heads:
+      return mamba2_heads(token, args_of<Mamba2Phase>(phase), scratch);
+    case kMamba3Keys:
+      return mamba3_keys(token, args_of<Mamba3Phase>(phase), scratch);
+    case kMamba3Heads:
+      return mamba3_heads(token, args_of<Mamba3Phase>(phase), scratch);
+  }
+}
+
+template <typename T>
+bool run_program(const ProgramArgs& args) {
+  const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T));
+  if (!slots.get()) return false;
+  const Token<T> token{args, static_cast<T*>(slots.get())};
+  size_t bytes = 0;
+  int64_t read = 0;
+  for (int64_t i = 0; i < args.count; ++i) {
+    const size_t needed = phase_scratch<T>(args.phases[i]);
+    bytes = needed > bytes ? needed : bytes;
+    read += phase_bytes(args.phases[i]);
+  }
+  const int team = read < kTeamBytes || anymamba_is_forked() ? 1 : static_cast<int>(args.threads);
+  bool ok = true;
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    const FlushDenormals flush;
+    const Scratch scratch(bytes);
+    if (!scratch.get()) {
+#pragma omp atomic write
+      ok = false;
+    }
+#pragma omp barrier
+    if (ok)
+      for (int64_t i = 0; i < args.count; ++i) run_phase(token, args.phases[i], scratch.get());
+  }
+  return ok;
+}
+
+}  // namespace ANYMAMBA_ISA

@@ -1,0 +1,70 @@
+// What the phases of a program share: the slots of all rows, and the threads.
+#pragma once
+
+#include <cmath>
+
+#include "decode_args.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace ANYMAMBA_ISA {
+
+template <typename T>
+struct Token {
+  const ProgramArgs& args;
+  T* slots;  // (batch, width)
+
+  T* at(int64_t row, int64_t slot) const { return slots + row * args.width + slot; }
+  // The tensor of a cache from element `at` on.
+  const char* before(int64_t tensor, int64_t at, int64_t dtype) const {
+    return static_cast<const char*>(args.old_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
+  }
+  char* after(int64_t tensor, int64_t at, int64_t dtype) const {
+    return static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
+  }
+};
+
+// body(task) for every task, by whichever thread is free; all wait until all is done.
+template <typename Body>
+inline void share(int64_t tasks, const Body& body) {
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t task = 0; task < tasks; ++task) body(task);
+}
+
+// `width` numbers of a parameter from element `at` on, in `buffer` unless they are of T already.
+template <typename T>
+inline const T* read_parameter(T* buffer, const Parameter& parameter, int64_t at, int64_t width) {
+  return row_as(buffer, parameter.data, at, parameter.dtype, width);
+}
+template <typename T>
+inline T read_parameter(const Parameter& parameter, int64_t at) {
+  T buffer;
+  return *read_parameter(&buffer, parameter, at, 1);
+}
+
+template <typename T>
+inline T softplus(T x) {
+  return x > T(20) ? x : static_cast<T>(std::log1p(std::exp(x)));
+}
+
+template <typename T>
+inline T step_size(T raw, double least, double most) {
+  const T dt = softplus(raw);
+  return dt < T(least) ? T(least) : dt > T(most) ? T(most) : dt;
+}
+
+// y = weight x / sqrt(mean(x²) + eps); y may be x.
+template <typename T>
+inline void rms_norm(const T* x, const T* weight, T* y, int64_t width, double eps) {
+  Vec<T> squares = {};
+  for (int64_t c = 0; c < width; c += kLanes<T>) {
+    const Vec<T> u = load_first(x + c, width - c);
+    squares += u * u;
+  }
+  const double mean = static_cast<double>(sum_lanes<T>(squares)) / static_cast<double>(width);
+  const T rho = static_cast<T>(1 / std::sqrt(mean + eps));
+  for (int64_t c = 0; c < width; c += kLanes<T>)
+    store_first(y + c, load_first(x + c, width - c) * rho * load_first(weight + c, width - c), width - c);
+}
+
+}  // namespace ANYMAMBA_ISA

@@ -1,0 +1,122 @@
+"""The cost of targets under a head, without the logits of all tokens at once.
+
+    nats = Σ_t (logsumexp_v(l_t) - l_t[target_t])       l = hidden weightᵀ
+    dl_t = softmax(l_t) - e[target_t]                   dhidden = dl weight        dweight = dlᵀ hidden
+
+Rows of hidden states are taken some at a time. As the cost is one number, its gradients are known up to a factor while
+the logits of the rows are still there: they are computed on the way, and the backward only multiplies them.
+
+Letters: m tokens, d d_model, v padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from anymamba.operators import is_plain
+from anymamba.scan.numerics import state_dtype
+
+IGNORED_LABEL = -100
+_LOGITS = 2**24  # at once: 64 MiB in float32
+
+
+def logits_nats(logits: Float[Tensor, "m v"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
+    """The negative log-likelihood of targets, added up, in float32 or wider; `IGNORED_LABEL` costs nothing."""
+    wide_mv = logits.to(state_dtype(logits.dtype))
+    return F.cross_entropy(wide_mv, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
+    """`logits_nats(head(hidden), targets)`, with the logits of a few tokens at a time.
+
+    Args:
+        head: from hidden states to logits. A module other than a plain `nn.Linear`, or with hooks, is called for all.
+        hidden: (m, d).
+        targets: (m,).
+    """
+    if type(head) is not nn.Linear or head.bias is not None or _has_hooks(head):
+        return logits_nats(head(hidden), targets)
+    kind = hidden.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    inputs, enabled = (hidden, head.weight, targets), torch.is_grad_enabled()
+    wants = (enabled and hidden.requires_grad, enabled and head.weight.requires_grad)
+    nats: Tensor = (_forward if is_plain(inputs) else _operator)(*inputs, *wants)[0]
+    return nats
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """nats, and its gradients at the hidden states and the weight, empty where they are not wanted."""
+    nats, dhidden, dweight = _fake(hidden, weight, targets, wants_hidden, wants_weight)
+    counted_m = targets != IGNORED_LABEL
+    rows_md, wanted_m = hidden[counted_m], targets[counted_m].long()
+    weight_vd, drows_md = weight.to(hidden.dtype), torch.empty_like(rows_md if wants_hidden else dhidden)
+    nats.zero_()
+    dweight.zero_()
+    parts = -(-len(rows_md) * weight.shape[0] // _LOGITS)
+    size = -(-len(rows_md) // max(1, parts))
+    for begin in range(0, len(rows_md), max(1, size)):
+        part, at = slice(begin, begin + size), wanted_m[begin : begin + size].unsqueeze(1)
+        logits_mv = (rows_md[part] @ weight_vd.T).to(nats.dtype)
+        log_p_mv = torch.log_softmax(logits_mv, -1)
+        del logits_mv
+        nats -= log_p_mv.gather(1, at).sum()
+        if not wants_hidden and not wants_weight:
+            continue
+        dl_mv = log_p_mv.exp_().scatter_add_(1, at, log_p_mv.new_full((), -1.0).expand_as(at)).to(hidden.dtype)
+        if wants_hidden:
+            drows_md[part] = dl_mv @ weight_vd
+        if wants_weight and dweight.dtype == dl_mv.dtype:
+            dweight.addmm_(dl_mv.T, rows_md[part])
+        elif wants_weight:
+            dweight += dl_mv.T @ rows_md[part]
+    if wants_hidden:
+        dhidden.zero_()[counted_m] = drows_md
+    return nats, dhidden, dweight
+
+
+def _fake(
+    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty((), dtype=state_dtype(hidden.dtype)),
+        torch.empty(hidden.shape if wants_hidden else (0,), dtype=hidden.dtype, device=hidden.device),
+        torch.empty(weight.shape if wants_weight else (0,), dtype=weight.dtype, device=weight.device),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, dnats: Tensor | None, *second: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(x is not None for x in second):
+        raise RuntimeError("anymamba::linear_nats has no second derivative: its backward is derived by hand.")
+    if dnats is None:
+        return None, None, None, None, None
+    dhidden, dweight = ((x.to(dnats.dtype) * dnats).to(x.dtype) if x.numel() else None for x in ctx.saved_tensors)
+    return dhidden, dweight, None, None, None
+
+
+_operator = torch.library.custom_op(
+    "anymamba::linear_nats",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor targets, bool wants_hidden, bool wants_weight)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+_operator.register_fake(_fake)
+_operator.register_autograd(_backward, setup_context=_setup_context)
