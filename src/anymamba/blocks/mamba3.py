@@ -42,7 +42,7 @@ from anymamba.blocks.mimo import gate_ranks
 from anymamba.blocks.norms import GatedRMSNorm, RMSNorm
 from anymamba.blocks.padding import Padding
 from anymamba.blocks.preparation import prepare
-from anymamba.blocks.rotation import ComplexRotation, QuaternionRotation, Rotation
+from anymamba.blocks.rotation import ComplexRotation, FixedRotation, QuaternionRotation, Rotation
 from anymamba.blocks.sequences import first_of, following, last_of, previous
 from anymamba.blocks.turned_scan import turned_scan
 from anymamba.kernels.cpu.program import Program
@@ -75,7 +75,7 @@ class Mamba3Config:
     bias: bool = False  # of in_proj and out_proj; official blocks have none
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
     a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"  # official since June 2026 | before
-    rotation: Literal["complex", "quaternion"] = "complex"
+    rotation: Literal["complex", "quaternion", "fixed"] = "complex"  # fixed: the same for every token, as RoPE
     rotation_range: int | float = 1.0  # largest turn per unit of dt, in half circles; 1 is official
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     learnable_init_states: bool = False  # a parameter is the state of a fresh start
@@ -106,8 +106,8 @@ class Mamba3Config:
             )
         if self.a_activation not in ("heavy_tail", "softplus"):
             raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
-        if self.rotation not in ("complex", "quaternion"):
-            raise ValueError(f"Mamba3Config: rotation must be complex or quaternion, got {self.rotation!r}")
+        if self.rotation not in ("complex", "quaternion", "fixed"):
+            raise ValueError(f"Mamba3Config: rotation must be complex, quaternion or fixed, got {self.rotation!r}")
         if self.A_floor < 0:
             raise ValueError(f"Mamba3Config: A_floor must not be negative, got {self.A_floor}")
         if not 0 < self.dt_min <= self.dt_max:
@@ -135,7 +135,8 @@ class Mamba3Config:
         width = int(self.d_state * self.rope_fraction)
         if self.rotation == "quaternion":
             return QuaternionRotation(width // 4, self.rotation_range)
-        return ComplexRotation(width // 2, not self.is_mimo, self.rotation_range)
+        kind = FixedRotation if self.rotation == "fixed" else ComplexRotation
+        return kind(width // 2, not self.is_mimo, self.rotation_range)
 
 
 class _Mamba3CacheFields(NamedTuple):
@@ -295,7 +296,7 @@ class Mamba3(Block):
         projected = self.in_proj(x)
         cache = self._checked_cache("prefill", cache, rows, projected)
         path = resolve_path(self._path(path), projected.device, projected.dtype)
-        if path.algorithm == "fused" and cache.pathway == "single" and isinstance(self.rotation, ComplexRotation):
+        if path.algorithm == "fused" and cache.pathway == "single" and type(self.rotation) is ComplexRotation:
             y_btrhp, z_bthp, new = self._compiled(projected, cache, path, cu_seqlens, padding)
         else:
             y_btrhp, z_bthp, new = self._portable(projected, cache, path, cu_seqlens, padding)
