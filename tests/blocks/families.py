@@ -29,6 +29,7 @@ OPTIONS = {
     "mamba3 softplus": (Mamba3, {"a_activation": "softplus", "dt_limit": (0.01, 0.05)}),
     "mamba3 learnable start": (Mamba3, {"learnable_init_states": True, "chunk_size": 3}),
     "mamba3 quaternion": (Mamba3, {"rotation": "quaternion", "ngroups": 2}),
+    "mamba3 fixed rotation": (Mamba3, {"rotation": "fixed"}),
     "mamba3 mimo 1": (Mamba3, {"is_mimo": True, "mimo_rank": 1}),
     "mamba3 mimo 2": (Mamba3, {"is_mimo": True, "mimo_rank": 2, "ngroups": 2}),
     "mamba3 mimo 3": (Mamba3, {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True}),

@@ -103,8 +103,25 @@ def test_a_quaternion_about_one_axis_is_the_complex_rotation():
         assert_near(rotated, expected, FLOOR[D])
 
 
+def test_a_fixed_rotation_turns_by_the_distance_alone():
+    """<q_t, k_s> sees cos((t - s) rate), with rates from 1 down to a ten-thousandth, whatever the tokens are."""
+    block = Mamba3(d_model=16, d_state=8, headdim=8, rope_fraction=1, rotation="fixed", dtype=D)
+    turned = capture(block, torch.randn(2, 7, 16, dtype=D)).turned
+    rate = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=D)
+    expected = (torch.arange(1, 8, dtype=D)[:, None] * rate).expand(2, 4, 7, 4).transpose(1, 2)
+    assert_near(turned, expected % (2 * math.pi), FLOOR[D])
+
+
 @pytest.mark.parametrize(
-    "options", ["mamba3", "mamba3 no rotation", "mamba3 quaternion", "mamba3 mimo 3", "mamba3 mimo quaternion"]
+    "options",
+    [
+        "mamba3",
+        "mamba3 no rotation",
+        "mamba3 fixed rotation",
+        "mamba3 quaternion",
+        "mamba3 mimo 3",
+        "mamba3 mimo quaternion",
+    ],
 )
 def test_the_stationary_output_is_the_limit_of_a_long_unroll(options):
     block = make_block(options)
@@ -306,7 +323,7 @@ def test_initialisation_is_the_official_one():
         ({"rope_fraction": 1.5}, "rope_fraction must be between 0 and 1, got 1.5"),
         ({"d_state": 9}, "d_state must be a multiple of 2 for complex rotation, got 9"),
         ({"d_state": 6, "rotation": "quaternion"}, "d_state must be a multiple of 4 for quaternion rotation, got 6"),
-        ({"rotation": "octonion"}, "rotation must be complex or quaternion, got 'octonion'"),
+        ({"rotation": "octonion"}, "rotation must be complex, quaternion or fixed, got 'octonion'"),
         ({"a_activation": "relu"}, "a_activation must be heavy_tail or softplus, got 'relu'"),
         ({"mimo_rank": 0}, "mimo_rank must be at least 1, got 0"),
         ({"A_floor": -1}, "A_floor must not be negative, got -1"),

@@ -41,13 +41,16 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
 from anymamba.blocks.norms import GatedRMSNorm, RMSNorm
 from anymamba.blocks.padding import Padding
-from anymamba.blocks.rotation import ComplexRotation, QuaternionRotation, Rotation
+from anymamba.blocks.preparation import prepare
+from anymamba.blocks.rotation import ComplexRotation, FixedRotation, QuaternionRotation, Rotation
 from anymamba.blocks.sequences import first_of, following, last_of, previous
+from anymamba.blocks.turned_scan import turned_scan
 from anymamba.kernels.cpu.program import Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, scan, scan_step
 from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
+from anymamba.scan.scan import resolve_path
 
 Pathway = Literal["single", "double"]
 
@@ -72,7 +75,7 @@ class Mamba3Config:
     bias: bool = False  # of in_proj and out_proj; official blocks have none
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
     a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"  # official since June 2026 | before
-    rotation: Literal["complex", "quaternion"] = "complex"
+    rotation: Literal["complex", "quaternion", "fixed"] = "complex"  # fixed: the same for every token, as RoPE
     rotation_range: int | float = 1.0  # largest turn per unit of dt, in half circles; 1 is official
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     learnable_init_states: bool = False  # a parameter is the state of a fresh start
@@ -103,8 +106,8 @@ class Mamba3Config:
             )
         if self.a_activation not in ("heavy_tail", "softplus"):
             raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
-        if self.rotation not in ("complex", "quaternion"):
-            raise ValueError(f"Mamba3Config: rotation must be complex or quaternion, got {self.rotation!r}")
+        if self.rotation not in ("complex", "quaternion", "fixed"):
+            raise ValueError(f"Mamba3Config: rotation must be complex, quaternion or fixed, got {self.rotation!r}")
         if self.A_floor < 0:
             raise ValueError(f"Mamba3Config: A_floor must not be negative, got {self.A_floor}")
         if not 0 < self.dt_min <= self.dt_max:
@@ -132,7 +135,8 @@ class Mamba3Config:
         width = int(self.d_state * self.rope_fraction)
         if self.rotation == "quaternion":
             return QuaternionRotation(width // 4, self.rotation_range)
-        return ComplexRotation(width // 2, not self.is_mimo, self.rotation_range)
+        kind = FixedRotation if self.rotation == "fixed" else ComplexRotation
+        return kind(width // 2, not self.is_mimo, self.rotation_range)
 
 
 class _Mamba3CacheFields(NamedTuple):
@@ -291,9 +295,26 @@ class Mamba3(Block):
         x, rows, padding = self._enter(x, cu_seqlens, mask)
         projected = self.in_proj(x)
         cache = self._checked_cache("prefill", cache, rows, projected)
+        path = resolve_path(self._path(path), projected.device, projected.dtype)
+        if path.algorithm == "fused" and cache.pathway == "single" and type(self.rotation) is ComplexRotation:
+            y_btrhp, z_bthp, new = self._compiled(projected, cache, path, cu_seqlens, padding)
+        else:
+            y_btrhp, z_bthp, new = self._portable(projected, cache, path, cu_seqlens, padding)
+        out = self._output(y_btrhp, z_bthp)
+        return (out if padding is None else padding.restore(out)), new
+
+    def _portable(
+        self,
+        projected: Tensor,
+        cache: Mamba3Cache,
+        path: SsdPath,
+        cu_seqlens: Tensor | None,
+        padding: Padding | None,
+    ) -> tuple[Tensor, Tensor, Mamba3Cache]:
+        """Everything of `prefill` between the projections: y (b, t, r, h, p), the gate z (b, t, h, p), the cache."""
         tokens = self._tokens(projected, cache, cu_seqlens, padding)
         recur = self._single if cache.pathway == "single" else self._double
-        y_btrhp, ssm = recur(tokens, cache, self._path(path), cu_seqlens)
+        y_btrhp, ssm = recur(tokens, cache, path, cu_seqlens)
         lengths = padding and padding.lengths
         new = Mamba3Cache(
             ssm,
@@ -302,8 +323,55 @@ class Mamba3(Block):
             last_of(tokens.turned, cu_seqlens, lengths, cache.rotation),
             cache.pathway,
         )
-        out = self._output(y_btrhp, tokens.z_bthp)
-        return (out if padding is None else padding.restore(out)), new
+        return y_btrhp, tokens.z_bthp, new
+
+    def _compiled(
+        self,
+        projected: Tensor,
+        cache: Mamba3Cache,
+        path: SsdPath,
+        cu_seqlens: Tensor | None,
+        padding: Padding | None,
+    ) -> tuple[Tensor, Tensor, Mamba3Cache]:
+        """`_portable` on the single pathway by the compiled kernels."""
+        c, rotation = self.config, self.rotation
+        assert isinstance(rotation, ComplexRotation)
+        z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._channels(projected)
+        lengths = padding and padding.lengths
+        dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_bts = prepare(
+            *raw,
+            self.dt_bias,
+            c.a_activation == "heavy_tail",
+            float(c.A_floor),
+            *map(float, c.dt_limit),
+            float(rotation.range),
+            lengths,
+        )
+        y_btrhp, ssm, last_k, turned = turned_scan(
+            x_bthp,
+            self.B_norm(k_btrgn),
+            self.C_norm(q_btrgn),
+            self.B_bias,
+            self.C_bias,
+            rate_bts,
+            dt_bth,
+            log_decay_bth,
+            gamma_bth,
+            kappa_bth,
+            self.D,
+            self.mimo_x if c.is_mimo else None,
+            self._with_pending(cache, first_of(kappa_bth, cu_seqlens)),
+            cache.rotation,
+            rotation.interleaved,
+            path.chunk_len_or_optimal(c.d_state, c.headdim, c.rank),
+            lengths,
+            cu_seqlens,
+        )
+        last_v = last_of(x_bthp, cu_seqlens, lengths, cache.v)
+        if lengths is not None:  # a row without tokens keeps what it had
+            last_k = torch.where((lengths > 0).view(-1, 1, 1, 1), last_k, cache.k)
+            turned = torch.where((lengths > 0).view(-1, 1, 1), turned, cache.rotation)
+        return y_btrhp, z_bthp, Mamba3Cache(ssm, last_k, last_v, turned, cache.pathway)
 
     def step(
         self, x: Float[Tensor, "b d"], cache: Mamba3Cache | None = None
@@ -400,19 +468,24 @@ class Mamba3(Block):
         y_brhp = torch.addcmul(y_brhp, self.D.to(wide).unsqueeze(-1), v_brhp).to(x_b1hp.dtype)
         return self._output(y_brhp.unsqueeze(1), z_b1hp).squeeze(1)
 
+    def _channels(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """(b, t, ...) -> z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); rotation, all as they came."""
+        c = self.config
+        z, x, k, q, *raw = projected.split(self._widths(), dim=-1)
+        heads, shared = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
+        return z.unflatten(-1, heads), x.unflatten(-1, heads), k.unflatten(-1, shared), q.unflatten(-1, shared), *raw
+
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """(b, t, ...) -> z, x (b, t, h, p); normed B, C (b, t, r, g, n); dt, A, lambda (b, t, h); rotation."""
         c = self.config
-        z, x, k, q, dt, a, trap, raw = projected.split(self._widths(), dim=-1)
-        heads, shared = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
+        z, x, k, q, dt, a, trap, raw = self._channels(projected)
         wide = state_dtype(projected.dtype)
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         if c.dt_limit != (0.0, math.inf):
             dt = dt.clamp(*c.dt_limit)
         activation = heavy_tail if c.a_activation == "heavy_tail" else F.softplus
         rate = -activation(a.to(wide)).clamp(min=c.A_floor)
-        k, q = self.B_norm(k.unflatten(-1, shared)), self.C_norm(q.unflatten(-1, shared))
-        return z.unflatten(-1, heads), x.unflatten(-1, heads), k, q, dt, rate, torch.sigmoid(trap.to(wide)), raw
+        return z, x, self.B_norm(k), self.C_norm(q), dt, rate, torch.sigmoid(trap.to(wide)), raw
 
     def _tokens(
         self, projected: Tensor, cache: Mamba3Cache, cu_seqlens: Tensor | None, padding: Padding | None
@@ -500,11 +573,11 @@ class Mamba3(Block):
     def _output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
         """Gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
         c = self.config
-        if not c.is_mimo:
-            y_bti, z_bti = y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)
-            return self.out_proj(self.norm(y_bti, z_bti) if c.is_outproj_norm else y_bti * F.silu(z_bti))
         if not c.is_outproj_norm:
-            return self.out_proj(gate_ranks(y_btrhp, z_bthp, self.mimo_z, self.mimo_o).flatten(2))
+            weights = (self.mimo_z, self.mimo_o) if c.is_mimo else ()
+            return self.out_proj(gate_ranks(y_btrhp, z_bthp, *weights).flatten(2))
+        if not c.is_mimo:
+            return self.out_proj(self.norm(y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)))
         z_btrhp = z_bthp.unsqueeze(2) * self.mimo_z.transpose(0, 1).to(z_bthp.dtype)
         normed_btrhp = self.norm(y_btrhp.flatten(3), z_btrhp.flatten(3)).unflatten(3, (c.nheads, c.headdim))
         return self.out_proj((normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2))

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.kernels import library
-from anymamba.kernels.cpu.norm import norm_backward, norm_forward
+from anymamba.kernels.cpu.norm import norm_backward, norm_forward, rms_norm_backward, rms_norm_forward
 from anymamba.operators import cache_blocks, define_operator, silu_backward
 from anymamba.scan.numerics import state_dtype
 
@@ -72,6 +72,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
         """Norm `x` (..., i)."""
+        if not library.missing(x.device, x.dtype):
+            y: Tensor = _rms_fused(x, self.weight, self.eps)
+            return y
         # torch's own rms_norm takes two to three times as long on a CPU.
         wide_x = x.to(state_dtype(x.dtype))
         unit = wide_x * _rho(wide_x, self.eps)
@@ -150,4 +153,13 @@ _fused = define_operator(
     forward=norm_forward,
     backward=norm_backward,
     fake=_fake,
+)
+_rms_fused = define_operator(
+    "rms_norm_fused",
+    inputs="Tensor x, Tensor weight, float eps",
+    outputs=1,
+    differentiable=2,
+    forward=rms_norm_forward,
+    backward=rms_norm_backward,
+    fake=lambda x, weight, eps: torch.empty(x.shape, dtype=x.dtype, device=x.device),
 )

@@ -1,4 +1,4 @@
-"""Data-dependent rotations of keys and queries, the part of Mamba-3 that lets a state turn.
+"""Rotations of keys and queries, the part of Mamba-3 that lets a state turn.
 
 Every token turns by its own amount; keys and queries are rotated by the running product of all turns so far, so that
 the product of a query and an earlier key sees the turns between the two.
@@ -8,6 +8,8 @@ the product of a query and an earlier key sees the turns between the two.
 - `QuaternionRotation`: blocks of four channels turn about an axis of their own per head, and turns do not commute:
   `Q_t = q_t Q_{t-1}`, with `q_t` the turn by the vector `dt_t[h] · range · π · tanh|r| r/|r|`; a block is multiplied
   from the left by the conjugate of `Q_t`.
+- `FixedRotation`: for comparison, pairs turn by the same angle at every token, whatever it is, as in RoPE:
+  `theta_t[h, s] = theta_{t-1}[h, s] + 10000^(-s / pairs)`.
 
 Letters: b batch, t time, r MIMO rank, g groups, h heads, e heads of a group, n state, s pairs, j blocks of four,
 m rows (batch and time fused), z sequences.
@@ -46,7 +48,7 @@ class ComplexRotation:
     Attributes:
         pairs: how many pairs turn, s.
         interleaved: pairs are (2i, 2i + 1), else (i, i + n / 2).
-        range: the largest turn per unit of dt, in half circles.
+        range: the largest turn per unit of dt, in half circles (of a fixed rotation: of a token, in radians).
     """
 
     pairs: int
@@ -63,14 +65,13 @@ class ComplexRotation:
 
     def advance(
         self,
-        raw: Float[Tensor, "b t s"],
+        raw: Float[Tensor, "b t c"],
         dt: Float[Tensor, "b t h"],
         start: Float[Tensor, "z h s"],
         cu_seqlens: Int[Tensor, " z1"] | None,
     ) -> Float[Tensor, "b t h s"]:
         """The angles after each token, in [0, 2π), from the projection's channels and the step sizes."""
-        rate_bts = (self.range * math.pi) * torch.tanh(raw.to(dt.dtype))
-        turned: Tensor = _advance_angles(dt, rate_bts, start, cu_seqlens)
+        turned: Tensor = _advance_angles(*self._rates(raw, dt), start, cu_seqlens)
         return turned
 
     def rotate(
@@ -89,14 +90,14 @@ class ComplexRotation:
     def stationary(
         self,
         k: Float[Tensor, "b r h n"],
-        raw: Float[Tensor, "b s"],
+        raw: Float[Tensor, "b c"],
         dt: Float[Tensor, "b h"],
         gamma: Float[Tensor, "b h"],
         beta: Float[Tensor, "b h"],
         alpha: Float[Tensor, "b h"],
     ) -> Float[Tensor, "b r h n"]:
         """The sum over all earlier copies of a key, each turned once more: times (γ + β e^{-iφ}) / (1 - α e^{-iφ})."""
-        phi_bhs = dt.unsqueeze(-1) * (self.range * math.pi) * torch.tanh(raw.to(dt.dtype)).unsqueeze(1)
+        phi_bhs = self._turns(raw.unsqueeze(1), dt.unsqueeze(1)).squeeze(1)
         turn_bhs = torch.polar(torch.ones_like(phi_bhs), -phi_bhs)
         gamma, beta, alpha = (x.unsqueeze(-1) for x in (gamma, beta, alpha))
         eps = torch.finfo(dt.dtype).eps
@@ -110,6 +111,28 @@ class ComplexRotation:
         u_out.copy_(turned_brhs.real)
         w_out.copy_(turned_brhs.imag)
         return out
+
+    def _rates(self, raw: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """Two factors of the turns of each token: (b, t, h) and (b, t, s)."""
+        return dt, (self.range * math.pi) * torch.tanh(raw.to(dt.dtype))
+
+    def _turns(self, raw: Tensor, dt: Tensor) -> Tensor:
+        step_bth, rate_bts = self._rates(raw, dt)
+        return step_bth.unsqueeze(-1) * rate_bts.unsqueeze(2)
+
+
+@dataclass(frozen=True)
+class FixedRotation(ComplexRotation):
+    """Rotation of pairs of channels in the plane by angles that no token changes."""
+
+    def channels(self, heads: int) -> int:
+        """Channels of the projection that control the rotation: none."""
+        return 0
+
+    def _rates(self, raw: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+        number_s = torch.arange(self.pairs, dtype=dt.dtype, device=dt.device)
+        rate_s = self.range * 10000 ** (-number_s / max(1, self.pairs))
+        return torch.ones_like(dt), rate_s.expand(*raw.shape[:2], -1)
 
 
 @dataclass(frozen=True)

@@ -89,3 +89,34 @@ def norm_backward(
             dweight=dweight,
         )
     return dx, dz, dweight.to(weight.dtype)
+
+
+def _tiled(x: Tensor) -> int:
+    """How many of the last axes of `x` to take as one row, so that all rows lie evenly apart without a copy."""
+    for axes in range(1, x.ndim):
+        if x.flatten(0, -1 - axes).data_ptr() == x.data_ptr():
+            return axes
+    return 1
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The normed rows of x (..., i), weight (i,)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    if x.numel():
+        rows = x.flatten(-_tiled(x))
+        repeated = weight.repeat(rows.shape[-1] // x.shape[-1])
+        _run("anymamba_norm_forward", {"x": rows}, repeated, x.shape[-1], True, eps, y=y)
+    return y
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not x.numel():
+        return torch.zeros(x.shape, dtype=x.dtype), torch.zeros(weight.shape, dtype=weight.dtype)
+    axes = _tiled(x)
+    rows = {"x": x.flatten(-axes), "dy": dy.flatten(-axes)}
+    repeated = weight.repeat(rows["x"].shape[-1] // x.shape[-1])
+    dx, dweight = torch.empty(x.shape, dtype=x.dtype), torch.empty(repeated.shape, dtype=wide)
+    _run("anymamba_norm_backward", rows, repeated, x.shape[-1], True, eps, dx=dx, dweight=dweight)
+    return dx, dweight.unflatten(0, (-1, x.shape[-1])).sum(0).to(weight.dtype)

@@ -37,19 +37,29 @@ class _ScanArgs(ctypes.Structure):
         ("initial_state", _pointer),
         ("y", _pointer),
         ("final_state", _pointer),
+        ("k_bias", _pointer),
+        ("q_bias", _pointer),
+        ("pairs", _i64),
+        ("interleaved", _i64),
+        *((name, _pointer) for name in ("rate", "dt", "start", "gamma", "kappa", "value_weight", "lengths")),
+        ("last_k", _pointer),
+        ("turned", _pointer),
         ("dy", _pointer),
         ("dy_strides", _i64 * 4),
         ("dfinal_state", _pointer),
         *((name, _pointer) for name in ("dv", "dk", "dq", "dlog_decay", "dscale", "dskip", "dinitial_state")),
+        *((name, _pointer) for name in ("dlast_k", "dturned", "dk_bias", "dq_bias", "drate", "ddt", "dstart")),
+        *((name, _pointer) for name in ("dgamma", "dkappa", "dvalue_weight")),
     )
 
 
-class _Call:
+class Call:
     """The arguments of one call, and the tensors behind its pointers, which must outlive it."""
 
     def __init__(
         self, v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, chunk_len: int, cu_seqlens: Tensor | None
     ) -> None:
+        """Fill in what every scan has: shapes as in `ssd_forward`."""
         b, t, r, h, p = v.shape
         g, n = k.shape[3:]
         self.kept: list[Tensor] = []
@@ -75,6 +85,7 @@ class _Call:
             self.dense("bounds", library.checked_bounds(cu_seqlens, t))
 
     def scale_and_skip(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        """Fill in both where they are given."""
         if scale is not None:
             self.args.scale_strides = scale.stride()
             self.dense("scale", scale)
@@ -83,15 +94,18 @@ class _Call:
             self.dense("skip", (skip if skip.ndim == 2 else skip.unsqueeze(-1)).to(wide).expand(shape).contiguous())
 
     def strided(self, name: str, x: Tensor) -> None:
+        """Fill in a tensor with its strides."""
         x = library.dense_last_axis(x)
         setattr(self.args, f"{name}_strides", x.stride()[:-1])
         self.dense(name, x)
 
     def dense(self, name: str, x: Tensor) -> None:
+        """Fill in a tensor that the kernels need no strides of, or know them already."""
         self.kept.append(x)
         setattr(self.args, name, x.data_ptr())
 
     def run(self, name: str, **tensors: Tensor) -> None:
+        """Fill in contiguous tensors by the names of their fields, and call the kernel."""
         for field, x in tensors.items():
             self.dense(field, x)
         library.call(name, self.args)
@@ -123,7 +137,7 @@ def ssd_forward(
     """
     y, final_state = torch.empty(v.shape, dtype=v.dtype), torch.empty(initial_state.shape, dtype=initial_state.dtype)
     if final_state.shape[0]:
-        call = _Call(v, k, q, log_decay, chunk_len, cu_seqlens)
+        call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
         call.scale_and_skip(scale, skip)
         call.run("anymamba_scan_forward", initial_state=initial_state.contiguous(), y=y, final_state=final_state)
     return y, final_state
@@ -154,7 +168,7 @@ def ssd_backward(
     grads["scale"] = make(0 if scale is None else scale.shape, dtype=wide)
     grads["skip"] = make((0 if skip is None else sequences, h, p), dtype=wide)
     if make is torch.empty:
-        call = _Call(v, k, q, log_decay, chunk_len, cu_seqlens)
+        call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
         call.scale_and_skip(scale, skip)
         call.strided("dy", dy)
         call.run(

@@ -35,7 +35,7 @@ extern "C" struct NormArgs {
   double eps;
   const void* x;
   int64_t x_row;
-  const void* z;
+  const void* z;  // null: no gate, and norm_before_gate is set
   int64_t z_row;
   const void* weight;
   void* y;

@@ -14,9 +14,11 @@ namespace ANYMAMBA_ISA {
 // see each other.
 enum class Span {
   kAll,
-  kDepthUpToRow,    // A[i, k] = 0 where time(k) > time(i)
-  kDepthFromRow,    // A[i, k] = 0 where time(k) < time(i)
-  kColumnsFromRow,  // only C[i, j] with time(j) >= time(i) are wanted; others may be left untouched
+  kDepthUpToRow,     // A[i, k] = 0 where time(k) > time(i)
+  kDepthFromRow,     // A[i, k] = 0 where time(k) < time(i)
+  kColumnsFromRow,   // only C[i, j] with time(j) >= time(i) are wanted; others may be left untouched
+  kDepthUpToColumn,  // B[k, j] = 0 where time(k) > time(j)
+  kDepthFromColumn,  // B[k, j] = 0 where time(k) < time(j)
 };
 
 template <typename T>
@@ -44,6 +46,11 @@ inline void gemm_tile(const Gemm<T>& m, int row, int col) {
     to = limit < m.depth ? limit : m.depth;
   } else if (m.span == Span::kDepthFromRow) {
     from = row / m.rank * m.rank;
+  } else if (m.span == Span::kDepthUpToColumn) {
+    const int limit = ((col + kVectors * kLanes<T> - 1) / m.rank + 1) * m.rank;
+    to = limit < m.depth ? limit : m.depth;
+  } else if (m.span == Span::kDepthFromColumn) {
+    from = col / m.rank * m.rank;
   } else if (m.span == Span::kColumnsFromRow && col + kVectors * kLanes<T> <= row / m.rank * m.rank) {
     return;
   }

@@ -80,7 +80,7 @@ extern "C" {
 bool anymamba_is_forked() { return forked; }
 
 // The version of this interface; library.py refuses a library of another one.
-int anymamba_interface_version() { return 3; }
+int anymamba_interface_version() { return 4; }
 
 const char* anymamba_isa() { return choice().name; }
 
@@ -92,5 +92,9 @@ int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernel
 int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
 int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
 int anymamba_run_program(const ProgramArgs* args) { return status(choice().kernels->run_program(*args)); }
+int anymamba_prepare_forward(const PrepareArgs* args) { return status(choice().kernels->prepare_forward(*args)); }
+int anymamba_prepare_backward(const PrepareArgs* args) { return status(choice().kernels->prepare_backward(*args)); }
+int anymamba_gate_forward(const GateArgs* args) { return status(choice().kernels->gate_forward(*args)); }
+int anymamba_gate_backward(const GateArgs* args) { return status(choice().kernels->gate_backward(*args)); }
 #pragma GCC visibility pop
 }

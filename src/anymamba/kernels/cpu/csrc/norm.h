@@ -1,4 +1,4 @@
-// The gated RMS norm over groups of channels, one pass over memory each way. Formulas: blocks/norms.py.
+// The RMS norm over groups of channels, gated or not, one pass over memory each way. Formulas: blocks/norms.py.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ void norm_forward_group(const T* x, const T* z, const T* weight, T* unit, T* y, 
   const T rho = inverse_root(sum_lanes<T>(squares), width, eps);
   for (int64_t c = 0; c < width; c += kLanes<T>) {
     Vec<T> out = load_first(unit + c, width - c) * rho * load_first(weight + c, width - c);
-    if (norm_first) out *= silu<T>(load_first(z + c, width - c));
+    if (norm_first && z) out *= silu<T>(load_first(z + c, width - c));
     store_first(y + c, out, width - c);
   }
 }
@@ -45,11 +45,11 @@ bool norm_forward(const NormArgs& args) {
     const int64_t stop = (task + 1) * kNormRows < args.rows ? (task + 1) * kNormRows : args.rows;
     for (int64_t row = task * kNormRows; row < stop; ++row) {
       const T* x = row_as(x_buffer, args.x, row * args.x_row, args.dtype, i);
-      const T* z = row_as(z_buffer, args.z, row * args.z_row, args.dtype, i);
+      const T* z = args.z ? row_as(z_buffer, args.z, row * args.z_row, args.dtype, i) : nullptr;
       const T* weight = static_cast<const T*>(args.weight);
       T* out = args.dtype == own_dtype<T>() ? static_cast<T*>(args.y) + row * i : y;
       for (int64_t c = 0; c < i; c += width)
-        norm_forward_group(x + c, z + c, weight + c, unit, out + c, width, args.norm_before_gate != 0, args.eps);
+        norm_forward_group(x + c, z ? z + c : nullptr, weight + c, unit, out + c, width, args.norm_before_gate != 0, args.eps);
       if (out == y)
         write_row(static_cast<char*>(args.y) + row * i * static_cast<int64_t>(size_of(args.dtype)), y, args.dtype,
                   static_cast<int>(i));
@@ -74,7 +74,7 @@ void norm_backward_group(const T* x, const T* z, const T* dy, const T* weight, T
     const int64_t left = width - c;
     const Vec<T> u = load_first(unit + c, left) * rho;
     Vec<T> dunit = load_first(dy + c, left);
-    if (norm_first) dunit *= silu<T>(load_first(z + c, left));
+    if (norm_first && z) dunit *= silu<T>(load_first(z + c, left));
     store_first(dweight + c, load_first(dweight + c, left) + dunit * u, left);
     dunit *= load_first(weight + c, left);
     radial += dunit * u;
@@ -84,8 +84,12 @@ void norm_backward_group(const T* x, const T* z, const T* dy, const T* weight, T
   const T mean = sum_lanes<T>(radial) / static_cast<T>(width);
   for (int64_t c = 0; c < width; c += kLanes<T>) {
     const int64_t left = width - c;
-    const Vec<T> u = load_first(unit + c, left), gate = load_first(z + c, left);
-    const Vec<T> du = rho * (load_first(dx + c, left) - u * mean);
+    const Vec<T> u = load_first(unit + c, left), du = rho * (load_first(dx + c, left) - u * mean);
+    if (!z) {
+      store_first(dx + c, du, left);
+      continue;
+    }
+    const Vec<T> gate = load_first(z + c, left);
     const Vec<T> dgate = norm_first ? load_first(dy + c, left) * u * load_first(weight + c, left)
                                     : du * load_first(x + c, left);
     store_first(dz + c, dgate * silu_slope<T>(gate), left);
@@ -109,14 +113,14 @@ bool norm_backward(const NormArgs& args) {
     const int64_t stop = (task + 1) * kNormRows < args.rows ? (task + 1) * kNormRows : args.rows;
     for (int64_t row = task * kNormRows; row < stop; ++row) {
       const T* x = row_as(x_buffer, args.x, row * args.x_row, args.dtype, i);
-      const T* z = row_as(z_buffer, args.z, row * args.z_row, args.dtype, i);
+      const T* z = args.z ? row_as(z_buffer, args.z, row * args.z_row, args.dtype, i) : nullptr;
       const T* dy = row_as(dy_buffer, args.dy, row * args.dy_row, args.dtype, i);
       for (int64_t c = 0; c < i; c += width)
-        norm_backward_group(x + c, z + c, dy + c, static_cast<const T*>(args.weight) + c, unit, dx + c, dz + c,
+        norm_backward_group(x + c, z ? z + c : nullptr, dy + c, static_cast<const T*>(args.weight) + c, unit, dx + c, dz + c,
                             dweight + c, width, args.norm_before_gate != 0, args.eps);
       const int64_t at = row * i * static_cast<int64_t>(size_of(args.dtype));
       write_row(static_cast<char*>(args.dx) + at, dx, args.dtype, static_cast<int>(i));
-      write_row(static_cast<char*>(args.dz) + at, dz, args.dtype, static_cast<int>(i));
+      if (z) write_row(static_cast<char*>(args.dz) + at, dz, args.dtype, static_cast<int>(i));
     }
   });
   sum_blocks(static_cast<T*>(args.dweight), static_cast<const T*>(partial.get()), tasks, i);

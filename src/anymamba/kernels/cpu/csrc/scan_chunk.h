@@ -7,6 +7,7 @@
 
 #include "dtypes.h"
 #include "gemm.h"
+#include "rows.h"
 #include "scan_args.h"
 #include "simd.h"
 #include "threads.h"
@@ -73,9 +74,9 @@ constexpr int row_stride(int x) {
 // Sizes of a chunk's matrices, in numbers: as they are, rounded up to whole vectors (`_cols`), and as strides (`_row`).
 template <typename T>
 struct ChunkSizes {
-  int steps, rank, rows, p, n;
+  int steps, rank, rows, p, n, pairs;
   int p_cols, n_cols;
-  int rows_row, p_row, n_row;
+  int rows_row, p_row, n_row, pairs_row;
 
   explicit ChunkSizes(const ScanArgs& args)
       : steps(static_cast<int>(args.chunk_len < longest_sequence(args) ? args.chunk_len : longest_sequence(args))),
@@ -83,11 +84,13 @@ struct ChunkSizes {
         rows(steps * rank),
         p(static_cast<int>(args.width)),
         n(static_cast<int>(args.state)),
+        pairs(static_cast<int>(args.k_bias ? args.pairs : 0)),
         p_cols(round_up<T>(p)),
         n_cols(round_up<T>(n)),
         rows_row(row_stride<T>(rows)),
         p_row(row_stride<T>(p)),
-        n_row(row_stride<T>(n)) {}
+        n_row(row_stride<T>(n)),
+        pairs_row(row_stride<T>(pairs)) {}
 };
 
 // A stretch of time of one sequence.
@@ -186,12 +189,13 @@ struct Decay {
     kept = exp_nonpositive_scalar(static_cast<T>(end), kMinExponent<T>);
   }
 
-  // The decay from row j to the rows i, i + 1, ... of a vector, and which of them come at or after j's step.
+  // The decay from row j to the rows i, i + 1, ... of a vector, and which of them come at or after j's step, or after.
   Vec<T> between(int j, int i) const {
     const Vec<T> exponent = (load(high + i) - high[j]) + (load(low + i) - low[j]);
     return exp_nonpositive(exponent < Vec<T>{} ? exponent : Vec<T>{} + exponent * T(0), kMinExponent<T>);
   }
   auto at_or_after(int j, int i) const { return load(step + i) >= broadcast(step[j]); }
+  auto after(int j, int i) const { return load(step + i) > broadcast(step[j]); }
 
  private:
   static double cut(T x) { return x < kMinLogDecay ? kMinLogDecay : static_cast<double>(x); }
@@ -204,26 +208,75 @@ inline void scale_rows(T* target, const T* source, const T* scale, int rows, int
     for (int c = 0; c < cols; c += kLanes<T>) store(target + i * row + c, scale[i] * load(source + i * row + c));
 }
 
-// The scale of v for each row of a chunk.
+// A (batch, time, heads) tensor of T at one step of one head.
 template <typename T>
-inline void read_scale(T* target, const ScanArgs& args, const Chunk& chunk, int64_t head, int rank) {
-  const int64_t* strides = args.scale_strides;
-  const T* source = static_cast<const T*>(args.scale) + chunk.batch * strides[0] + head * strides[2];
-  for (int l = 0; l < chunk.steps; ++l)
-    for (int r = 0; r < rank; ++r) target[l * rank + r] = source[(chunk.start + l) * strides[1]];
+inline const T* at_step(const void* base, const ScanArgs& args, int64_t batch, int64_t time, int64_t head) {
+  return static_cast<const T*>(base) + (batch * args.time + time) * args.heads + head;
+}
+template <typename T>
+inline T* at_step(void* base, const ScanArgs& args, int64_t batch, int64_t time, int64_t head) {
+  return static_cast<T*>(base) + (batch * args.time + time) * args.heads + head;
 }
 
-// The skip's weights of a head, padded with zeros to whole vectors.
+// What each row's v weighs: `later` in the state and in later steps, `own` in its own step.
 template <typename T>
-inline void read_skip(T* target, const ScanArgs& args, int64_t head) {
-  const int width = static_cast<int>(args.width);
-  read_row(target, reinterpret_cast<const char*>(static_cast<const T*>(args.skip) + head * args.width),
+struct Weights {
+  T *later, *own;
+
+  Weights(Arena& arena, const ChunkSizes<T>& size)
+      : later(arena.take<T>(size.rows_row)), own(arena.take<T>(size.rows_row)) {}
+
+  void read(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t head, int rank) {
+    for (int l = 0; l < chunk.steps; ++l) {
+      T now = 1, after = 1;
+      const int64_t time = chunk.start + l;
+      if (args.gamma) {
+        now = after = *at_step<T>(args.gamma, args, chunk.batch, time, head);
+        if (time + 1 < seq.stop) after += *at_step<T>(args.kappa, args, chunk.batch, time + 1, head);
+      } else if (args.scale) {
+        const int64_t* strides = args.scale_strides;
+        const int64_t at = chunk.batch * strides[0] + time * strides[1] + head * strides[2];
+        now = after = static_cast<const T*>(args.scale)[at];
+      }
+      for (int r = 0; r < rank; ++r) later[l * rank + r] = after, own[l * rank + r] = now;
+    }
+    for (int i = chunk.steps * rank; i < round_up<T>(chunk.steps * rank); ++i) later[i] = own[i] = 0;
+  }
+};
+
+// A row of parameters, padded with zeros to whole vectors.
+template <typename T>
+inline void read_parameters(T* target, const void* base, int64_t row, int width) {
+  read_row(target, reinterpret_cast<const char*>(static_cast<const T*>(base) + row * width),
            sizeof(T) == 8 ? kFloat64 : kFloat32, width, round_up<T>(width));
+}
+
+// The values of a chunk of one head, (rows, p); `weight` is scratch for those of the ranks.
+template <typename T>
+void read_values(T* v, T* weight, const ScanArgs& args, const Chunk& chunk, int64_t head, const ChunkSizes<T>& size) {
+  read_chunk(v, size.p_row, args.v, args.dtype, args.v_strides, head, chunk, size.rank, size.p);
+  if (!args.value_weight) return;
+  for (int r = 0; r < size.rank; ++r) {
+    read_parameters(weight, args.value_weight, head * size.rank + r, size.p);
+    for (int i = r; i < chunk.steps * size.rank; i += size.rank)
+      for (int c = 0; c < size.p_cols; c += kLanes<T>) {
+        T* at = v + i * ptrdiff_t(size.p_row) + c;
+        store(at, load(at) * load(weight + c));
+      }
+  }
 }
 
 template <typename T>
 inline void fill_zero(T* target, size_t count) {
   std::memset(target, 0, count * sizeof(T));
+}
+
+// target (cols, rows) = source (rows, cols) of a chunk, with zeros up to whole vectors of rows.
+template <typename T>
+inline void transpose_chunk(T* target, const T* source, ptrdiff_t source_row, int rows, int cols,
+                            const ChunkSizes<T>& size) {
+  if (round_up<T>(rows) > rows) fill_zero(target, size_t(cols) * size.rows_row);
+  transpose(target, size.rows_row, source, source_row, rows, cols);
 }
 
 // The first vector that holds a row at or after j's step; what lies before it in row j of a block is zero or unused.
@@ -232,10 +285,10 @@ inline int first_vector(int j, int rank) {
   return j / rank * rank / kLanes<T> * kLanes<T>;
 }
 
-// scores[j, i] = <k_j, q_i> for i at or after j.  q_t is (n, rows), k is (rows, n).
+// scores[j, i] = <k_j, q_i> for i at or after j.  k and q are (n, rows).
 template <typename T>
-inline void chunk_scores(T* scores, const T* k, const T* q_t, int rows, const ChunkSizes<T>& size) {
-  Gemm<T> m{k, size.n_row, 1, q_t, size.rows_row, scores, size.rows_row, rows, round_up<T>(rows), size.n};
+inline void chunk_scores(T* scores, const T* k, const T* q, int rows, const ChunkSizes<T>& size) {
+  Gemm<T> m{k, 1, size.rows_row, q, size.rows_row, scores, size.rows_row, rows, round_up<T>(rows), size.n};
   m.span = Span::kColumnsFromRow;
   m.rank = size.rank;
   gemm(m);

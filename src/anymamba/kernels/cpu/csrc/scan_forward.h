@@ -1,59 +1,67 @@
 // The scan's forward: chunk after chunk, the state of a head held transposed, (n, p), in cache.
 #pragma once
 
-#include "scan_chunk.h"
+#include "scan_keys.h"
 
 namespace ANYMAMBA_ISA {
 
 template <typename T>
 struct ForwardBuffers {
-  T *k, *q, *q_t, *scores;    // of the group: (rows, n), (rows, n), (n, rows), (rows, rows)
-  T *v, *weights, *y;         // of a head: (rows, p), (rows, rows), (rows, p)
-  T *scale, *skip;            // of a head: (rows), (p)
-  T* states;                  // (heads of the block, n, p)
+  Keys<T> keys;
+  T* scores;                                // of the group or head: (rows, rows)
+  T *v, *weighted, *y, *skip, *rank_weight;  // of a head: (rows, p), (rows, rows), (rows, p), (p), (p)
+  T* states;                                // (heads of the block, n, p)
+  double* angles;                           // (heads of the block, pairs)
   Decay<T> decay;
+  Weights<T> weights;
 
-  ForwardBuffers(Arena& arena, const ChunkSizes<T>& s, int64_t heads)
-      : k(arena.take<T>(size_t(s.rows) * s.n_row)),
-        q(arena.take<T>(size_t(s.rows) * s.n_row)),
-        q_t(arena.take<T>(size_t(s.n) * s.rows_row)),
+  ForwardBuffers(Arena& arena, const ScanArgs& args, const ChunkSizes<T>& s, int64_t heads)
+      : keys(arena, args, s, heads),
         scores(arena.take<T>(size_t(s.rows) * s.rows_row)),
         v(arena.take<T>(size_t(s.rows) * s.p_row)),
-        weights(arena.take<T>(size_t(s.rows) * s.rows_row)),
+        weighted(arena.take<T>(size_t(s.rows) * s.rows_row)),
         y(arena.take<T>(size_t(s.rows) * s.p_row)),
-        scale(arena.take<T>(s.rows_row)),
         skip(arena.take<T>(s.p_row)),
+        rank_weight(arena.take<T>(s.p_row)),
         states(arena.take<T>(size_t(heads) * s.n * s.p_row)),
-        decay(arena, s) {}
+        angles(arena.take<double>(size_t(heads) * s.pairs_row)),
+        decay(arena, s),
+        weights(arena, s) {}
 };
 
-// weights[j, i] = scores[j, i] * decay from j to i, and zero where i comes before j.
+// weighted[j, i] = scores[j, i] * decay from j to i * weight of j, and zero where i comes before j.
 template <typename T>
-void decayed_scores(T* weights, const T* scores, const Decay<T>& decay, int rows, const ChunkSizes<T>& size) {
+void weighted_scores(T* weighted, const T* scores, const Decay<T>& decay, const Weights<T>& weights, int rows,
+                     const ChunkSizes<T>& size) {
   const int cols = round_up<T>(rows);
   for (int j = 0; j < rows; ++j) {
     const ptrdiff_t row = j * static_cast<ptrdiff_t>(size.rows_row);
-    const int first = first_vector<T>(j, size.rank);
-    fill_zero(weights + row, first);
-    for (int i = first; i < cols; i += kLanes<T>) {
-      const Vec<T> weight = load(scores + row + i) * decay.between(j, i);
-      store(weights + row + i, decay.at_or_after(j, i) ? weight : Vec<T>{});
+    const int next_step = (j / size.rank + 1) * size.rank;
+    const T later = weights.later[j], own = weights.own[j];
+    int i = first_vector<T>(j, size.rank);
+    fill_zero(weighted + row, i);
+    for (; i < next_step; i += kLanes<T>) {
+      const Vec<T> weight = decay.after(j, i) ? later * decay.between(j, i) : broadcast(own);
+      store(weighted + row + i, decay.at_or_after(j, i) ? load(scores + row + i) * weight : Vec<T>{});
     }
+    for (; i < cols; i += kLanes<T>)
+      store(weighted + row + i, load(scores + row + i) * (later * decay.between(j, i)));
   }
 }
 
 template <typename T>
-void forward_head(const ScanArgs& args, const Chunk& chunk, int64_t head, T* state, RowPrefetch& next_v,
-                  ForwardBuffers<T>& b, const ChunkSizes<T>& size) {
+void forward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t head, T* state,
+                  RowPrefetch& next_v, ForwardBuffers<T>& b, const ChunkSizes<T>& size) {
   const int rows = chunk.steps * size.rank;
   b.decay.read(args, chunk, head, size.rank);
-  read_chunk(b.v, size.p_row, args.v, args.dtype, args.v_strides, head, chunk, size.rank, size.p);
-  decayed_scores(b.weights, b.scores, b.decay, rows, size);
+  b.weights.read(args, chunk, seq, head, size.rank);
+  read_values(b.v, b.rank_weight, args, chunk, head, size);
+  weighted_scores(b.weighted, b.scores, b.decay, b.weights, rows, size);
 
-  Gemm<T> read{b.q, size.n_row, 1, state, size.p_row, b.y, size.p_row, rows, size.p_cols, size.n};
+  Gemm<T> read{b.keys.q, 1, size.rows_row, state, size.p_row, b.y, size.p_row, rows, size.p_cols, size.n};
   read.row_scale = b.decay.from_start;
   if (args.skip) {
-    read_skip(b.skip, args, head);
+    read_parameters(b.skip, args.skip, head, size.p);
     for (int i = 0; i < rows; ++i)
       for (int c = 0; c < size.p_cols; c += kLanes<T>) {
         const ptrdiff_t at = i * static_cast<ptrdiff_t>(size.p_row) + c;
@@ -61,20 +69,17 @@ void forward_head(const ScanArgs& args, const Chunk& chunk, int64_t head, T* sta
       }
     read.c_in = b.y;
   }
-  if (args.scale) {
-    read_scale(b.scale, args, chunk, head, size.rank);
-    scale_rows(b.v, b.v, b.scale, rows, size.p_cols, size.p_row);
-  }
   gemm(read);
-  Gemm<T> within{b.weights, 1, size.rows_row, b.v, size.p_row, b.y, size.p_row, rows, size.p_cols, rows};
+  Gemm<T> within{b.weighted, 1, size.rows_row, b.v, size.p_row, b.y, size.p_row, rows, size.p_cols, rows};
   within.c_in = b.y;
   within.span = Span::kDepthUpToRow;
   within.rank = size.rank;
   gemm(within);
   write_chunk(args.y, b.y, size.p_row, args.dtype, args, head, args.heads, chunk, size.p);
 
+  for (int i = 0; i < rows; ++i) b.decay.to_end[i] *= b.weights.later[i];
   scale_rows(b.v, b.v, b.decay.to_end, rows, size.p_cols, size.p_row);
-  Gemm<T> add{b.k, 1, size.n_row, b.v, size.p_row, state, size.p_row, size.n, size.p_cols, rows};
+  Gemm<T> add{b.keys.k, size.rows_row, 1, b.v, size.p_row, state, size.p_row, size.n, size.p_cols, rows};
   add.c_in = state;
   add.c_in_scale = b.decay.kept;
   add.ahead = &next_v;
@@ -84,39 +89,56 @@ void forward_head(const ScanArgs& args, const Chunk& chunk, int64_t head, T* sta
 template <typename T>
 void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& size, void* scratch) {
   Arena arena(scratch);
-  ForwardBuffers<T> b(arena, size, task.heads);
+  ForwardBuffers<T> b(arena, args, size, task.heads);
   const Sequence seq = sequence_of(args, task.sequence);
+  const int64_t last = last_step(args, task.sequence), first_lane = task.sequence * args.heads + task.first_head;
   const size_t state_numbers = size_t(size.n) * size.p_row;
-  const auto outer_state = [&](auto* base, int64_t head) {
-    return base + (task.sequence * args.heads + task.first_head + head) * args.width * args.state;
-  };
+  const auto outer_state = [&](auto* base, int64_t e) { return base + (first_lane + e) * args.width * args.state; };
 
+  b.keys.start(task);
   fill_zero(b.states, task.heads * state_numbers);
   if (args.initial_state)
     for (int64_t e = 0; e < task.heads; ++e)
       transpose(b.states + e * state_numbers, size.p_row, outer_state(static_cast<const T*>(args.initial_state), e),
                 size.n, size.p, size.n);
+  if (args.k_bias)
+    for (int64_t e = 0; e < task.heads; ++e) {
+      for (int s = 0; s < size.pairs; ++s)
+        b.angles[e * size.pairs_row + s] = static_cast<const T*>(args.start)[(first_lane + e) * size.pairs + s];
+      if (last < seq.start) b.keys.clear_last(task.sequence, task.first_head + e);
+    }
   const int64_t chunks = (seq.stop - seq.start + size.steps - 1) / size.steps;
   for (int64_t c = 0; c < chunks; ++c) {
     const Chunk chunk = chunk_of(seq, c, size.steps);
     const int rows = chunk.steps * size.rank;
-    read_chunk(b.k, size.n_row, args.k, args.dtype, args.k_strides, task.group, chunk, size.rank, size.n);
-    read_chunk(b.q, size.n_row, args.q, args.dtype, args.q_strides, task.group, chunk, size.rank, size.n);
-    if (round_up<T>(rows) > rows) fill_zero(b.q_t, size_t(size.n) * size.rows_row);
-    transpose(b.q_t, size.rows_row, b.q, size.n_row, rows, size.n);
-    chunk_scores(b.scores, b.k, b.q_t, rows, size);
+    b.keys.read_group_keys(chunk, task.group);
+    b.keys.read_group_queries(chunk, task.group);
+    if (!args.k_bias) chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
     for (int64_t e = 0; e < task.heads; ++e) {
-      const bool last = e + 1 == task.heads;
+      const bool last_head = e + 1 == task.heads;
+      const int64_t head = task.first_head + e;
       RowPrefetch next_v;
-      if (!last || c + 1 < chunks)
-        next_v = prefetch_of(args.v, args.dtype, args.v_strides, task.first_head + (last ? 0 : e + 1),
-                             last ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
-      forward_head(args, chunk, task.first_head + e, b.states + e * state_numbers, next_v, b, size);
+      if (!last_head || c + 1 < chunks)
+        next_v = prefetch_of(args.v, args.dtype, args.v_strides, last_head ? task.first_head : head + 1,
+                             last_head ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
+      if (args.k_bias) {
+        b.keys.turns.advance(args, chunk, head, b.angles + e * size.pairs_row, size);
+        b.keys.turn_head_keys(e, rows);
+        b.keys.turn_head_queries(e, rows);
+        if (last >= chunk.start && last < chunk.start + chunk.steps)
+          b.keys.write_last(chunk, last, task.sequence, head);
+        chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
+      }
+      forward_head(args, chunk, seq, head, b.states + e * state_numbers, next_v, b, size);
     }
   }
-  for (int64_t e = 0; e < task.heads; ++e)
+  for (int64_t e = 0; e < task.heads; ++e) {
     transpose(outer_state(static_cast<T*>(args.final_state), e), size.n, b.states + e * state_numbers, size.p_row,
               size.n, size.p);
+    for (int s = 0; s < size.pairs; ++s)
+      static_cast<T*>(args.turned)[(first_lane + e) * size.pairs + s] =
+          static_cast<T>(b.angles[e * size.pairs_row + s]);
+  }
 }
 
 template <typename T>
@@ -127,7 +149,7 @@ bool scan_forward(const ScanArgs& args) {
   while (heads > 1 && HeadBlocks(args, heads).tasks(args) < 2 * args.threads) heads /= 2;
   const HeadBlocks blocks(args, heads);
   Arena count;
-  ForwardBuffers<T>(count, size, blocks.block);
+  ForwardBuffers<T>(count, args, size, blocks.block);
   return run_tasks(blocks.tasks(args), args.threads, count.used(), [&](int64_t index, void* scratch) {
     forward_task<T>(args, Task(blocks, args, index), size, scratch);
   });

@@ -1,7 +1,9 @@
 // Everything that depends on the instruction set. The build compiles this file once per set, with ANYMAMBA_ISA naming it.
 #include "conv.h"
 #include "decode.h"
+#include "gate.h"
 #include "norm.h"
+#include "prepare.h"
 #include "scan_backward.h"
 #include "scan_forward.h"
 #include "variant.h"
@@ -23,6 +25,10 @@ const Kernels kernels = {
     by_dtype<NormArgs, norm_forward<float>, norm_forward<double>>,
     by_dtype<NormArgs, norm_backward<float>, norm_backward<double>>,
     by_dtype<ProgramArgs, run_program<float>, run_program<double>>,
+    by_dtype<PrepareArgs, prepare_forward<float>, prepare_forward<double>>,
+    by_dtype<PrepareArgs, prepare_backward<float>, prepare_backward<double>>,
+    by_dtype<GateArgs, gate_forward<float>, gate_forward<double>>,
+    by_dtype<GateArgs, gate_backward<float>, gate_backward<double>>,
 };
 
 }  // namespace ANYMAMBA_ISA

@@ -3,6 +3,7 @@
 
 #include "block_args.h"
 #include "decode_args.h"
+#include "mamba3_args.h"
 #include "scan_args.h"
 
 struct Kernels {
@@ -13,4 +14,8 @@ struct Kernels {
   bool (*norm_forward)(const NormArgs&);
   bool (*norm_backward)(const NormArgs&);
   bool (*run_program)(const ProgramArgs&);
+  bool (*prepare_forward)(const PrepareArgs&);
+  bool (*prepare_backward)(const PrepareArgs&);
+  bool (*gate_forward)(const GateArgs&);
+  bool (*gate_backward)(const GateArgs&);
 };

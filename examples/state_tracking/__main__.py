@@ -1,0 +1,85 @@
+"""Train the models of a table, and write it beside the paper's figures.
+
+python -m examples.state_tracking --task parity --quick        # Mamba-3 and Mamba-2, within minutes
+python -m examples.state_tracking --task arithmetic            # all rows; when it was stopped, it goes on
+python -m examples.state_tracking --task parity --variants mamba2 --lr 1e-3 --set tracking.d_model=64
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from examples.state_tracking.table import LABELS, run, write_summary
+from examples.state_tracking.tracking import TrackingConfig
+
+# What is common to all runs of a language; see RESULTS.md for what was tried.
+_SETTINGS: dict[str, dict[str, str]] = {
+    "parity": {
+        "tracking.n_layer": "1",
+        "tracking.d_model": "64",
+        "tracking.grows_from": "0.15",
+        "tracking.grows_to": "0.5",
+        "schedule.steps": "2500",
+    },
+    "arithmetic": {"tracking.n_layer": "3", "schedule.steps": "6000"},
+    "brackets": {"tracking.n_layer": "3", "schedule.steps": "6000"},
+}
+_RATES = "3e-3,1e-3,1e-2"
+_COMMON = {
+    "optimiser.weight_decay": "0",
+    "optimiser.beta2": "0.999",
+    "schedule.warmup": "100",
+    "evaluation.every": "250",
+    "evaluation.log_every": "50",
+    "checkpoints.every": "250",
+    "threads": "1",
+    "tracking.rows": "64",
+}
+_QUICK = {"schedule.steps": "2000"}
+
+
+def main() -> None:
+    """Parse, run, and print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.state_tracking", description="State tracking: one row of runs per model, and a table."
+    )
+    parser.add_argument("--task", choices=sorted(_SETTINGS), required=True)
+    parser.add_argument("--variants", default=",".join(LABELS), help="rows, with commas (default: %(default)s)")
+    parser.add_argument("--lr", help="learning rates, with commas; the first that solves the task is the last")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="Mamba-3 and Mamba-2, one learning rate, few steps")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config")
+    parser.add_argument("--out", default="runs/state_tracking", help="directory (default: %(default)s)")
+    parser.add_argument("--summary", action="store_true", help="only make the table of the runs that are finished")
+    args = parser.parse_args()
+    directory = Path(args.out) / (f"{args.task}-quick" if args.quick else args.task)
+    if not args.summary and not _run_all(args, directory):
+        print(f"stopped; the same command goes on. Finished runs: {directory}")
+        return
+    print(write_summary(args.task, directory))
+    print(f"table.md, results.json, plot.png: {directory}")
+
+
+def _run_all(args: argparse.Namespace, directory: Path) -> bool:
+    """Every run of the table; False if there was an interrupt."""
+    variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
+    rates = (args.lr or _RATES).split(",")[: 1 if args.quick else None]
+    given = dict(item.split("=", 1) for item in args.set)
+    settings = {**_COMMON, **_SETTINGS[args.task], **(_QUICK if args.quick else {}), **given}
+    for variant in variants:
+        for rate in rates:
+            names = {"tracking.language": args.task, "tracking.variant": variant, "seed": str(args.seed)}
+            config = TrackingConfig().replaced({**settings, **names, "optimiser.lr": rate})
+            where = f"{variant}/d{config.tracking.d_model}-lr{rate}-seed{args.seed}"
+            result = run(config, directory / where, lambda text: print(text, file=sys.stderr, flush=True))
+            if result is None:
+                return False
+            if result.validation >= config.tracking.solved:
+                break
+    return True
+
+
+if __name__ == "__main__":
+    main()

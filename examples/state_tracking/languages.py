@@ -1,0 +1,149 @@
+"""The three languages, drawn at any length: a sequence is read, and its answer is known when it ends.
+
+- *parity*: bits; whether the number of ones is odd.
+- *arithmetic*: numbers modulo 5 and `+ - *` between them, then `=`; the value, `*` before `+` and `-`.
+- *brackets*: nested sums and differences, every one in brackets, negated numbers, then `=`; the value modulo 5.
+
+An expression in brackets of n tokens is drawn as by Delétang et al. (2023): below five tokens it is a number x, as
+`x`, `-x`, `(x)` or `(-x)`; from five on it is `(left + right)` or `(left - right)`, with every split equally likely.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+MODULUS = 5
+NONE = -100  # no answer here
+SYMBOLS = "01234+-*=()"
+_PLUS, _MINUS, _TIMES, _EQUALS, _OPEN, _CLOSE = range(MODULUS, len(SYMBOLS))
+
+
+class Sequences(NamedTuple):
+    """Sequences, laid end to end.
+
+    Attributes:
+        tokens: all of them, (t,).
+        lengths: of each sequence, (s,).
+        answers: behind each token, what the answer of the sequence so far is, (t,); `NONE` where it has none.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    answers: np.ndarray
+
+    @property
+    def final(self) -> np.ndarray:
+        """The answer of each sequence, (s,)."""
+        return self.answers[self.lengths.cumsum() - 1]
+
+    def texts(self) -> list[str]:
+        """Each sequence as a text."""
+        parts = np.split(self.tokens, self.lengths.cumsum()[:-1])
+        return ["".join(SYMBOLS[token] for token in part) for part in parts]
+
+
+class Language(NamedTuple):
+    """A language.
+
+    Attributes:
+        name: of the task.
+        vocab_size: tokens are 0 to `vocab_size` - 1.
+        classes: answers are 0 to `classes` - 1.
+        possible: whether there are sequences of a length.
+        draw: a sequence of each of the lengths, (s,).
+    """
+
+    name: str
+    vocab_size: int
+    classes: int
+    possible: Callable[[int], bool]
+    draw: Callable[[np.random.Generator, np.ndarray], Sequences]
+
+    def lengths(self, low: int, high: int) -> np.ndarray:
+        """Every length from `low` to `high` that has sequences.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = [length for length in range(low, high + 1) if self.possible(length)]
+        if not found:
+            raise ValueError(f"{self.name} has no sequences of {low} to {high} tokens")
+        return np.array(found)
+
+    def sample(self, chance: np.random.Generator, count: int, low: int, high: int) -> Sequences:
+        """As many sequences, each with a length drawn evenly from the possible ones."""
+        return self.draw(chance, chance.choice(self.lengths(low, high), count))
+
+
+def _draw_parity(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
+    tokens = chance.integers(2, size=int(lengths.sum()))
+    ones, begins = tokens.cumsum(), lengths.cumsum() - lengths
+    before = np.repeat(ones[begins] - tokens[begins], lengths)
+    return Sequences(tokens, lengths, (ones - before) % 2)
+
+
+def _draw_arithmetic(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
+    numbers = chance.integers(MODULUS, size=(len(lengths), int(lengths.max()) // 2))
+    operators = chance.integers(_PLUS, _TIMES + 1, size=numbers.shape)
+    last = lengths // 2 - 1
+    operators[np.arange(len(lengths)), last] = _EQUALS
+    total, term, sign = np.zeros_like(lengths), numbers[:, 0], np.ones_like(lengths)
+    values = np.full((len(lengths), 2 * numbers.shape[1]), NONE)
+    values[:, 0] = term
+    for i in range(1, numbers.shape[1]):
+        times = operators[:, i - 1] == _TIMES
+        total = np.where(times, total, total + sign * term) % MODULUS
+        sign = np.where(times, sign, np.where(operators[:, i - 1] == _MINUS, -1, 1))
+        term = np.where(times, term * numbers[:, i], numbers[:, i]) % MODULUS
+        values[:, 2 * i] = (total + sign * term) % MODULUS
+    values[np.arange(len(lengths)), lengths - 1] = values[np.arange(len(lengths)), lengths - 2]
+    pairs, read = np.stack([numbers, operators], axis=2).reshape(values.shape), np.arange(values.shape[1])
+    inside = read < lengths[:, None]
+    return Sequences(pairs[inside], lengths, values[inside])
+
+
+def _draw_brackets(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
+    quick = random.Random(int(chance.integers(2**62)))  # for one number at a time
+    tokens: list[int] = []
+    answers = np.full(int(lengths.sum()), NONE)
+    for length in lengths.tolist():
+        value = _expression(quick, length - 1, tokens)
+        answers[len(tokens)] = value
+        tokens.append(_EQUALS)
+    return Sequences(np.array(tokens), lengths, answers)
+
+
+def _expression(chance: random.Random, length: int, tokens: list[int]) -> int:
+    """Append an expression to `tokens`; its value."""
+    value, sign = 0, 1  # of what has been read, and of what comes next
+    pending: list[int | tuple[int, int]] = [length]  # lengths of expressions; tokens with the sign of what follows
+    while pending:
+        item = pending.pop()
+        if isinstance(item, tuple):
+            token, sign = item
+            tokens.append(token)
+        elif item < 5:
+            number, negative = int(chance.random() * MODULUS), item % 2 == 0
+            short = [_MINUS, number] if negative else [number]
+            tokens += [_OPEN, *short, _CLOSE] if item > 2 else short
+            value += -sign * number if negative else sign * number
+        else:
+            left = 1 + int(chance.random() * (item - 4))
+            operator = (_PLUS, sign) if chance.random() < 0.5 else (_MINUS, -sign)
+            tokens.append(_OPEN)
+            pending += [(_CLOSE, sign), item - 3 - left, operator, left]
+    return value % MODULUS
+
+
+LANGUAGES = {
+    language.name: language
+    for language in (
+        Language("parity", 2, 2, lambda length: length >= 1, _draw_parity),
+        Language("arithmetic", _EQUALS + 1, MODULUS, lambda length: length >= 2 and length % 2 == 0, _draw_arithmetic),
+        Language("brackets", _CLOSE + 1, MODULUS, lambda length: length >= 2, _draw_brackets),
+    )
+}

@@ -1,0 +1,160 @@
+"""The runs of a table, and the table and the plot that are made of their results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from anymamba import MambaLM
+from anymamba.files import read_json, replacing, write_json
+from anymamba.training.loop import train_or_resume
+from anymamba.training.report import can_plot, read_metrics
+from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn
+
+LABELS = {
+    "mamba3": "Mamba-3",
+    "mamba3-fixed-rotation": "Mamba-3, fixed rotation",
+    "mamba3-no-rotation": "Mamba-3, no rotation",
+    "mamba2": "Mamba-2",
+}
+# Lahoti et al. 2026, table 5: scaled accuracy at 256 tokens, in percent.
+PAPER = {
+    "parity": {"mamba3": 100.0, "mamba3-fixed-rotation": 1.56, "mamba3-no-rotation": 2.27, "mamba2": 0.9},
+    "arithmetic": {"mamba3": 98.51, "mamba3-fixed-rotation": 20.7, "mamba3-no-rotation": 1.49, "mamba2": 47.81},
+    "brackets": {"mamba3": 87.75, "mamba3-fixed-rotation": 2.62, "mamba3-no-rotation": 0.72, "mamba2": 0.88},
+}
+_CURVE = (8, 16, 24, 32, 40, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_TEST_ROWS, _CURVE_ROWS = 2048, 256
+
+
+class Result(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+        config: of the run, as tables.
+        validation: the best scaled accuracy of the evaluations on the way.
+        test: scaled accuracy of the last weights on fresh sequences of the length that counts.
+        curve: pairs of a length and the scaled accuracy there.
+        steps: that were taken.
+        minutes: that they took.
+        parameters: of the model.
+        turns: of a pair of states at a 0 and a 1 of parity, in half circles, where tokens turn states.
+    """
+
+    config: dict[str, Any]
+    validation: float
+    test: float
+    curve: list[tuple[int, float]]
+    steps: int
+    minutes: float
+    parameters: int
+    turns: list[float]
+
+    @property
+    def tracking(self) -> dict[str, Any]:
+        """The section of the config that says what was learnt with what."""
+        section: dict[str, Any] = self.config["tracking"]
+        return section
+
+
+def run(config: TrackingConfig, directory: Path, tell: Callable[[str], None]) -> Result | None:
+    """Begin a run, or go on with it, and judge its model; None if it was interrupted."""
+    found = directory / "result.json"
+    task = TrackingTask(config)
+    trainer = train_or_resume(task, directory, tell)
+    if found.is_file():
+        return read_result(found)
+    c = config.tracking
+    tell(f"{c.language}, {LABELS[c.variant]}, d_model {c.d_model}, lr {config.optimiser.lr:g}: {directory}")
+    if not trainer.run():
+        return None
+    model = trainer.model
+    assert isinstance(model, MambaLM)
+    rows = read_metrics(directory / "metrics.csv")
+    result = Result(
+        config=config.to_dict(),
+        validation=max(row.evaluated["scaled_accuracy"] for row in rows if row.evaluated),
+        test=task.test(model, c.judged, _TEST_ROWS),
+        curve=[(length, task.test(model, length, _CURVE_ROWS)) for length in _CURVE],
+        steps=trainer.step,
+        minutes=sum(row.seconds for row in rows) / 60,
+        parameters=sum(p.numel() for p in model.parameters()),
+        turns=nearest_half_turn(model)[:2] if (c.language, c.variant) == ("parity", "mamba3") else [],
+    )
+    write_json(found, result._asdict())
+    tell(f"scaled accuracy {100 * result.test:.1f} at {c.judged} tokens, behind {result.steps} steps")
+    return result
+
+
+def read_result(path: Path) -> Result:
+    """The result of a run that is finished."""
+    values = read_json(path)
+    return Result(**{**values, "curve": [tuple(point) for point in values["curve"]]})
+
+
+def read_results(directory: Path) -> list[Result]:
+    """The results of all runs below a directory."""
+    return [read_result(path) for path in sorted(directory.glob("**/result.json"))]
+
+
+def best(results: Iterable[Result]) -> dict[str, Result]:
+    """For each variant the run with the best validation; of equals the one with the fewest steps."""
+    found: dict[str, Result] = {}
+    for result in sorted(results, key=lambda r: (-r.validation, r.steps)):
+        found.setdefault(result.tracking["variant"], result)
+    return {variant: found[variant] for variant in LABELS if variant in found}
+
+
+def markdown(language: str, results: list[Result]) -> str:
+    """The table of a language."""
+    lines = [
+        "| | paper | ours | best on the way | lr | d_model | parameters | steps | minutes | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    note = ""
+    for variant, result in best(results).items():
+        runs = [r for r in results if r.tracking["variant"] == variant]
+        lines.append(
+            f"| {LABELS[variant]} | {PAPER[language][variant]:.1f} | {100 * result.test:.1f} "
+            f"| {100 * result.validation:.1f} | {result.config['optimiser']['lr']:g} | {result.tracking['d_model']} "
+            f"| {result.parameters:,} | {result.steps:,} | {result.minutes:.0f} | {len(runs)} |"
+        )
+        if result.turns:
+            zero, one = result.turns
+            note = f"\nMamba-3 turns a pair of its states by {one:.4f} half circles at a 1, and by {zero:.4f} at a 0.\n"
+    return "\n".join(lines) + "\n" + note
+
+
+def plot(language: str, results: list[Result], target: Path) -> None:
+    """Scaled accuracy over the length, with the lengths of the training shaded."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(title=language, xlabel="tokens", ylabel="scaled accuracy, %", ylim=(-10, 105))
+    chosen = best(results)
+    for variant, result in chosen.items():
+        lengths, values = zip(*result.curve, strict=True)
+        axes.plot(lengths, [100 * value for value in values], marker=".", label=LABELS[variant])
+    section = next(iter(chosen.values())).tracking
+    axes.axvspan(section["shortest"], section["longest_last"], color="grey", alpha=0.15, label="training")
+    axes.axvline(section["judged"], color="grey", ls="--", lw=1)
+    axes.legend()
+    with replacing(target) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def write_summary(language: str, directory: Path) -> str:
+    """Write table.md, results.json and plot.png of all finished runs below a directory; the table."""
+    results = read_results(directory)
+    if not results:
+        raise ValueError(f"{directory}: expected finished runs, found none")
+    text = markdown(language, results)
+    with replacing(directory / "table.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    with replacing(directory / "results.json") as temporary:
+        temporary.write_text(json.dumps([result._asdict() for result in results], indent=1), encoding="utf-8")
+    if can_plot():
+        plot(language, results, directory / "plot.png")
+    return text

@@ -1,0 +1,398 @@
+"""Mamba-3's compiled kernels: the scan with turned keys, its preparation, the gate over ranks and the plain norm.
+
+The tests of tests/blocks run over them too; here are the sizes, dtypes and promises beyond those.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from anymamba import Mamba3, SsdPath
+from anymamba.blocks.mimo import gate_ranks
+from anymamba.blocks.norms import RMSNorm
+from anymamba.blocks.preparation import prepare
+from anymamba.blocks.turned_scan import turned_scan
+from anymamba.kernels import library
+from tests.blocks.families import results
+from tests.support import FLOOR, assert_near, relative_error
+
+pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+D = torch.float64
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+OPTIONS = {
+    "siso": {"ngroups": 2},
+    "awkward": {"d_model": 15, "d_state": 34, "headdim": 3, "rope_fraction": 0.9, "expand": 3},
+    "one channel": {"d_model": 5, "d_state": 1, "headdim": 1, "expand": 1, "rope_fraction": 0},
+    "thirteen heads": {"d_model": 13, "d_state": 6, "headdim": 2, "rope_fraction": 1.0},
+    "softplus": {"a_activation": "softplus", "dt_limit": (0.02, 0.4), "A_floor": 0.6},
+    "rank 3": {"is_mimo": True, "mimo_rank": 3, "d_state": 18, "ngroups": 2},
+    "rank 4": {"is_mimo": True, "mimo_rank": 4, "d_state": 20, "rope_fraction": 1.0},
+    "rank 5": {"is_mimo": True, "mimo_rank": 5, "headdim": 4, "rotation_range": 3.0},
+}
+LAYOUTS = {
+    "batch": {},
+    "packed": {"cu_seqlens": torch.tensor([0, 1, 2, 67, 131, 150])},
+    "padded": {"mask": torch.tensor([150, 0, 67])},
+}
+
+
+def block_of(options, dtype, seed=0):
+    """A block whose parameters all play a part, with turns and decays that matter within a few tokens."""
+    torch.manual_seed(seed)
+    block = Mamba3(**{"d_model": 16, "d_state": 8, "headdim": 8, **options}, dtype=D)
+    for name, parameter in block.named_parameters():
+        if "proj" not in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    block.dt_bias.data += 3
+    return block.to(dtype)
+
+
+def run_block(block, layout, path=None):
+    """Outputs, cache and all gradients from a random cache."""
+    torch.manual_seed(1)
+    dtype, rows = block.out_proj.weight.dtype, 5 if "cu_seqlens" in layout else 3
+    x = torch.randn(1 if rows == 5 else rows, 150, block.config.d_model, dtype=D).to(dtype)
+    empty = block.init_cache(rows, dtype)
+    fields = {n: torch.randn(f.shape, dtype=D).to(f.dtype) for n, f in zip(empty._fields[:4], empty[:4], strict=True)}
+    cache = empty._replace(**{name: field.requires_grad_() for name, field in fields.items()})
+    return results(block, x, cache, lambda block, x, cache: block.prefill(x, cache, path=path, **layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_block_on_the_kernels_equals_the_portable_code(options, layout, monkeypatch):
+    compiled = {dtype: run_block(block_of(options, dtype), layout) for dtype in (D, torch.float32)}
+    monkeypatch.setattr("anymamba.kernels.library.missing", lambda device, dtype: "switched off by the test")
+    oracle = run_block(block_of(options, D), layout)
+    portable = run_block(block_of(options, torch.float32), layout)
+    for name, expected in oracle.items():
+        assert_near(compiled[D][name], expected, FLOOR[D], name)
+        floor = max(4 * relative_error(portable[name], expected), FLOOR[torch.float32])
+        assert_near(compiled[torch.float32][name], expected, floor, name)
+
+
+@pytest.mark.parametrize("chunk_len", [1, 7, 64, 1000])
+def test_the_length_of_a_chunk_does_not_matter(chunk_len):
+    for options in (OPTIONS["siso"], OPTIONS["rank 3"]):
+        block = block_of(options, D)
+        expected = run_block(block, LAYOUTS["packed"], SsdPath.serial_recalculated())
+        for name, x in run_block(block, LAYOUTS["packed"], SsdPath.fused(chunk_len)).items():
+            assert_near(x, expected[name], FLOOR[D], name)
+
+
+NAMES = ["x", "k", "q", "k_bias", "q_bias", "rate", "dt", "log_decay", "gamma", "kappa", "skip", "value_weight"]
+NAMES += ["initial_state", "start"]
+RESULTS = ("y", "final_state", "last_k", "turned")
+PARAMETERS = {"k_bias", "q_bias", "skip", "value_weight"}
+
+
+def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, sequences=None):
+    """Inputs of the turned scan by name; k and q are slices of a wider tensor."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape, dtype=wide):
+        return torch.randn(shape, generator=generator, dtype=D).to(dtype)
+
+    z = sequences or b
+    values = (
+        normal(b, t, h, p, dtype=dtype),
+        normal(b, t, r, g, n + 3, dtype=dtype)[..., 1 : n + 1],
+        normal(b, t, r, g, n + 3, dtype=dtype)[..., 2 : n + 2],
+        normal(h, r, n),
+        normal(h, r, n),
+        normal(b, t, s),
+        normal(b, t, h).abs(),
+        -normal(b, t, h).abs(),
+        normal(b, t, h).abs(),
+        normal(b, t, h).abs(),
+        normal(h),
+        normal(h, r, p) if r > 1 else None,
+        normal(z, h, p, n),
+        normal(z, h, s),
+    )
+    return dict(zip(NAMES, values, strict=True))
+
+
+def run_scan(inputs, *, interleaved=True, lengths=None, bounds=None):
+    """All results and gradients of the turned scan, by name."""
+    leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
+    outputs = turned_scan(
+        *leaves.values(),
+        interleaved,
+        16,
+        None if lengths is None else torch.tensor(lengths),
+        None if bounds is None else torch.tensor(bounds),
+    )
+    generator = torch.Generator().manual_seed(1)
+    # Half precision holds these exactly, so that the same cotangents can go into every dtype.
+    heads = [torch.randint(-4, 5, y.shape, generator=generator).to(y.dtype) / 4 for y in outputs]
+    given = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    grads = torch.autograd.grad(outputs, list(given.values()), heads)
+    named = dict(zip(RESULTS, outputs, strict=True))
+    return {**named, **{f"d{name}": grad for name, grad in zip(given, grads, strict=True)}}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float32_inside(dtype):
+    inputs = scan_inputs(r=2, dtype=dtype)
+    half = run_scan(inputs, lengths=[90, 31])
+    single = run_scan({name: None if x is None else x.float() for name, x in inputs.items()}, lengths=[90, 31])
+    for name, x in half.items():
+        assert torch.equal(x, single[name].to(x.dtype)), name
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 2, 50, 90]], ids=["batch", "packed"])
+@pytest.mark.parametrize("r", [1, 3])
+def test_the_number_of_threads_moves_no_bit(r, bounds, threads):
+    inputs = scan_inputs(b=1 if bounds else 2, r=r, h=20, sequences=4 if bounds else None)
+    threads(1)
+    one = run_scan(inputs, bounds=bounds)
+    for count in (2, 3):
+        threads(count)
+        for name, x in run_scan(inputs, bounds=bounds).items():
+            assert torch.equal(x, one[name]), name
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
+    threads(2)
+    inputs = scan_inputs(b=3, r=2, h=8)
+
+    def run(inputs):
+        leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
+        outputs = turned_scan(*leaves.values(), True, 16, None, None)
+        of_rows = {name: x for name, x in leaves.items() if x is not None and name not in PARAMETERS}
+        grads = torch.autograd.grad(sum(y.square().sum() for y in outputs), list(of_rows.values()))
+        return {**dict(zip(RESULTS, outputs, strict=True)), **dict(zip(of_rows, grads, strict=True))}
+
+    together = run(inputs)
+    for row in range(3):
+        alone = {n: x if x is None or n in PARAMETERS else x[row : row + 1] for n, x in inputs.items()}
+        for name, x in run(alone).items():
+            assert torch.equal(x[0], together[name][row]), name
+
+
+def test_a_nan_stays_in_its_sequence():
+    inputs = scan_inputs(b=1, sequences=3)
+    inputs["rate"][0, 40], inputs["x"][0, 41] = math.nan, math.inf
+    y, final_state, last_k, turned = turned_scan(*inputs.values(), True, 16, None, torch.tensor([0, 30, 60, 90]))
+    for x in (y[:, :30], y[:, 60:], final_state[[0, 2]], last_k[[0, 2]], turned[[0, 2]]):
+        assert torch.isfinite(x).all()
+    assert torch.isnan(turned[1]).all()
+    assert torch.isnan(y[:, 41:60]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D], ids=str)
+def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
+    """One step without a turn from an angle, and a key of (1, 0): the last key is the cosine and the sine."""
+    rows = 100_000
+    angle = torch.linspace(0, 2 * math.pi, rows, dtype=dtype)
+    inputs = scan_inputs(b=1, t=1, h=rows, g=1, p=1, n=2, s=1, dtype=dtype)
+    inputs["k"], inputs["dt"] = torch.zeros_like(inputs["k"]), torch.zeros_like(inputs["dt"])
+    inputs["k_bias"] = torch.tensor([1.0, 0.0], dtype=dtype).expand(rows, 1, 2)
+    inputs["start"] = angle.view(1, rows, 1)
+    _, _, last_k, turned = turned_scan(*inputs.values(), True, 16, None, None)
+    wide = angle.numpy().astype(np.longdouble)
+    wide %= 2 * np.pi * np.longdouble(1)
+    inside = angle.numpy() < 2 * math.pi
+    for column, function in ((0, np.cos), (1, np.sin)):
+        expected = function(wide)
+        error = np.abs(last_k[0, 0, :, column].numpy().astype(np.longdouble) - expected)[inside]
+        unit = np.spacing(np.abs(expected).astype(angle.numpy().dtype))[inside]
+        # Beside a zero of the function, what counts is the unit of the angle, which is all that is known of it.
+        unit = np.maximum(unit, np.finfo(np.float64).eps * 4)
+        assert (error / unit).max() <= 2
+    assert torch.equal(turned[0, inside, 0], angle[inside])
+
+
+def test_angles_stay_exact_over_a_long_sequence():
+    inputs = scan_inputs(b=1, t=20_000, h=2, g=1, p=1, n=6, s=3)
+    turned = turned_scan(*inputs.values(), True, 64, None, None)[3]
+    turns = (inputs["dt"].double().unsqueeze(-1) * inputs["rate"].double().unsqueeze(2)).sum(1)
+    expected = (turns + inputs["start"].double()).remainder(2 * math.pi)
+    assert (turned.double() - expected).abs().max() < 1e-6
+    assert (turned >= 0).all()
+
+
+def raw_inputs(dtype, b=2, t=50, h=7, s=5):
+    generator = torch.Generator().manual_seed(0)
+    wide = (4 * torch.randn(b, t, 3 * h + s + 2, generator=generator, dtype=D)).to(dtype).requires_grad_()
+    return wide, (*wide[..., 1:-1].split([h, h, h, s], dim=-1), torch.randn(h, generator=generator, dtype=D).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32], ids=str)
+@pytest.mark.parametrize("heavy_tail", [True, False], ids=["heavy tail", "softplus"])
+def test_the_compiled_preparation_equals_the_portable_code(heavy_tail, dtype):
+    def portable(dt, a, trap, turn, bias):
+        dt = torch.nn.functional.softplus(dt + bias).clamp(0.1, 6.0)
+        dt = dt.masked_fill(torch.tensor([[False] * 50, [False] * 20 + [True] * 30]).unsqueeze(-1), 0)
+        rate = torch.relu(a) + 1 / (1 - a.clamp(max=0)) if heavy_tail else torch.nn.functional.softplus(a)
+        lam = torch.sigmoid(trap)
+        return dt, -dt * rate.clamp(min=0.3), lam * dt, (1 - lam) * dt, 1.5 * math.pi * torch.tanh(turn)
+
+    def run(function):
+        wide, inputs = raw_inputs(dtype)
+        bias = inputs[-1].requires_grad_()
+        outputs = function(*inputs)
+        generator = torch.Generator().manual_seed(1)
+        heads = [torch.randn(y.shape, generator=generator, dtype=D).to(dtype) for y in outputs]
+        return (*outputs, *torch.autograd.grad(outputs, [wide, bias], heads))
+
+    compiled = run(lambda *x: prepare(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20])))
+    for x, expected in zip(compiled, run(portable), strict=True):
+        assert_near(x, expected, FLOOR[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D], ids=str)
+def test_softplus_and_tanh_are_within_four_units_in_the_last_place(dtype):
+    x = torch.cat([torch.linspace(-30, 30, 40_000, dtype=dtype), torch.logspace(-9, 0, 5_000, dtype=dtype)])
+    rows = x.view(1, -1, 1)
+    zeros = torch.zeros(1, dtype=dtype)
+    dt, _, _, _, rate = prepare(rows, rows, rows, rows, zeros, True, 0.0, 0.0, math.inf, 1 / math.pi, None)
+    wide = x.numpy().astype(np.longdouble)
+    for actual, expected in ((dt, np.logaddexp(wide, 0)), (rate, np.tanh(wide))):
+        error = np.abs(actual.flatten().numpy().astype(np.longdouble) - expected)
+        assert (error / np.spacing(np.abs(expected).astype(x.numpy().dtype))).max() <= 4
+
+
+GATES = {"siso": (1, False), "rank 1": (1, True), "rank 3": (3, True)}
+
+
+def run_gate(dtype, r, weighted, b=2, t=37, h=3, p=7):
+    """Everything that the gate computes; z is a slice of a wider tensor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator, dtype=D).to(dtype).requires_grad_()
+
+    y, z = normal(b, t, r, h, p), normal(b, t, h * p + 5)
+    weights = [normal(h, r, p), normal(h, r, p)] if weighted else []
+    o = gate_ranks(y, z[..., 2 : 2 + h * p].unflatten(-1, (h, p)), *weights)
+    grads = torch.autograd.grad(o, [y, z, *weights], normal(*o.shape).detach())
+    return dict(zip(("o", "dy", "dz", "dgate", "dout"), (o, *grads), strict=False))
+
+
+def run_rms_norm(dtype, b=3, t=11, r=3, g=2, n=10):
+    """Everything that the norm computes, on a slice of a wider tensor."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(b, t, r * g * n + 4, generator=generator, dtype=D).to(dtype).requires_grad_()
+    norm = RMSNorm(n, dtype=dtype)
+    norm.weight.data.copy_(torch.randn(n, generator=generator))
+    y = norm(wide[..., 3:-1].unflatten(-1, (r, g, n)))
+    head = torch.randn(y.shape, generator=generator, dtype=D).to(dtype)
+    return dict(zip(("y", "dx", "dweight"), (y, *torch.autograd.grad(y, [wide, norm.weight], head)), strict=True))
+
+
+def compare(run, dtype, case, monkeypatch):
+    compiled = run(dtype, *case)
+    monkeypatch.setattr("anymamba.kernels.library.missing", lambda device, dtype: "switched off by the test")
+    for name, expected in run(dtype, *case).items():
+        assert_near(compiled[name], expected, FLOOR[dtype], name)
+
+
+DTYPES = [D, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", GATES.values(), ids=GATES)
+def test_the_compiled_gate_equals_the_portable_one(case, dtype, monkeypatch):
+    compare(run_gate, dtype, case, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [(), (1, 1, 1, 1, 3), (2, 5, 1, 1, 130)], ids=["ranks", "one row", "wide"])
+def test_the_compiled_rms_norm_equals_the_portable_one(case, dtype, monkeypatch):
+    compare(run_rms_norm, dtype, case, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("run", "case"), [(run_gate, GATES["siso"]), (run_gate, GATES["rank 3"]), (run_rms_norm, ())], ids=str
+)
+def test_threads_move_no_bit_around_the_scan(run, case, threads):
+    threads(1)
+    one = run(torch.float32, *case)
+    for count in (2, 3):
+        threads(count)
+        for name, x in run(torch.float32, *case).items():
+            assert torch.equal(x, one[name]), name
+
+
+def test_an_empty_batch_has_empty_results():
+    inputs = scan_inputs(b=0)
+    results = run_scan(inputs)
+    assert results["y"].shape == (0, 90, 1, 6, 5)
+    assert (results["dk_bias"] == 0).all()
+    assert gate_ranks(torch.zeros(0, 3, 1, 2, 2), torch.zeros(0, 3, 2, 2)).shape == (0, 3, 2, 2)
+    assert RMSNorm(4)(torch.zeros(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_operators_pass_opcheck():
+    def leaves(inputs):
+        return [None if x is None else x.detach().requires_grad_() for x in inputs]
+
+    scan = torch.ops.anymamba.turned_scan_fused.default
+    small = {"t": 9, "h": 2, "g": 1, "p": 3, "n": 4, "s": 1}
+    lengths, bounds = torch.tensor([9, 4]), torch.tensor([0, 4, 9])
+    torch.library.opcheck(scan, (*leaves(scan_inputs(**small).values()), True, 4, lengths, None))
+    packed = scan_inputs(b=1, sequences=2, r=2, **small).values()
+    torch.library.opcheck(scan, (*leaves(packed), False, 4, None, bounds))
+    raw = leaves(x.contiguous() for x in raw_inputs(torch.float32)[1])
+    torch.library.opcheck(torch.ops.anymamba.mamba3_prepare_fused.default, (*raw, True, 0.1, 0.0, 1.0, 1.0, None))
+    y, z, gate, out = leaves(torch.randn(shape) for shape in ((2, 3, 2, 2, 3), (2, 3, 2, 3), (2, 2, 3), (2, 2, 3)))
+    torch.library.opcheck(torch.ops.anymamba.gate_ranks_fused.default, (y, z, gate, out))
+    y, weight = leaves((torch.randn(2, 3, 1, 2, 3), torch.randn(3)))
+    torch.library.opcheck(torch.ops.anymamba.gate_ranks_fused.default, (y, z, None, None))
+    torch.library.opcheck(torch.ops.anymamba.rms_norm_fused.default, (z, weight, 1e-5))
+
+
+def test_a_second_derivative_is_refused():
+    inputs = [None if x is None else x.detach().requires_grad_() for x in scan_inputs(t=5).values()]
+    y = turned_scan(*inputs, True, 4, None, None)[0]
+    (dx,) = torch.autograd.grad(y.square().sum(), [inputs[0]], create_graph=True)
+    with pytest.raises(RuntimeError, match="turned_scan_fused has no second derivative"):
+        dx.sum().backward()
+
+
+COMPARE = """
+import torch
+from anymamba import SsdPath
+from anymamba.kernels import library
+from tests.kernels.test_mamba3 import LAYOUTS, OPTIONS, block_of, run_block
+from tests.support import FLOOR, assert_near
+for options in ("awkward", "rank 3"):
+    for dtype in (torch.float64, torch.float32):
+        block = block_of(OPTIONS[options], dtype)
+        expected = run_block(block, LAYOUTS["packed"], SsdPath.serial_recalculated())
+        for name, x in run_block(block, LAYOUTS["packed"]).items():
+            assert_near(x, expected[name], 4 * FLOOR[dtype], name)
+print(library.LIBRARY.isa)
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_narrower_instruction_sets_agree(isa):
+    if library.LIBRARY.isa == "baseline" and isa != "baseline":
+        pytest.skip("this processor has no AVX2")
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPARE],
+        env={**os.environ, "ANYMAMBA_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == isa
