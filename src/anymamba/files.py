@@ -29,9 +29,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file.
+
+    Raises:
+        OSError: it cannot be written; what was there before is as it was.
+    """
     with replacing(path) as temporary:
-        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
+        try:
+            save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
+        except SafetensorError as error:  # what the library makes of a full disk
+            raise OSError(f"{path}: cannot be written ({error})") from error
 
 
 @contextmanager
