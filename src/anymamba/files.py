@@ -32,13 +32,13 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], meta
     """Write a safetensors file.
 
     Raises:
-        OSError: it cannot be written, or not to its end.
+        OSError: it cannot be written; what was there before is as it was.
     """
     with replacing(path) as temporary:
         try:
             save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(f"{path}: could not be written ({error})") from error
+        except SafetensorError as error:  # what the library makes of a full disk
+            raise OSError(f"{path}: cannot be written ({error})") from error
 
 
 @contextmanager

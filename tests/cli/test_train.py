@@ -6,6 +6,8 @@ import sys
 import time
 
 import pytest
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from anymamba import MambaLM
 from anymamba.models.loss import head_nats
@@ -191,6 +193,26 @@ def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, mo
     assert "step 4: the loss is inf" in err
     monkeypatch.undo()
     assert run("train", "--resume", tmp_path / "run")[0] == 0
+
+
+def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, tmp_path, monkeypatch):
+    saved = []
+
+    def full(tensors, path, metadata=None):
+        saved.append(path)
+        if len(saved) == 7:  # text, then model and optimiser behind steps 0, 5 and 10
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        return save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("anymamba.files.save_file", full)
+    code, _, err = run("train", config, "--out", tmp_path / "run", "--checkpoints.every", 5)
+    assert code == 2
+    assert "step-00000010: cannot be written, those before it are kept" in err
+    assert "No space left on device" in err
+    monkeypatch.undo()
+    code, _, err = run("train", "--resume", tmp_path / "run")
+    assert code == 0
+    assert "going on behind step 5" in err
 
 
 def test_help_names_every_field(run):

@@ -91,6 +91,8 @@ def save_checkpoint(
             shutil.rmtree(target)
         temporary.rename(target)
         _bring_to_disk(directory)
+    except OSError as error:
+        raise OSError(f"{target}: cannot be written, those before it are kept ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in checkpoints(directory)[keep:]:
