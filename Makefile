@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test asan lint format bench clean
+.PHONY: demo test test-checked test-unchecked asan lint format bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,8 +21,14 @@ demo: $(VENV)/.installed
 	else $(BIN)/anymamba train examples/demo.toml --out runs/demo; fi
 	$(BIN)/anymamba generate runs/demo --prompt 'def __init__(self' --max-new-tokens 300 --temperature 0.6 --seed 1
 
+# A test computes with one thread, so two runs share two cores.
 test: $(VENV)/.installed
+	$(MAKE) --no-print-directory --jobs 2 test-checked test-unchecked
+
+test-checked: $(VENV)/.installed
 	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype
+
+test-unchecked: $(VENV)/.installed
 	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code behind the same functions
 	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
 
