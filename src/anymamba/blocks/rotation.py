@@ -112,7 +112,6 @@ class ComplexRotation:
         w_out.copy_(turned_brhs.imag)
         return out
 
-
     def _rates(self, raw: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
         """Two factors of the turns of each token: (b, t, h) and (b, t, s)."""
         return dt, (self.range * math.pi) * torch.tanh(raw.to(dt.dtype))
