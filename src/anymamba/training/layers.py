@@ -20,8 +20,8 @@ from anymamba.models.layers import ResidualLayer
 def compile_layers(model: nn.Module, device: torch.device) -> None:
     """Let torch compile each residual layer for steps that learn; without gradients a layer stays as it is.
 
-    One graph serves all layers and any number of packed sequences, from the first step on: a resumed run computes with
-    the graph of one that was never stopped.
+    Experimental: torch compiles anew for every number of packed sequences that it meets, and beyond its limit for that
+    (`torch._dynamo.config.recompile_limit`) goes on without. A long run may therefore not resume bit for bit.
 
     Raises:
         ValueError: the model has none, or there is no compiler.
