@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
+from anymamba.allocator import keep_freed_memory
 from anymamba.cli import convert, evaluate, generate, info, train
 from anymamba.version import __version__
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake, 130 when interrupted.
     """
     args = build_parser().parse_args(arguments)
+    keep_freed_memory()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

@@ -1,0 +1,51 @@
+"""Freed memory that is kept is not cleared again."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from anymamba.allocator import keep_freed_memory
+
+FAULTS = """
+import resource, sys, torch
+from anymamba import keep_freed_memory
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+def take():
+    a = torch.full((3, 2**20), 1.0)  # 12 MiB each, 48 in all: more than a process keeps of itself
+    return sum(float(x[0, 0]) for x in (a, a + 1, a + 2, a + 3))
+take(), take()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    take()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str, **environment: str) -> tuple[str, int]:
+    """What `keep_freed_memory` said, and how many pages were cleared in ten rounds."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, how],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    kept, pages = done.stdout.split()
+    return kept, int(pages)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_kept_memory_is_not_cleared_again():
+    kept, pages = faults("keep")
+    if kept == "False":
+        pytest.skip("another C library, or malloc has settings of its own")
+    assert pages < 10 * 48 * 2**20 / resource.getpagesize() / 20
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+
+
+def test_settings_of_the_environment_come_first(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert keep_freed_memory() is False
