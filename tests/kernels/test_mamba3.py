@@ -80,7 +80,9 @@ def test_a_block_on_the_kernels_equals_the_portable_code(options, layout, monkey
     portable = run_block(block_of(options, torch.float32), layout)
     for name, expected in oracle.items():
         assert_near(compiled[D][name], expected, FLOOR[D], name)
-        floor = max(4 * relative_error(portable[name], expected), FLOOR[torch.float32])
+        # In a gradient that is one number the terms of all tokens and heads cancel.
+        times = 4 if expected.numel() == 1 else 2
+        floor = max(times * relative_error(portable[name], expected), FLOOR[torch.float32])
         assert_near(compiled[torch.float32][name], expected, floor, name)
 
 
