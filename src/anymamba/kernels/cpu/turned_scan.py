@@ -2,147 +2,89 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from anymamba.kernels.cpu.scan import Call
 
 
-def _call(
-    x: Tensor,
-    k: Tensor,
-    q: Tensor,
-    k_bias: Tensor,
-    q_bias: Tensor,
-    rate: Tensor,
-    dt: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    kappa: Tensor,
-    skip: Tensor,
-    value_weight: Tensor | None,
-    start: Tensor,
-    interleaved: bool,
-    chunk_len: int,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Call:
-    """A call with all inputs but the initial state filled in."""
-    # One row of values for all ranks, each with its own weights: a stride of zero.
-    v_btrhp = x.unsqueeze(2).expand(-1, -1, k.shape[2], -1, -1)
-    call = Call(v_btrhp, k, q, log_decay, chunk_len, cu_seqlens)
-    call.scale_and_skip(None, skip)
-    call.args.pairs, call.args.interleaved = rate.shape[-1], interleaved
-    dense = {"k_bias": k_bias, "q_bias": q_bias, "rate": rate, "dt": dt, "gamma": gamma, "kappa": kappa, "start": start}
-    if value_weight is not None:
-        dense["value_weight"] = value_weight
-    for name, tensor in dense.items():
-        call.dense(name, tensor.to(call.wide).contiguous())
-    if lengths is not None:
-        call.dense("lengths", lengths.to(torch.int64).clamp(0, x.shape[1]).contiguous())
-    return call
+class _Inputs(NamedTuple):
+    """The operator's inputs, in the order of its schema."""
+
+    x: Tensor
+    k: Tensor
+    q: Tensor
+    k_bias: Tensor
+    q_bias: Tensor
+    rate: Tensor
+    dt: Tensor
+    log_decay: Tensor
+    gamma: Tensor
+    kappa: Tensor
+    skip: Tensor
+    value_weight: Tensor | None
+    initial_state: Tensor
+    start: Tensor
+    interleaved: bool
+    chunk_len: int
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def call(self) -> Call:
+        """A call with all of them filled in."""
+        # One row of values for all ranks, each with its own weights: a stride of zero.
+        v_btrhp = self.x.unsqueeze(2).expand(-1, -1, self.k.shape[2], -1, -1)
+        call = Call(v_btrhp, self.k, self.q, self.log_decay, self.chunk_len, self.cu_seqlens)
+        call.scale_and_skip(None, self.skip)
+        call.args.pairs, call.args.interleaved = self.rate.shape[-1], self.interleaved
+        for name in ("k_bias", "q_bias", "rate", "dt", "gamma", "kappa", "start", "value_weight", "initial_state"):
+            if (tensor := getattr(self, name)) is not None:
+                call.dense(name, tensor.to(call.wide).contiguous())
+        if self.lengths is not None:
+            call.dense("lengths", self.lengths.to(torch.int64).clamp(0, self.x.shape[1]).contiguous())
+        return call
 
 
-def turned_scan_forward(
-    x: Tensor,
-    k: Tensor,
-    q: Tensor,
-    k_bias: Tensor,
-    q_bias: Tensor,
-    rate: Tensor,
-    dt: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    kappa: Tensor,
-    skip: Tensor,
-    value_weight: Tensor | None,
-    initial_state: Tensor,
-    start: Tensor,
-    interleaved: bool,
-    chunk_len: int,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def turned_scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y (b, t, r, h, p), the final states, the last keys (z, r, h, n) and the last angles (z, h, s)."""
-    (b, t, h, p), (r, n), sequences = x.shape, (k.shape[2], k.shape[4]), initial_state.shape[0]
-    y = torch.empty((b, t, r, h, p), dtype=x.dtype)
-    last_k = torch.empty((sequences, r, h, n), dtype=x.dtype)
-    final_state, turned = torch.empty(initial_state.shape, dtype=dt.dtype), torch.empty(start.shape, dtype=dt.dtype)
+    i = _Inputs(*arguments)
+    (b, t, h, p), (r, n), sequences = i.x.shape, (i.k.shape[2], i.k.shape[4]), i.initial_state.shape[0]
+    y = torch.empty((b, t, r, h, p), dtype=i.x.dtype)
+    last_k = torch.empty((sequences, r, h, n), dtype=i.x.dtype)
+    final_state, turned = (torch.empty(x.shape, dtype=i.dt.dtype) for x in (i.initial_state, i.start))
     if sequences:
-        inputs = (x, k, q, k_bias, q_bias, rate, dt, log_decay, gamma, kappa, skip, value_weight, start)
-        _call(*inputs, interleaved, chunk_len, lengths, cu_seqlens).run(
-            "anymamba_scan_forward",
-            initial_state=initial_state.contiguous(),
-            y=y,
-            final_state=final_state,
-            last_k=last_k,
-            turned=turned,
-        )
+        i.call().run("anymamba_scan_forward", y=y, final_state=final_state, last_k=last_k, turned=turned)
     return y, final_state, last_k, turned
 
 
 def turned_scan_backward(
-    dy: Tensor,
-    dfinal_state: Tensor,
-    dlast_k: Tensor,
-    dturned: Tensor,
-    x: Tensor,
-    k: Tensor,
-    q: Tensor,
-    k_bias: Tensor,
-    q_bias: Tensor,
-    rate: Tensor,
-    dt: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    kappa: Tensor,
-    skip: Tensor,
-    value_weight: Tensor | None,
-    initial_state: Tensor,
-    start: Tensor,
-    interleaved: bool,
-    chunk_len: int,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
+    dy: Tensor, dfinal_state: Tensor, dlast_k: Tensor, dturned: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs from x to start, those of parameters summed over the sequences."""
-    sequences, wide = initial_state.shape[0], dt.dtype
+    i = _Inputs(*arguments)
+    sequences, wide = i.initial_state.shape[0], i.dt.dtype
     make = torch.empty if sequences else torch.zeros
-    named = {"v": x, "k": k, "q": q, "rate": rate, "dt": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
-    grads = {name: make(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
-    states = {"initial_state": initial_state, "start": start}
-    grads |= {name: make(tensor.shape, dtype=wide) for name, tensor in states.items()}
-    parameters = {"k_bias": k_bias, "q_bias": q_bias}
-    if value_weight is not None:
-        parameters["value_weight"] = value_weight
-    grads |= {name: make((sequences, *tensor.shape), dtype=wide) for name, tensor in parameters.items()}
-    grads["skip"] = make((sequences, *x.shape[2:]), dtype=wide)
+    tokens = ("k", "q", "rate", "dt", "log_decay", "gamma", "kappa")
+    grads = {name: make(x.shape, dtype=x.dtype) for name, x in (("v", i.x), *((n, getattr(i, n)) for n in tokens))}
+    grads |= {name: make(getattr(i, name).shape, dtype=wide) for name in ("initial_state", "start")}
+    parameters = {"k_bias": i.k_bias, "q_bias": i.q_bias}
+    if i.value_weight is not None:
+        parameters["value_weight"] = i.value_weight
+    grads |= {name: make((sequences, *x.shape), dtype=wide) for name, x in parameters.items()}
+    grads["skip"] = make((sequences, *i.x.shape[2:]), dtype=wide)
     if sequences:
-        inputs = (x, k, q, k_bias, q_bias, rate, dt, log_decay, gamma, kappa, skip, value_weight, start)
-        call = _call(*inputs, interleaved, chunk_len, lengths, cu_seqlens)
+        call = i.call()
         call.strided("dy", dy)
         call.run(
             "anymamba_scan_backward",
-            initial_state=initial_state.contiguous(),
             dfinal_state=dfinal_state.contiguous(),
             dlast_k=dlast_k.contiguous(),
             dturned=dturned.contiguous(),
             **{f"d{name}": grad for name, grad in grads.items()},
         )
-    summed = {name: grads[name].sum(0).to(tensor.dtype) for name, tensor in parameters.items()}
-    return (
-        grads["v"],
-        grads["k"],
-        grads["q"],
-        summed["k_bias"],
-        summed["q_bias"],
-        grads["rate"],
-        grads["dt"],
-        grads["log_decay"],
-        grads["gamma"],
-        grads["kappa"],
-        grads["skip"].sum((0, 2)).to(skip.dtype),
-        summed.get("value_weight", dy.new_empty(0)),
-        grads["initial_state"],
-        grads["start"],
-    )
+    summed = {name: grads[name].sum(0).to(x.dtype) for name, x in parameters.items()}
+    summed["skip"] = grads["skip"].sum((0, 2)).to(i.skip.dtype)
+    found = {**grads, **summed, "x": grads["v"]}
+    return tuple(found.get(name, dy.new_empty(0)) for name in _Inputs._fields[: _Inputs._fields.index("interleaved")])
