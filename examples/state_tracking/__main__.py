@@ -18,26 +18,26 @@ from examples.state_tracking.tracking import TrackingConfig
 _SETTINGS: dict[str, dict[str, str]] = {
     "parity": {
         "tracking.n_layer": "1",
-        "tracking.d_model": "64",
         "tracking.grows_from": "0.15",
-        "tracking.grows_to": "0.5",
-        "schedule.steps": "2500",
+        "tracking.grows_to": "0.35",
+        "schedule.steps": "6000",
     },
-    "arithmetic": {"tracking.n_layer": "3", "schedule.steps": "6000"},
-    "brackets": {"tracking.n_layer": "3", "schedule.steps": "6000"},
+    "arithmetic": {"tracking.n_layer": "3", "schedule.steps": "12000"},
+    "brackets": {"tracking.n_layer": "3", "schedule.steps": "12000"},
 }
-_RATES = "3e-3,1e-3,1e-2"
+_RATES = "5e-4,1e-3,3e-3"
 _COMMON = {
     "optimiser.weight_decay": "0",
     "optimiser.beta2": "0.999",
+    "optimiser.clip": "0.1",
     "schedule.warmup": "100",
     "evaluation.every": "250",
     "evaluation.log_every": "50",
     "checkpoints.every": "250",
     "threads": "1",
     "tracking.rows": "64",
+    "tracking.d_model": "64",
 }
-_QUICK = {"schedule.steps": "2000"}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(LABELS), help="rows, with commas (default: %(default)s)")
     parser.add_argument("--lr", help="learning rates, with commas; the first that solves the task is the last")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="Mamba-3 and Mamba-2, one learning rate, few steps")
+    parser.add_argument("--quick", action="store_true", help="Mamba-3 and Mamba-2, one learning rate")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config")
     parser.add_argument("--out", default="runs/state_tracking", help="directory (default: %(default)s)")
     parser.add_argument("--summary", action="store_true", help="only make the table of the runs that are finished")
@@ -67,7 +67,7 @@ def _run_all(args: argparse.Namespace, directory: Path) -> bool:
     variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
     rates = (args.lr or _RATES).split(",")[: 1 if args.quick else None]
     given = dict(item.split("=", 1) for item in args.set)
-    settings = {**_COMMON, **_SETTINGS[args.task], **(_QUICK if args.quick else {}), **given}
+    settings = {**_COMMON, **_SETTINGS[args.task], **given}
     for variant in variants:
         for rate in rates:
             names = {"tracking.language": args.task, "tracking.variant": variant, "seed": str(args.seed)}

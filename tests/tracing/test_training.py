@@ -33,8 +33,10 @@ def test_a_compiled_run_follows_the_plain_one_and_resumes_bit_for_bit(tmp_path):
 
     assert train(config(False), tmp_path / "plain", silent).run()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     whole = train(config(True), tmp_path / "whole", silent)
     assert whole.run()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # whatever the layer and the number of sequences
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
     part = train(config(True), tmp_path / "part", silent)

@@ -13,13 +13,13 @@ from anymamba.scan.numerics import state_dtype
 
 def expect_shape(where: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """Match the shape of `x` with `letters` ("b t h"), adding unseen letters to `sizes`, or raise `ValueError`."""
-    names = letters.split()
-    known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in names)
-    if x.ndim != len(names):
+    names, before = letters.split(), dict(sizes)
+    fits = x.ndim == len(names) and all(
+        sizes.setdefault(letter, size) == size for letter, size in zip(names, x.shape, strict=True)
+    )
+    if not fits:  # only then is a size written out: a tracer takes what is written for a constant
+        known = ", ".join(f"{letter}={before[letter]}" if letter in before else letter for letter in names)
         raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
-    for letter, size in zip(names, x.shape, strict=True):
-        if sizes.setdefault(letter, size) != size:
-            raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
 
 
 def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:

@@ -46,8 +46,9 @@ class ChunkLayout:
     def split(self, x: Tensor) -> Tensor:
         """(b, t, ...) -> (b, c, l, ...)."""
         if self.index is None:
-            padding = -self.t % self.chunk_len
-            padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
+            # Not `F.pad`: where the length is traced as a symbol, its gradient has other strides than were traced.
+            zeros = x.new_zeros((x.shape[0], -self.t % self.chunk_len, *x.shape[2:]))
+            padded = torch.cat([x, zeros], dim=1)
         else:
             padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))[:, self.index]
         return padded.unflatten(1, (padded.shape[1] // self.chunk_len, self.chunk_len))

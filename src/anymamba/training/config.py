@@ -173,7 +173,7 @@ class PrecisionSection:
     dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "of the computation; bfloat16: autocast, with weights in float32"
     )
-    compile: bool = option(False, "experimental: let torch compile the layers, with a C++ compiler")
+    compile: bool = option(False, "let torch compile the layers, with a C++ compiler")
     activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
 
 

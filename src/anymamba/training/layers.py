@@ -20,8 +20,8 @@ from anymamba.models.layers import ResidualLayer
 def compile_layers(model: nn.Module, device: torch.device) -> None:
     """Let torch compile each residual layer for steps that learn; without gradients a layer stays as it is.
 
-    Experimental: torch compiles anew for every number of packed sequences that it meets, and beyond its limit for that
-    (`torch._dynamo.config.recompile_limit`) goes on without. A long run may therefore not resume bit for bit.
+    All layers of a model share what is compiled, whatever the number of packed sequences (one sequence is a case of its
+    own to torch).
 
     Raises:
         ValueError: the model has none, or there is no compiler.
