@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from anymamba import keep_freed_memory
 from benchmarks import generation, kernels, mamba2, mamba3, training
 from benchmarks.harness import Case, CaseResult, Contender, DisagreementError, time_case
 from benchmarks.machine import describe_machine
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "or choose others with --only",
             file=sys.stderr,
         )
+        return EXIT_USAGE
+    if options.keep_freed_memory and not keep_freed_memory():
+        print(f"{parser.prog}: --keep-freed-memory needs glibc without settings of its own", file=sys.stderr)
         return EXIT_USAGE
     report = Report(command=_command(options), machine=describe_machine())
     for case in cases:
@@ -160,6 +164,8 @@ def _command(options: argparse.Namespace) -> str:
         words.append("--skip-heavy")
     if not options.memory:
         words.append("--no-memory")
+    if options.keep_freed_memory:
+        words.append("--keep-freed-memory")
     return shlex.join(words)
 
 
@@ -193,6 +199,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--skip-heavy", action="store_true", help="leave out contenders that take very long")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure memory")
+    parser.add_argument(
+        "--keep-freed-memory",
+        action="store_true",
+        help="time all contenders as in the anymamba command: no page of memory is cleared for them again",
+    )
     parser.add_argument("--quick", action=_Quick, nargs=0, help="the same as --repeats 3 --skip-heavy --no-memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed to FILE as well")
