@@ -17,8 +17,8 @@ from anymamba.training.step import autocast
 from anymamba.training.task import Evaluation, Task
 from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
 
-# What the rows of the table have besides their sizes. Decay rates as at the time of the paper: under today's heavy tail a
-# rate only falls with the inverse of its input, and a state that lasts for hundreds of tokens is not learnt in time.
+# What the rows of the table have besides their sizes. Decay rates as at the time of the paper: under today's heavy tail
+# a rate only falls with the inverse of its input, and a state that lasts for hundreds of tokens is not learnt in time.
 _MAMBA3 = {"layer": "Mamba3", "a_activation": "softplus"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mamba3": _MAMBA3,
