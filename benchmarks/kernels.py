@@ -15,6 +15,7 @@ from benchmarks.mamba2 import (
     MODES,
     SEEDS,
     TINY,
+    BlockShape,
     Mode,
     Projections,
     our_block,
@@ -29,6 +30,16 @@ GROWTH = tuple(2**i for i in range(8, 18))
 SEGMENT = 2048
 
 
+def set_up_product(shape: BlockShape) -> Call:
+    """One matrix product with as many multiplications as those of the SSD's forward have: what torch needs for them."""
+    n, p, chunk = shape.d_state, shape.headdim, SsdPath.fused().chunk_len_or_optimal(shape.d_state, shape.headdim)
+    a_token = shape.heads * (2 * n * p + (chunk + 1) * p // 2) + (chunk + 1) * n // 2
+    size = 512
+    a = torch.randn(max(1, shape.batch * shape.t * a_token // size**2), size)
+    b = torch.randn(size, size)
+    return forward(lambda: {"y": a @ b})
+
+
 def scan_case(mode: Mode) -> Case:
     """The SSD by the compiled kernels and by the portable paths."""
     contenders = tuple(
@@ -40,6 +51,14 @@ def scan_case(mode: Mode) -> Case:
         )
         for path in PATHS
     )
+    if mode == "forward":
+        product = Contender(
+            name="as much arithmetic in one product",
+            setup=partial(set_up_product, LAYER_130M),
+            tiny=partial(set_up_product, TINY),
+            computes="product",
+        )
+        contenders = (product, *contenders)
     return Case(name=f"kernels/scan/t{LAYER_130M.t}/{mode}", contenders=contenders, baseline="fused")
 
 
