@@ -15,6 +15,7 @@ from examples.state_tracking.table import LABELS, run, write_summary
 from examples.state_tracking.tracking import TrackingConfig
 
 # What is common to all runs of a language; see RESULTS.md for what was tried.
+_EXPRESSIONS = {"tracking.n_layer": "3", "schedule.steps": "12000", "optimiser.kind": "muon"}
 _SETTINGS: dict[str, dict[str, str]] = {
     "parity": {
         "tracking.n_layer": "1",
@@ -22,10 +23,10 @@ _SETTINGS: dict[str, dict[str, str]] = {
         "tracking.grows_to": "0.35",
         "schedule.steps": "6000",
     },
-    "arithmetic": {"tracking.n_layer": "3", "schedule.steps": "12000"},
-    "brackets": {"tracking.n_layer": "3", "schedule.steps": "12000"},
+    "arithmetic": _EXPRESSIONS,
+    "brackets": _EXPRESSIONS,
 }
-_RATES = "5e-4,1e-3,3e-3"
+_RATES = {"parity": "5e-4,1e-3,3e-3", "arithmetic": "2e-3,1e-3,4e-3", "brackets": "2e-3,1e-3,4e-3"}
 _COMMON = {
     "optimiser.weight_decay": "0",
     "optimiser.beta2": "0.999",
@@ -65,7 +66,7 @@ def main() -> None:
 def _run_all(args: argparse.Namespace, directory: Path) -> bool:
     """Every run of the table; False if there was an interrupt."""
     variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
-    rates = (args.lr or _RATES).split(",")[: 1 if args.quick else None]
+    rates = (args.lr or _RATES[args.task]).split(",")[: 1 if args.quick else None]
     given = dict(item.split("=", 1) for item in args.set)
     settings = {**_COMMON, **_SETTINGS[args.task], **given}
     for variant in variants:
