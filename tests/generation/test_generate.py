@@ -151,6 +151,29 @@ def test_a_state_can_be_taken_between_steps_and_kept():
     assert all(torch.equal(x, copy.cache.tensors()[name]) for name, x in kept.cache.tensors().items())
 
 
+@families
+def test_a_stream_that_was_interrupted_within_a_step_refuses_to_go_on(family):
+    """The step has begun to overwrite the cache, so that its numbers belong to no token."""
+    model, ids = small_lm(family), torch.randint(61, (1, 6))
+    tokens = stream(model, ids, 20, **SAMPLED)
+    given = [next(tokens)[0] for _ in range(4)]
+    kept = tokens.state
+    given += [next(tokens)[0] for _ in range(3)]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.lm_head.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(tokens)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="ended within a step: its state is lost"):
+        _ = tokens.state
+    with pytest.raises(RuntimeError, match="ended within a step: its state is lost"):
+        next(tokens)
+    assert [row[0] for row in stream(model, None, 3, cache=kept, **SAMPLED)] == given[4:]
+
+
 def test_one_prefix_branches_into_many_continuations():
     model, ids = small_lm(), torch.randint(61, (1, 50))
     prefix = start(model, ids)

@@ -36,6 +36,14 @@ def test_temperature_zero_takes_the_most_likely_and_the_first_of_equals():
     assert choose(logits, Sampling(), [0.9, 0.9]).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-40, 1e-30])
+def test_a_tiny_temperature_takes_the_most_likely(temperature):
+    logits = torch.tensor([[0.0, 3.0, 1.0, -1e30], [-1.0, -2.0, -math.inf, -1.5]])
+    for options in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        sampling = Sampling(temperature=temperature, **options)
+        assert choose(logits, sampling, [0.999, 0.999]).tolist() == [1, 0]
+
+
 def test_top_k_keeps_the_k_most_likely():
     assert near(distribution(top_k=2), [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
     assert near(distribution(top_k=1), [0, 1, 0, 0, 0])

@@ -51,7 +51,8 @@ class _Stopped(NamedTuple):
 class TokenStream:
     """Tokens one step at a time: each step is a list with one token a row, None for rows that have stopped.
 
-    `stream` makes one. Between two steps, and after the last, `state` tells where the rows stand.
+    `stream` makes one. Between two steps, and after the last, `state` tells where the rows stand. An exception within a
+    step, such as an interrupt, leaves the cache half changed: the stream then gives neither tokens nor its state.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TokenStream:
         self._rows = list(range(state.batch_size))
         self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
         self._owned = False  # nobody else holds the state's cache
+        self._whole = True  # no exception came between changes that belong together
         self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
         self._longest_stop = max(map(len, stop), default=0)
         self._stopped: list[_Stopped] = []
@@ -82,8 +84,36 @@ class TokenStream:
     @torch.no_grad()
     def __next__(self) -> list[int | None]:
         """The next token of each row; the model is only run when a further token is asked for."""
+        self._expect_whole()
         if not self._rows or not self._left:
             raise StopIteration
+        self._whole = False
+        tokens = self._next_tokens()
+        self._whole = True
+        return tokens
+
+    @property
+    @torch.no_grad()
+    def state(self) -> GenerationState:
+        """Where the rows stand behind the tokens given so far.
+
+        Raises:
+            RuntimeError: an exception ended a step before it was done.
+        """
+        self._expect_whole()
+        self._whole = False
+        state = self._fed_state()
+        self._whole = True
+        return state
+
+    def _expect_whole(self) -> None:
+        if not self._whole:
+            raise RuntimeError(
+                "expected a stream whose steps were all finished, got one that an exception or interrupt ended within "
+                "a step: its state is lost; go on from a state that was kept before"
+            )
+
+    def _next_tokens(self) -> list[int | None]:
         self._feed()
         self._left -= 1
         state, vocab = self._state, self._model.config.vocab_size
@@ -98,10 +128,7 @@ class TokenStream:
         self._set_stopped_aside(tokens)
         return tokens
 
-    @property
-    @torch.no_grad()
-    def state(self) -> GenerationState:
-        """Where the rows stand behind the tokens given so far."""
+    def _fed_state(self) -> GenerationState:
         self._feed()
         self._owned = False
         if any(part.pending is not None for part in self._stopped):

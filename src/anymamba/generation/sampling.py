@@ -77,7 +77,9 @@ def choose(
         raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
     if sampling.temperature == 0:
         return greedy
-    p_bv = ((logits - largest.unsqueeze(-1)) / sampling.temperature).softmax(-1)
+    # A smaller divisor is 0 in float32, and the largest logit 0 / 0.
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    p_bv = ((logits - largest.unsqueeze(-1)) / temperature).softmax(-1)
     return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv.numpy(), uniforms, strict=True)])
 
 
