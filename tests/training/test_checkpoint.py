@@ -1,4 +1,6 @@
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,57 @@ def steps(trainer):
 
 def test_as_many_are_kept_as_asked(trainer):
     assert steps(trainer) == [6, 4]
+
+
+@pytest.mark.parametrize("goes_on_to", [3, 8])
+def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, goes_on_to):
+    corpus = write_corpus(tmp_path / "corpus")
+    config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9}, checkpoints={"keep": 9})
+    trainer = train(config, tmp_path / "run", silent)
+    for trainer.step in (2, 4, 6):
+        trainer.save()
+    assert steps(trainer) == [6, 4, 2]
+    for path in checkpoints(trainer.directory / "checkpoints")[:2]:
+        (path / "model.safetensors").write_bytes(b"")
+    again = resume(trainer.directory, {"checkpoints.keep": "2"}, silent)
+    assert again.step == 2
+    again.step = goes_on_to
+    again.save()
+    assert steps(trainer) == [goes_on_to, 2]
+    assert load_latest(trainer.directory / "checkpoints", pytest.fail).step == goes_on_to
+
+
+def test_files_of_other_names_are_left_alone(trainer):
+    directory = trainer.directory / "checkpoints"
+    shutil.copytree(directory / "step-00000006", directory / "step-00000003-best")
+    (directory / "step-7").mkdir()
+    (directory / "step-notes.txt").write_text("mine")
+    (directory / "step-00000009").write_text("not a directory")
+    assert steps(trainer) == [6, 4]
+    assert load_latest(directory, pytest.fail).step == 6
+    for trainer.step in (100_000_000, 100_000_001):
+        trainer.save()
+    assert steps(trainer) == [100_000_001, 100_000_000]
+    others = ["step-00000003-best", "step-00000009", "step-7", "step-notes.txt"]
+    assert sorted(path.name for path in directory.iterdir() if path not in checkpoints(directory)) == others
+
+
+@pytest.mark.skipif(os.name == "nt", reason="directories cannot be brought to the disk there")
+def test_everything_is_on_the_disk_before_the_name_is_given(trainer, monkeypatch):
+    events = []
+
+    def rename(path, target, rename=Path.rename):
+        inside = [path, *path.iterdir()]
+        assert {p.stat().st_ino for p in inside} <= set(events)
+        events.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "rename", rename)
+    trainer.step += 1
+    trainer.save()
+    directory = trainer.directory / "checkpoints"
+    assert events[-2:] == [directory / "step-00000007", directory.stat().st_ino]
 
 
 def test_a_checkpoint_opens_as_a_model(trainer):

@@ -1,7 +1,7 @@
 """Checkpoints: directories that hold everything a run needs to go on, and are either complete or not there.
 
 A checkpoint is written under a temporary name, brought to the disk, and renamed. Its `training.json` has a checksum of
-every file and of itself. Older ones are removed only behind that, so that a good one is there at any time.
+every file and of itself. Others are removed only behind that, so that a good one is there at any time.
 
     step-00000100/  model.safetensors and what else the task writes (config.json: `MambaLM.from_pretrained` opens it),
                     optimiser.safetensors, carried.safetensors (streams), training.json
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from anymamba.files import digest_file, read_json, write_json, write_tensors
 
 _MANIFEST = "training.json"
 _VERSION = 2
+_NAME = re.compile("step-[0-9]{8,}")
 
 
 class Checkpoint(NamedTuple):
@@ -64,9 +66,13 @@ def save_checkpoint(
     config: dict[str, Any],
     data: str,
     solved: bool,
+    before: int,
     keep: int,
 ) -> Path:
-    """Write a checkpoint, and then remove those beyond the latest `keep`.
+    """Write a checkpoint, and then remove those that no longer count, and of the others all but the latest `keep`.
+
+    `before` is the step of the one that the run wrote or went on from last, -1 if there is none. Those behind it do not
+    count: they are damaged, or the run would have gone on from them.
 
     Raises:
         OSError: it cannot be written; those before it are as they were.
@@ -87,6 +93,7 @@ def save_checkpoint(
         write_json(temporary / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
         for path in temporary.iterdir():
             _bring_to_disk(path)
+        _bring_to_disk(temporary)
         if target.exists():  # a damaged one, or the same
             shutil.rmtree(target)
         temporary.rename(target)
@@ -95,14 +102,17 @@ def save_checkpoint(
         raise OSError(f"{target}: cannot be written, those before it are kept ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in checkpoints(directory)[keep:]:
-        shutil.rmtree(old)
+    others = [path for path in checkpoints(directory) if path != target]
+    good = [path for path in others if _step(path) <= before]
+    for path in [path for path in others if path not in good] + good[keep - 1 :]:
+        shutil.rmtree(path)
     return target
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Those in a directory, the latest first."""
-    return sorted(directory.glob("step-*"), reverse=True)
+    """Those in a directory, the latest first; other files there, whatever their names begin with, are left alone."""
+    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_step, reverse=True)
 
 
 def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
@@ -150,6 +160,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         rng,
         load_file(carried) if carried.is_file() else None,
     )
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

@@ -175,6 +175,7 @@ class Trainer(Generic[T]):
             config=self.config.to_dict(),
             data=self.task.fingerprint,
             solved=self.solved,
+            before=self._saved,
             keep=self.config.checkpoints.keep,
         )
         self._saved = self.step
