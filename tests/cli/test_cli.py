@@ -1,6 +1,8 @@
+import math
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anymamba import MambaLM
+from anymamba import GenerationState, MambaLM
+from anymamba.cli import generate, info
 from anymamba.generation.tokenizers import ByteTokenizer
 from tests.models.cases import GOLDEN, small_lm
 
@@ -25,6 +28,32 @@ def model(tmp_path):
 def continuation(directory, prompt, n, **options):
     tokens = MambaLM.from_pretrained(directory).generate(torch.tensor([list(prompt)]), n, **options).rows()[0]
     return ByteTokenizer().decode(tokens)
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Make Ctrl-C come, once or more often, when the model's head has run a number of times."""
+
+    def arrange(runs, times=1):
+        load = generate.load
+
+        def loaded(args):
+            model, tokenizer = load(args)
+            ran = []
+
+            def hook(*_):
+                ran.append(1)
+                if len(ran) == runs:
+                    for _ in range(times):
+                        signal.raise_signal(signal.SIGINT)
+
+            model.lm_head.register_forward_hook(hook)
+            monkeypatch.setattr(generate, "load", load)
+            return model, tokenizer
+
+        monkeypatch.setattr(generate, "load", loaded)
+
+    return arrange
 
 
 class TestGenerate:
@@ -62,6 +91,47 @@ class TestGenerate:
         assert code == 0
         assert out == decode(first.rows()[0]) + "\n" + decode(second.rows()[0]) + "\n"
         assert "read 8 tokens" in err
+
+    @pytest.mark.parametrize("runs", [2, 3, 9])
+    def test_an_interrupt_leaves_the_state_behind_a_whole_token(self, run, model, tmp_path, interrupted, runs):
+        state, flags = tmp_path / "state", ("--temperature", 1, "--seed", 3)
+        before = signal.getsignal(signal.SIGINT)
+        interrupted(runs)
+        code, first, _ = run(
+            "generate", model, "--prompt", "Hello", "--max-new-tokens", 30, "--save-state", state, *flags
+        )
+        assert code == 130
+        assert signal.getsignal(signal.SIGINT) is before
+        saved = GenerationState.load(state, MambaLM.from_pretrained(model))
+        whole = MambaLM.from_pretrained(model).generate(
+            torch.tensor([list(b"Hello")]), runs, temperature=1.0, seed=3, return_state=True
+        )
+        assert first == ByteTokenizer().decode(whole.rows()[0]) + "\n"
+        assert torch.equal(saved.counts, whole.state.counts)
+        assert torch.allclose(saved.logits, whole.state.logits, atol=1e-5)
+        expected = whole.state.cache.tensors()
+        assert all(torch.allclose(x, expected[name], atol=1e-5) for name, x in saved.cache.tensors().items())
+
+    def test_an_interrupted_turn_is_followed_by_the_next(self, run, model, interrupted):
+        interrupted(4)
+        code, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"one\ntwo\n")
+        lm, decode = MambaLM.from_pretrained(model), ByteTokenizer().decode
+        first = lm.generate(torch.tensor([list(b"one\n")]), 4, return_state=True)
+        second = lm.generate(torch.tensor([list(b"two\n")]), 6, cache=first.state)
+        assert (code, out) == (0, decode(first.rows()[0]) + "\n" + decode(second.rows()[0]) + "\n")
+
+    def test_a_second_interrupt_stops_at_once_and_saves_no_half_state(self, run, model, tmp_path, interrupted):
+        interrupted(4, times=2)
+        code, _, err = run("generate", model, "--prompt", "Hello", "--save-state", tmp_path / "state")
+        assert (code, err) == (130, "")
+        assert not (tmp_path / "state").exists()
+
+    def test_the_state_is_saved_when_nobody_reads_the_text(self, model, tmp_path):
+        arguments = ["generate", model, "--prompt", "Hello", "--save-state", str(tmp_path / "state")]
+        command = shlex.join([sys.executable, "-m", "anymamba", *arguments])
+        done = subprocess.run(["bash", "-c", f"{command} | true"], capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        assert GenerationState.load(tmp_path / "state", MambaLM.from_pretrained(model)).counts.item() >= 1
 
     def test_text_stops_before_a_stop_text(self, run, model):
         whole = continuation(model, b"Hello", 40, temperature=1.0, seed=0)
@@ -224,6 +294,15 @@ class TestEval:
         assert float(re.search(r"perplexity +([\d.]+)", out)[1]) == pytest.approx(2.718281828459045**nats, rel=1e-4)
         assert "tokens/s" in err
 
+    @pytest.mark.parametrize("content", ["é12", "aé12", "\ufffd12", "日本"])
+    def test_a_first_token_that_is_part_of_a_character_counts_as_its_own_byte(self, run, model, tmp_path, content):
+        text = content.encode()
+        (tmp_path / "text").write_bytes(text)
+        ids = torch.tensor([list(text)])
+        nats = MambaLM.from_pretrained(model)(ids, labels=ids).loss.item()
+        _, out, _ = run("eval", model, tmp_path / "text")
+        assert float(re.search(r"bits per byte +([\d.]+)", out)[1]) == pytest.approx(nats / math.log(2), rel=1e-4)
+
     @pytest.mark.parametrize("content", [b"", b"x"])
     def test_a_text_that_is_too_short_is_refused(self, run, model, tmp_path, content):
         (tmp_path / "text").write_bytes(content)
@@ -247,6 +326,24 @@ class TestAll:
         assert "the weights do not fit the config" in err
         assert err.count("\n") == 1
         assert not (tmp_path / "out").exists()
+
+    def test_too_little_memory_is_one_line_and_exit_code_2(self, run, monkeypatch):
+        def raises(error):
+            raise error
+
+        for fails in (
+            lambda _: torch.empty(2**50),
+            lambda _: raises(MemoryError()),
+            lambda _: raises(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")),
+        ):
+            monkeypatch.setattr(info, "run", fails)
+            code, out, err = run("info")
+            assert (code, out) == (2, "")
+            assert err.startswith("anymamba: out of memory: ")
+            assert err.count("\n") == 1
+        monkeypatch.setattr(info, "run", lambda _: raises(RuntimeError("a bug")))
+        with pytest.raises(RuntimeError, match="a bug"):
+            run("info")
 
     def test_no_command_and_unknown_flags_are_usage_errors(self, run):
         assert run()[0] == 2

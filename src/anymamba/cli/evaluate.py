@@ -19,14 +19,19 @@ _BLOCK = 2**20  # bytes of text that are tokenised at once
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser("eval", help="bits per byte and perplexity of a text")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "eval",
+        help="bits per byte and perplexity of a text",
+        description="Bits per byte and perplexity of a text. The first token is read and not predicted, so its bytes "
+        "do not count; if it is part of a character, that is one byte.",
+    )
     add_model_arguments(parser)
     parser.add_argument("file", metavar="FILE", help="a text")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Score the file as one text. Its first token is read and not predicted, so its bytes do not count."""
+    """Score the file as one text."""
     path = Path(args.file)
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -38,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
         for text in _blocks(path, tokenizer):
             ids = tokenizer.encode(text)
             if not first_bytes and ids:
-                first_bytes = max(1, len(tokenizer.decode(ids[:1]).encode()))
+                # A part of a character decodes to a replacement, which has other bytes than the text.
+                first_bytes = max(1, len(tokenizer.decode(ids[:1]).partition("\ufffd")[0].encode()))
             read[0] += len(text.encode("utf-8", errors="surrogateescape"))
             yield ids
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -92,7 +95,7 @@ class _Session:
         self.reading = self.writing = 0.0
 
     def turn(self, prompt: str) -> None:
-        """Read the prompt and print the continuation; an interrupt ends the turn."""
+        """Read the prompt and print the continuation; an interrupt ends the turn behind a whole token."""
         ids = self.tokenizer.encode(prompt)
         if not ids and self.state is None:
             raise ValueError("the prompt is empty: pass --prompt, --file, or a text on stdin")
@@ -113,18 +116,25 @@ class _Session:
         self.read += len(ids)
         self.reading += perf_counter() - began
         began = perf_counter()
-        try:
-            self._print(tokens)
-        except KeyboardInterrupt:
-            if not self.args.interactive:
+        with _interrupts() as interrupted:
+            try:
+                self._print(tokens, interrupted)
+            except OSError:  # whoever read our output has enough, but the state is whole
+                self._keep(tokens)
                 raise
-        finally:
-            print(flush=True)
-            self.writing += perf_counter() - began
-            if self.args.interactive or self.args.save_state:
-                self.state = tokens.state
+            else:
+                self._keep(tokens)
+            finally:
+                self.writing += perf_counter() - began
+                print(flush=True)
+            if interrupted() and not self.args.interactive:
+                raise KeyboardInterrupt
 
-    def _print(self, tokens: TokenStream) -> None:
+    def _keep(self, tokens: TokenStream) -> None:
+        if self.args.interactive or self.args.save_state:
+            self.state = tokens.state
+
+    def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> None:
         text, output = TextStream(self.tokenizer), _UntilStop(self.args.stop)
         ends = () if self.args.ignore_end else self.tokenizer.end
         for (token,) in tokens:
@@ -134,6 +144,8 @@ class _Session:
                 print(output.push(text.push(token)), end="", flush=True)
             if output.stopped:
                 return
+            if interrupted():
+                break
         print(output.push(text.finish()) + output.rest(), end="", flush=True)
 
     def report(self) -> None:
@@ -143,6 +155,30 @@ class _Session:
             f"wrote {self.written} at {self.written / max(self.writing, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; a second one raises at once. A process that handles or ignores it is left alone."""
+    came = False
+
+    def note(*_: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _UntilStop:

@@ -14,6 +14,7 @@ from anymamba.cli import convert, evaluate, generate, info, train
 from anymamba.version import __version__
 
 _COMMANDS = (train, generate, convert, info, evaluate)
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")  # in messages of torch's allocators
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process if not given.
 
     Returns:
-        The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake, 130 when interrupted.
+        The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when
+        interrupted.
     """
     args = build_parser().parse_args(arguments)
     keep_freed_memory()
@@ -47,12 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, TypeError, OSError) as error:
             print(f"anymamba: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            print(f"anymamba: out of memory: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+            return 2
         except FloatingPointError as error:
             print(f"anymamba: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
     return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
 def _show_warning(
