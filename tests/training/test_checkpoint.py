@@ -1,14 +1,18 @@
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from anymamba import MambaLM
+from anymamba.files import locked
 from anymamba.training import checkpoint as module
 from anymamba.training.checkpoint import checkpoints, load_latest
 from anymamba.training.language import resume, train
+from anymamba.training.loop import train_or_resume
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -169,3 +173,73 @@ def test_changed_text_is_refused(trainer):
 def test_a_run_is_not_overwritten(trainer):
     with pytest.raises(ValueError, match="there is a run already; go on with --resume"):
         train(trainer.config, trainer.directory, silent)
+
+
+def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
+    shutil.rmtree(trainer.directory / "checkpoints")
+    before = {path: path.read_bytes() for path in trainer.directory.iterdir() if path.is_file()}
+    assert len(before) > 3
+    with pytest.raises(ValueError, match=r"found config\.json, model\.safetensors, metrics\.csv and no checkpoints"):
+        train(trainer.config, trainer.directory, silent)
+    fresh = train_or_resume(trainer.task, trainer.directory, silent)
+    with pytest.raises(ValueError, match="expected a directory without a run or a model, found config"):
+        fresh.run()
+    assert {path: path.read_bytes() for path in trainer.directory.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(trainer, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_tensors", full)
+        with pytest.raises(OSError, match="No space left"):
+            train(trainer.config, tmp_path / "again", silent).run()
+    assert train(trainer.config, tmp_path / "again", silent).run()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
+class TestTwoProcesses:
+    message = "run: another process is at work on this run; wait until it ends, or name another"
+
+    def test_the_second_is_refused_and_changes_nothing(self, trainer):
+        second = resume(trainer.directory, {}, silent)
+        before = {path: path.stat().st_mtime_ns for path in trainer.directory.rglob("*")}
+        with locked(trainer.directory):
+            for attempt in (
+                second.run,
+                lambda: resume(trainer.directory, {}, silent),
+                lambda: train(trainer.config, trainer.directory, silent),
+                lambda: train_or_resume(trainer.task, trainer.directory, silent),
+            ):
+                with pytest.raises(ValueError, match=self.message):
+                    attempt()
+        assert {path: path.stat().st_mtime_ns for path in trainer.directory.rglob("*")} == before
+        assert second.run()
+
+    def test_a_run_is_locked_while_it_goes_on_and_not_behind_it(self, trainer, monkeypatch):
+        again, tried = resume(trainer.directory, {}, silent), []
+
+        def write_model(model, directory):
+            with pytest.raises(ValueError, match=self.message), locked(trainer.directory):
+                pass
+            tried.append(directory)
+
+        monkeypatch.setattr(again.task, "write_model", write_model)
+        assert again.run()
+        assert tried == [trainer.directory]
+        with locked(trainer.directory):
+            pass
+
+    def test_a_killed_one_leaves_no_lock(self, tmp_path):
+        directory = tmp_path / "run"
+        directory.mkdir()
+        hold = f"from anymamba.files import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
+        command = [sys.executable, "-c", hold]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            with pytest.raises(ValueError, match=self.message), locked(directory):
+                pass
+            process.kill()
+        with locked(directory):
+            pass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.files import replacing
+from anymamba.files import locked, replacing
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -29,10 +29,13 @@ def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
     """Begin a run in a directory.
 
     Raises:
-        ValueError: the directory has a run already, or the config or the text cannot work.
+        ValueError: the directory has a run or a model already, or the config or the text cannot work.
     """
-    expect_no_run(directory)
-    return Trainer(LanguageTask(config, directory, tell, fresh=True), directory, None, tell)
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        expect_no_run(directory)
+        task = LanguageTask(config, directory, tell, fresh=True)
+    return Trainer(task, directory, None, tell)
 
 
 def resume(directory: Path, overrides: dict[str, str], tell: Callable[[str], None]) -> Trainer[LanguageTask]:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from anymamba.files import locked
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
@@ -24,15 +25,25 @@ from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T", bound=Task[Any])
 
 
 def expect_no_run(directory: Path) -> None:
-    """Refuse a directory that has a run."""
+    """Refuse a directory that has a run, or a model or metrics that a run would replace.
+
+    Raises:
+        ValueError: it has.
+    """
     if checkpoints(directory / "checkpoints"):
         raise ValueError(f"{directory}: there is a run already; go on with --resume {directory}, or name another")
+    if found := [name for name in _RESULTS if (directory / name).exists()]:
+        raise ValueError(
+            f"{directory}: expected a directory without a run or a model, found {', '.join(found)} and no checkpoints "
+            "to go on from; name another, or remove them"
+        )
 
 
 def reopen(
@@ -47,9 +58,10 @@ def reopen(
         tell: is told of damaged checkpoints.
 
     Raises:
-        ValueError: there is none, or the config differs in what changes a weight.
+        ValueError: there is none, another process is at it, or the config differs in what changes a weight.
     """
-    checkpoint = load_latest(directory / "checkpoints", tell)
+    with locked(directory):
+        checkpoint = load_latest(directory / "checkpoints", tell)
     began = kind.from_dict(checkpoint.config, str(directory))
     config = wanted(began)
     if changed := began.changed(config):
@@ -125,30 +137,39 @@ class Trainer(Generic[T]):
 
         Raises:
             FloatingPointError: the loss or gradient is not finite; the state before that step is saved.
+            ValueError: another process is at work on the run, or a new one would replace what is there.
         """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with locked(self.directory), _interrupts() as interrupted:
+            if self._saved < 0:
+                expect_no_run(self.directory)
+            self._train(interrupted)
+            self.save()
+            self.task.write_model(self.model, self.directory)
+        return self.finished
+
+    def _train(self, interrupted: Callable[[], bool]) -> None:
         c, logs = self.config, self.directory / "tensorboard"
         display = Display(c.schedule.steps, self.step, c.evaluation.log_every)
         board = TensorBoard(logs, self.step) if c.evaluation.tensorboard else None
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._saved < 0:
+            self.save()  # before there are metrics: a run that has some can go on
         table = MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
         if not can_plot():
             display.tell("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
-            with _interrupts() as interrupted:
-                if self._saved < 0:
+            while not self.finished and not interrupted():
+                row, tokens = self._take_step()
+                display.at(row, tokens)
+                if self._due(c.evaluation.every):
+                    row = row._replace(evaluated=self._evaluate(display))
+                table.add(row)
+                if board is not None:
+                    board.add(row)
+                if row.evaluated and can_plot():
+                    self.task.plot(self.directory)
+                if self._due(c.checkpoints.every):
                     self.save()
-                while not self.finished and not interrupted():
-                    row, tokens = self._take_step()
-                    display.at(row, tokens)
-                    if self._due(c.evaluation.every):
-                        row = row._replace(evaluated=self._evaluate(display))
-                    table.add(row)
-                    if board is not None:
-                        board.add(row)
-                    if row.evaluated and can_plot():
-                        self.task.plot(self.directory)
-                    if self._due(c.checkpoints.every):
-                        self.save()
         except FloatingPointError:
             self.save()
             raise
@@ -157,9 +178,6 @@ class Trainer(Generic[T]):
             table.close()
             if board is not None:
                 board.close()
-        self.save()
-        self.task.write_model(self.model, self.directory)
-        return self.finished
 
     def save(self) -> None:
         """Write a checkpoint of the state as it is, if it has not been written."""
