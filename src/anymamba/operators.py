@@ -125,7 +125,7 @@ def _expect_no_tangents(name: str, arguments: tuple[Any, ...]) -> None:
 
 def cache_blocks(x: Tensor, steps: int, row: int) -> Iterator[tuple[int, int]]:
     """Cut `steps` of `row` elements each into blocks [start, stop) that stay in a CPU's cache; elsewhere, into one."""
-    size = max(1, CACHE_ELEMENTS // max(1, row)) if x.device.type == "cpu" else steps
+    size = max(1, CACHE_ELEMENTS // max(1, row)) if x.device.type == "cpu" else max(1, steps)
     for start in range(0, steps, size):
         yield start, min(start + size, steps)
 

@@ -225,6 +225,25 @@ def test_autocast_trains_and_streams(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+def test_the_state_does_not_follow_autocast(options):
+    block = make_block(options, torch.float32)
+    cache, x = random_cache(block, 2), torch.randn(2, 16)
+    projected = block.in_proj(x)  # what autocast may narrow
+    block.in_proj.register_forward_hook(lambda *_: projected)
+    _, expected = block.step(x, cache)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = block.step(x, cache)
+    assert_near(found.ssm, expected.ssm, FLOOR[torch.float32])
+
+
+@pytest.mark.parametrize("options", FEW)
+def test_an_empty_batch_on_another_device(options):
+    block = make_block(options, torch.float32).to("meta")
+    with torch.no_grad():
+        assert block(torch.empty(0, 5, 16, device="meta")).shape == (0, 5, 16)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_an_empty_batch_is_an_empty_result(options):
     block = make_block(options)
     y, cache = block.prefill(torch.zeros(0, 5, 16, dtype=torch.float64))

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anymamba.blocks.norms import GatedRMSNorm
+from anymamba.blocks.norms import GatedRMSNorm, RMSNorm
 from tests.support import FLOOR, assert_near
 
 pytestmark = pytest.mark.usefixtures("each_implementation")
@@ -66,3 +66,12 @@ def test_an_empty_batch_is_an_empty_result():
 def test_the_operator_passes_opcheck(norm_before_gate):
     x, z, weight = (torch.randn(s, requires_grad=True) for s in ((2, 3, 8), (2, 3, 8), (8,)))
     torch.library.opcheck(torch.ops.anymamba.gated_rms_norm.default, (x, z, weight, 4, norm_before_gate, 1e-5))
+
+
+def test_shapes_that_do_not_fit_are_refused(unchecked):
+    with pytest.raises(ValueError, match="group_size must divide the 10 channels, got 3"):
+        GatedRMSNorm(10, group_size=3)
+    with pytest.raises(ValueError, match=r"RMSNorm: x must have 8 channels, got \(2, 16\)"):
+        RMSNorm(8)(torch.ones(2, 16))
+    with pytest.raises(ValueError, match=r"the shape of x, \(4, 8\), got \(2, 8\)"):
+        GatedRMSNorm(8)(torch.ones(4, 8), torch.ones(2, 8))

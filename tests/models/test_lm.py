@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from anymamba import MambaLM, SsdPath
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, golden, small_lm
-from tests.support import assert_near
+from tests.support import FLOOR, assert_near
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -114,6 +114,13 @@ def test_loss_without_labels_that_count_is_zero():
     assert model(x, labels=x).loss == 0
 
 
+def test_labels_may_be_int32():
+    model, x = small_lm(), ids(2, 9)
+    for last_only in (False, True):
+        loss = model(x.int(), labels=x.int(), last_only=last_only).loss
+        assert_near(loss, model(x, labels=x).loss, FLOOR[torch.float32])
+
+
 def test_initialisation_is_the_official_one():
     torch.manual_seed(0)
     model = MambaLM(
@@ -181,6 +188,7 @@ def test_the_fingerprint_tells_models_apart():
         (lambda m: m(ids(2, 3), m.init_cache(1)), ValueError, "cache"),
         (lambda m: m(ids(1, 3), small_lm(n_layer=1).init_cache(1)), ValueError, "2 layers, got 1"),
         (lambda m: m(ids(2, 3), mask=torch.ones(2, 4, dtype=torch.bool)), ValueError, r"\(b=2, t=3\), got \(2, 4\)"),
+        (lambda m: m(ids(2, 3), labels=ids(2, 4)), ValueError, r"the shape of input_ids, \(2, 3\), got \(2, 4\)"),
         (lambda m: MambaLM(m.config, d_model=3), TypeError, "a config or its fields"),
     ],
 )

@@ -107,6 +107,24 @@ def test_groups_that_transformers_computes_otherwise_are_warned_of(tmp_path):
         small_lm().save_pretrained(tmp_path, format="transformers")
 
 
+def test_transformers_gates_first_whatever_its_config_says(tmp_path):
+    shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", norm_before_gate=True)
+    config = open_checkpoint(tmp_path).config
+    assert config.block_config().norm_before_gate is False
+    assert config.extra["transformers"]["norm_before_gate"] is True
+
+
+def test_weights_that_lose_digits_unasked_are_warned_of(tmp_path):
+    model = small_lm(dtype=torch.bfloat16)
+    mixer = model.backbone.layers[0].mixer
+    mixer.A_log.data = mixer.A_log.data.float()
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"read as torch.bfloat16.*layers.0.mixer.A_log.*dtype=torch.float32"):
+        MambaLM.from_pretrained(tmp_path)
+    MambaLM.from_pretrained(tmp_path, dtype=torch.bfloat16)  # asked for
+
+
 @pytest.mark.parametrize("spelling", ["Infinity", '{"__float__": "Infinity"}', '"Infinity"'])
 def test_infinity_is_read_in_every_spelling(spelling, tmp_path):
     shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)

@@ -93,3 +93,11 @@ def test_bad_input_says_what_was_expected_and_what_came(change, message):
         inputs[name] = function(inputs[name])
     with pytest.raises(ValueError, match=message):
         ssd(**inputs)
+
+
+def test_every_input_must_be_on_one_device(unchecked):
+    x, dt, a, b = torch.randn(1, 4, 2, 3), torch.rand(1, 4, 2), -torch.rand(2), torch.randn(1, 4, 1, 5)
+    with pytest.raises(ValueError, match="D must be on cpu, got meta"):
+        ssd(x, dt, a, b, b, torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match="cu_seqlens must be on cpu, got meta"):
+        ssd(x, dt, a, b, b, cu_seqlens=torch.tensor([0, 4], device="meta"))

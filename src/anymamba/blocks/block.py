@@ -102,7 +102,9 @@ class Block(nn.Module):
     def _step_whole(self, x: Tensor, cache: Any) -> tuple[Tensor, Any] | None:
         """`step` in one call to the compiled kernels; None where they do not cover it."""
         like = self._like()
-        if x.ndim != 2 or x.dtype != like.dtype or torch.is_autocast_enabled("cpu"):
+        if x.ndim != 2 or x.shape[1] != self.config.d_model or x.dtype != like.dtype:
+            return None
+        if torch.is_autocast_enabled("cpu"):
             return None
         cache = self.init_cache(x.shape[0]) if cache is None else cache
 
@@ -155,7 +157,7 @@ class Block(nn.Module):
         if cu_seqlens is not None:
             if mask is not None:
                 raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
-            check_cu_seqlens(where, cu_seqlens, b, t)
+            check_cu_seqlens(where, cu_seqlens, b, t, x.device)
             return x, cu_seqlens.shape[0] - 1, None
         if mask is None:
             return x, b, None

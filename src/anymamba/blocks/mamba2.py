@@ -195,7 +195,7 @@ class Mamba2(Block):
         dtype = dtype or like.dtype
         conv_bvw = like.new_zeros((batch_size, c.conv_dim, c.d_conv), dtype=dtype)
         if c.learnable_init_states:
-            ssm_bhpn = self.init_states.to(state_dtype(dtype)).expand(batch_size, -1, -1, -1)
+            ssm_bhpn = self.init_states.to(state_dtype(dtype)).repeat(batch_size, 1, 1, 1)
         else:
             ssm_bhpn = like.new_zeros((batch_size, c.nheads, c.headdim, c.d_state), dtype=state_dtype(dtype))
         return Mamba2Cache(conv_bvw, ssm_bhpn)

@@ -49,7 +49,7 @@ from anymamba.kernels.cpu.program import Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, scan, scan_step
 from anymamba.scan.checks import expect_like, expect_shape
-from anymamba.scan.numerics import state_dtype
+from anymamba.scan.numerics import state_dtype, without_autocast
 from anymamba.scan.scan import resolve_path
 
 Pathway = Literal["single", "double"]
@@ -258,7 +258,7 @@ class Mamba3(Block):
         dtype = dtype or like.dtype
         wide = state_dtype(dtype)
         if c.learnable_init_states:
-            ssm = self.init_states.to(wide).expand(batch_size, -1, -1, -1)
+            ssm = self.init_states.to(wide).repeat(batch_size, 1, 1, 1)
         else:
             ssm = like.new_zeros((batch_size, c.nheads, c.headdim, c.d_state), dtype=wide)
         return Mamba3Cache(
@@ -504,12 +504,13 @@ class Mamba3(Block):
         k_btqgn, q_btrgn = k_btrgn.to(wide), q_btrgn.to(wide)
         groups = (g, self.config.nheads // g)
         k_bias_geqn, q_bias_gern = self.B_bias.unflatten(0, groups), self.C_bias.unflatten(0, groups)
-        same_btgerq = (
-            torch.einsum("btrgn,btqgn->btgrq", q_btrgn, k_btqgn).unsqueeze(3)
-            + torch.einsum("btrgn,geqn->btgerq", q_btrgn, k_bias_geqn)
-            + torch.einsum("gern,btqgn->btgerq", q_bias_gern, k_btqgn)
-            + torch.einsum("gern,geqn->gerq", q_bias_gern, k_bias_geqn)
-        )
+        with without_autocast(k_btqgn.device):
+            same_btgerq = (
+                torch.einsum("btrgn,btqgn->btgrq", q_btrgn, k_btqgn).unsqueeze(3)
+                + torch.einsum("btrgn,geqn->btgerq", q_btrgn, k_bias_geqn)
+                + torch.einsum("gern,btqgn->btgerq", q_bias_gern, k_btqgn)
+                + torch.einsum("gern,geqn->gerq", q_bias_gern, k_bias_geqn)
+            )
         return same_btgerq.flatten(2, 3)
 
     def _values(self, x_bthp: Tensor) -> Tensor:
@@ -521,7 +522,8 @@ class Mamba3(Block):
         """The state with the last token's second weight, which only the next token's step size tells."""
         v_zrhp = self._values(cache.v.unsqueeze(1))[:, 0].to(cache.ssm.dtype)
         weighted_zrhp = v_zrhp * kappa_zh[:, None, :, None]
-        return cache.ssm + torch.einsum("zrhp,zrhn->zhpn", weighted_zrhp, cache.k.to(cache.ssm.dtype))
+        with without_autocast(cache.ssm.device):
+            return cache.ssm + torch.einsum("zrhp,zrhn->zhpn", weighted_zrhp, cache.k.to(cache.ssm.dtype))
 
     def _single(
         self, tokens: _Tokens, cache: Mamba3Cache, path: SsdPath, cu_seqlens: Tensor | None

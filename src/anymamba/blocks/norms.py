@@ -38,6 +38,8 @@ class GatedRMSNorm(nn.Module):
     ) -> None:
         """Create the weight, all ones; one group of all channels unless `group_size` says otherwise."""
         super().__init__()
+        if channels % (group_size or channels):
+            raise ValueError(f"GatedRMSNorm: group_size must divide the {channels} channels, got {group_size}")
         self.group_size = group_size or channels
         self.norm_before_gate = norm_before_gate
         self.eps = eps
@@ -45,6 +47,9 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"], z: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
         """Norm and gate `x` (..., i) by `z` (..., i); the arithmetic is float32 or wider."""
+        _expect_channels("GatedRMSNorm", x, self.weight)
+        if x.shape != z.shape:
+            raise ValueError(f"GatedRMSNorm: z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
         operator = _operator if library.missing(x.device, x.dtype) else _fused
         y: Tensor = operator(x, z, self.weight, self.group_size, self.norm_before_gate, self.eps)
         return y
@@ -72,6 +77,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
         """Norm `x` (..., i)."""
+        _expect_channels("RMSNorm", x, self.weight)
         if not library.missing(x.device, x.dtype):
             y: Tensor = _rms_fused(x, self.weight, self.eps)
             return y
@@ -79,6 +85,11 @@ class RMSNorm(nn.Module):
         wide_x = x.to(state_dtype(x.dtype))
         unit = wide_x * _rho(wide_x, self.eps)
         return (unit * self.weight.to(unit.dtype)).to(x.dtype)
+
+
+def _expect_channels(where: str, x: Tensor, weight: Tensor) -> None:
+    if x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"{where}: x must have {weight.shape[0]} channels, got {tuple(x.shape)}")
 
 
 def _by_group(x_mi: Tensor, group_size: int) -> Tensor:

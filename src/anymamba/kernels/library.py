@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
@@ -50,11 +51,13 @@ def _candidates() -> list[Path]:
 
 def _load() -> Library:
     for name, known in _VALUES.items():
-        if (value := os.environ.get(name, "").lower()) not in ("", *known):
+        if (value := os.environ.get(name, "")) not in ("", *known):
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    if os.environ.get("ANYMAMBA_KERNELS", "").lower() == "off":
+    if os.environ.get("ANYMAMBA_KERNELS") == "off":
         return Library(None, "switched off by ANYMAMBA_KERNELS=off")
     path = next((place for place in _candidates() if place.exists()), None)
+    if path is None and (chosen := os.environ.get("ANYMAMBA_LIBRARY")):
+        return Library(None, f"ANYMAMBA_LIBRARY names {chosen}, which does not exist")
     if path is None:
         return Library(None, "not built: the package was installed without a C++ compiler")
     try:
@@ -91,6 +94,16 @@ def call(name: str, args: ctypes.Structure) -> None:
         raise RuntimeError(f"compiled CPU kernels are not available: {LIBRARY.reason}")
     if LIBRARY.handle[name](ctypes.byref(args)):
         raise MemoryError(f"{name}: out of memory")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that a kernel writes: the CPU's, whatever torch's default device is."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The same, for results that no kernel is asked for."""
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ or hooked between two tokens: then the program is recorded anew, or the modules 
 
 from __future__ import annotations
 
+import weakref
 from operator import attrgetter, is_
 from typing import Any
 
@@ -26,7 +27,8 @@ class Watch:
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._members: list[Any] = []
-        self._modules: list[nn.Module] = []
+        self._modules: list[weakref.ref[nn.Module]] = []  # a watch lives in a module, which must be let go of
+        self._values: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._kinds: list[type] = []
         self._sizes: list[int] = []
         self._hooks: list[Any] = []
@@ -35,11 +37,12 @@ class Watch:
 
     def module(self, module: nn.Module, kind: type) -> None:
         """A module that must be exactly of `kind`, with no hooks on it and none of its methods patched."""
-        self._modules.append(module)
+        self._modules.append(weakref.ref(module))
         self._kinds.append(type(module))
         self._sizes.append(_size(module))
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-        if type(module) is not kind or any(self._hooks) or any(name in module.__dict__ for name in ("forward", "step")):
+        patched = any(name in module.__dict__ for name in ("forward", "step"))
+        if type(module) is not kind or patched or any(self._hooks) or _any_global_hooks():
             raise NotCovered
 
     def child(self, owner: nn.Module, name: str, kind: type) -> Any:
@@ -54,7 +57,7 @@ class Watch:
     def value(self, owner: nn.Module, name: str) -> Any:
         """A plain attribute: a number, or a config."""
         value = owner.__dict__[name]
-        self._member(owner.__dict__, name, value)
+        self._values.append((weakref.ref(owner), name, value))
         return value
 
     def parameter(self, owner: nn.Module, name: str, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
@@ -79,20 +82,25 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether everything is as it was. A model has hundreds of members: these loops run outside of Python."""
+        modules = [module() for module in self._modules]
         return (
             not any(self._hooks)
-            and not torch_module._global_forward_hooks
-            and not torch_module._global_forward_pre_hooks
-            and list(map(type, self._modules)) == self._kinds
-            and list(map(_size, self._modules)) == self._sizes
+            and not _any_global_hooks()
+            and list(map(type, modules)) == self._kinds
+            and list(map(_size, modules)) == self._sizes
             and all(map(is_, map(dict.get, self._owners, self._names), self._members))
+            and all(vars(owner()).get(name) is value for owner, name, value in self._values)
             and _memory(self.parameters) == self._memory
         )
 
 
-def _size(module: nn.Module) -> int:
+def _any_global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _size(module: nn.Module | None) -> int:
     """How many members a module has: whatever is patched in is one more."""
-    members = module.__dict__
+    members = vars(module)
     return len(members) + len(members["_modules"]) + len(members["_parameters"])
 
 

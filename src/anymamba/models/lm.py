@@ -165,6 +165,9 @@ class MambaLM(nn.Module):
         Returns:
             logits, loss (None without labels) and the new cache.
         """
+        if labels is not None and labels.shape != input_ids.shape:
+            shape = tuple(input_ids.shape)
+            raise ValueError(f"MambaLM: labels must have the shape of input_ids, {shape}, got {tuple(labels.shape)}")
         hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
         logits_btv = self.lm_head(_last(hidden_btd, cu_seqlens, mask) if last_only else hidden_btd)
         if labels is None:

@@ -28,7 +28,7 @@ _LOGITS = 2**24  # at once: 64 MiB in float32
 def logits_nats(logits: Float[Tensor, "m v"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
     """The negative log-likelihood of targets, added up, in float32 or wider; `IGNORED_LABEL` costs nothing."""
     wide_mv = logits.to(state_dtype(logits.dtype))
-    return F.cross_entropy(wide_mv, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    return F.cross_entropy(wide_mv, targets.long(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:

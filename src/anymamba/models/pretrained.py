@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,8 @@ def load_model(
     asked = dtype or checkpoint.dtype
     model = skeleton(checkpoint.config, asked)
     targets = {name: x.dtype for name, x in model.state_dict().items()}
+    if dtype is None:
+        _warn_of_narrowing(checkpoint, targets)
     if tied := checkpoint.config.tie_embeddings:
         _check_tied(checkpoint)
         targets.pop(_HEAD)
@@ -195,6 +198,19 @@ def _match(
     if text := describe_mismatch(problems):
         raise ValueError(f"{directory}: the weights do not fit the config: {text}")
     return tensors
+
+
+def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) -> None:
+    """Nobody asked for a dtype, but a model has one for its activations: that of its embedding."""
+    stored = {name: entry[2].dtype for name, entry in checkpoint.tensors.items()}
+    narrowed = [name for name, dtype in stored.items() if torch.promote_types(dtype, targets[name]) != targets[name]]
+    if narrowed:
+        names = describe_mismatch({"stored wider than that": narrowed})
+        warnings.warn(
+            f"{checkpoint.directory}: the weights are read as {checkpoint.dtype}, the embedding's dtype ({names}); "
+            "dtype=torch.float32 keeps all digits",
+            stacklevel=4,
+        )
 
 
 def _check_tied(checkpoint: Checkpoint) -> None:

@@ -35,12 +35,14 @@ def values_are_cheap(x: Tensor) -> bool:
     return x.device.type == "cpu" and not is_observed()
 
 
-def check_cu_seqlens(where: str, cu_seqlens: Tensor, batch: int, t: int) -> None:
-    """Raise unless `cu_seqlens` = (0, ..., t), integer and strictly increasing, on a batch of one."""
+def check_cu_seqlens(where: str, cu_seqlens: Tensor, batch: int, t: int, device: torch.device) -> None:
+    """Raise unless `cu_seqlens` = (0, ..., t), integer and strictly increasing, on `device`, on a batch of one."""
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{where}: cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{where}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{where}: cu_seqlens must be on {device}, got {cu_seqlens.device}")
     if batch != 1:
         raise ValueError(f"{where}: packed sequences (cu_seqlens) need a batch of 1, got {batch}")
     if not values_are_cheap(cu_seqlens):
@@ -75,7 +77,7 @@ def check_scan(
         expect_like("scan", name, x, v.dtype, v.device)
     expect_like("scan", "log_decay", log_decay, wide, v.device)
     if cu_seqlens is not None:
-        check_cu_seqlens("scan", cu_seqlens, sizes["b"], sizes["t"])
+        check_cu_seqlens("scan", cu_seqlens, sizes["b"], sizes["t"], v.device)
     if initial_state is not None:
         rows = sizes["b"] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sizes["sequences"] = rows

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.scan.numerics import state_dtype
+from anymamba.scan.numerics import state_dtype, without_autocast
 
 
 def scan_step(
@@ -36,6 +36,11 @@ def scan_step(
     Returns:
         y (b, r, h, p) in the dtype of `v`, and the new state.
     """
+    with without_autocast(v.device):
+        return _step(v, k, q, log_decay, state)
+
+
+def _step(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     b, r, h, p = v.shape
     g, n = k.shape[2:]
     m = h // g * p

@@ -58,6 +58,7 @@ def ssd(
     expect_like("ssd", "A", A, wide, x.device)
     if D is not None:
         expect_shape("ssd", "D", D, "h" if D.ndim == 1 else "h p", sizes)
+        expect_like("ssd", "D", D, D.dtype, x.device)
     if values_are_cheap(dt) and dt.numel() and A.numel():
         if (smallest := dt.detach().min().item()) < 0:
             raise ValueError(f"ssd: dt must not be negative, got down to {smallest:.6g}")

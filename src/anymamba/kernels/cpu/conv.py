@@ -71,7 +71,7 @@ def conv_forward(
     x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The outputs (b, t, v) and the new windows (s, v, w); `weight` is (v, w)."""
-    out, new_window = torch.empty(x.shape, dtype=x.dtype), torch.empty(window.shape, dtype=window.dtype)
+    out, new_window = library.empty(x.shape, dtype=x.dtype), library.empty(window.shape, dtype=window.dtype)
     if out.numel():
         _run("anymamba_conv_forward", x, window, weight, bias, lengths, cu_seqlens, out=out, new_window=new_window)
     return out, new_window
@@ -89,7 +89,7 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, window, weight and bias from those of the outputs and the new windows."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    make = torch.empty if x.numel() else torch.zeros
+    make = library.empty if x.numel() else library.zeros
     dx, dwindow = make(x.shape, dtype=x.dtype), make(window.shape, dtype=window.dtype)
     dweight, dbias = make(weight.shape, dtype=wide), make(weight.shape[:1], dtype=wide)
     if x.numel():

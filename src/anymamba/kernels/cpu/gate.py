@@ -49,7 +49,7 @@ def _run(
 
 def gate_forward(y: Tensor, z: Tensor, gate: Tensor | None, out: Tensor | None) -> Tensor:
     """The gated sum over the ranks, (b, t, h, p)."""
-    gated = torch.empty(z.shape, dtype=z.dtype)
+    gated = library.empty(z.shape, dtype=z.dtype)
     if gated.numel():
         _run("anymamba_gate_forward", y, {"z": z}, (gate, out), out=gated)
     return gated
@@ -60,7 +60,7 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of y, z, gate and out; empty for weights that are none."""
     wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-    make = torch.empty if z.numel() else torch.zeros
+    make = library.empty if z.numel() else library.zeros
     dy, dz = make(y.shape, dtype=y.dtype), make(z.shape, dtype=z.dtype)
     # The kernel writes both gradients one behind the other.
     dweights = make((2, y.shape[2], *y.shape[3:]) if gate is not None else (2, 0), dtype=wide)

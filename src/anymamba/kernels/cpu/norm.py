@@ -62,7 +62,7 @@ def _run(
 
 def norm_forward(x: Tensor, z: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool, eps: float) -> Tensor:
     """The normed and gated rows, in the shape and dtype of `x`."""
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = library.empty(x.shape, dtype=x.dtype)
     if x.numel():
         _run("anymamba_norm_forward", {"x": x, "z": z}, weight, group_size, norm_before_gate, eps, y=y)
     return y
@@ -73,7 +73,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, z and weight."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    make = torch.empty if x.numel() else torch.zeros
+    make = library.empty if x.numel() else library.zeros
     dx, dz, dweight = make(x.shape, dtype=x.dtype), make(z.shape, dtype=z.dtype), make(weight.shape, dtype=wide)
     if x.numel():
         rows = {"x": x, "z": z, "dy": dy}
@@ -101,7 +101,7 @@ def _tiled(x: Tensor) -> int:
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The normed rows of x (..., i), weight (i,)."""
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = library.empty(x.shape, dtype=x.dtype)
     if x.numel():
         rows = x.flatten(-_tiled(x))
         repeated = weight.repeat(rows.shape[-1] // x.shape[-1])
@@ -113,10 +113,10 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
     """The gradients of x and weight."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not x.numel():
-        return torch.zeros(x.shape, dtype=x.dtype), torch.zeros(weight.shape, dtype=weight.dtype)
+        return library.zeros(x.shape, dtype=x.dtype), library.zeros(weight.shape, dtype=weight.dtype)
     axes = _tiled(x)
     rows = {"x": x.flatten(-axes), "dy": dy.flatten(-axes)}
     repeated = weight.repeat(rows["x"].shape[-1] // x.shape[-1])
-    dx, dweight = torch.empty(x.shape, dtype=x.dtype), torch.empty(repeated.shape, dtype=wide)
+    dx, dweight = library.empty(x.shape, dtype=x.dtype), library.empty(repeated.shape, dtype=wide)
     _run("anymamba_norm_backward", rows, repeated, x.shape[-1], True, eps, dx=dx, dweight=dweight)
     return dx, dweight.unflatten(0, (-1, x.shape[-1])).sum(0).to(weight.dtype)

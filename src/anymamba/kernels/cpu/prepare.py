@@ -80,7 +80,7 @@ def prepare_forward(*arguments: Any) -> tuple[Tensor, ...]:
     """dt, log_decay, gamma, kappa (b, t, h) and the angles' rate (b, t, s)."""
     i = _Inputs(*arguments)
     shapes = (*[i.dt.shape] * 4, i.turn.shape)
-    results = {name: torch.empty(shape, dtype=i.wide) for name, shape in zip(_RESULTS, shapes, strict=True)}
+    results = {name: library.empty(shape, dtype=i.wide) for name, shape in zip(_RESULTS, shapes, strict=True)}
     if i.dt.numel():
         i.run("anymamba_prepare_forward", **results)
     return tuple(results.values())
@@ -89,7 +89,7 @@ def prepare_forward(*arguments: Any) -> tuple[Tensor, ...]:
 def prepare_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of dt, a, trap, turn and dt_bias, as they came, from those of the results."""
     cotangents, i = arguments[: len(_RESULTS)], _Inputs(*arguments[len(_RESULTS) :])
-    make = torch.empty if i.dt.numel() else torch.zeros
+    make = library.empty if i.dt.numel() else library.zeros
     grads = {f"d{name}": make(x.shape, dtype=x.dtype) for name, x in zip(_RAW, i[:4], strict=True)}
     grads["ddt_bias"] = make(i.dt_bias.shape, dtype=i.wide)
     if i.dt.numel():

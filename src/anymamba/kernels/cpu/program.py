@@ -206,7 +206,7 @@ class Program:
             return None
         x, before = library.dense_last_axis(x), [old.contiguous() for old in cache]
         after = before if in_place else list(map(torch.empty_like, before))
-        output = torch.empty((b, self.output_width), dtype=self.dtype)
+        output = library.empty((b, self.output_width), dtype=self.dtype)
         pointers = _pointer * len(before)
         args = _ProgramArgs(
             library.dtype_code(self.dtype),

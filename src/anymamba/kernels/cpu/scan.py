@@ -135,7 +135,7 @@ def ssd_forward(
         chunk_len: steps of a chunk.
         cu_seqlens: boundaries of packed sequences, or none.
     """
-    y, final_state = torch.empty(v.shape, dtype=v.dtype), torch.empty(initial_state.shape, dtype=initial_state.dtype)
+    y, final_state = (library.empty(x.shape, dtype=x.dtype) for x in (v, initial_state))
     if final_state.shape[0]:
         call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
         call.scale_and_skip(scale, skip)
@@ -159,15 +159,15 @@ def ssd_backward(
     """The gradients of v, k, q, log_decay, scale, skip (empty where there is none) and initial_state."""
     sequences, h, p = initial_state.shape[:3]
     # Without values there is nothing to sum, and everything else has a gradient of zero.
-    make = torch.empty if sequences * h * p else torch.zeros
+    make = library.empty if sequences * h * p else library.zeros
     grads = {
         name: make(x.shape, dtype=x.dtype)
         for name, x in (("v", v), ("k", k), ("q", q), ("log_decay", log_decay), ("initial_state", initial_state))
     }
     wide = log_decay.dtype
-    grads["scale"] = make(0 if scale is None else scale.shape, dtype=wide)
+    grads["scale"] = make((0,) if scale is None else scale.shape, dtype=wide)
     grads["skip"] = make((0 if skip is None else sequences, h, p), dtype=wide)
-    if make is torch.empty:
+    if make is library.empty:
         call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
         call.scale_and_skip(scale, skip)
         call.strided("dy", dy)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.kernels import library
 from anymamba.kernels.cpu.scan import Call
 
 
@@ -51,9 +52,9 @@ def turned_scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     """y (b, t, r, h, p), the final states, the last keys (z, r, h, n) and the last angles (z, h, s)."""
     i = _Inputs(*arguments)
     (b, t, h, p), (r, n), sequences = i.x.shape, (i.k.shape[2], i.k.shape[4]), i.initial_state.shape[0]
-    y = torch.empty((b, t, r, h, p), dtype=i.x.dtype)
-    last_k = torch.empty((sequences, r, h, n), dtype=i.x.dtype)
-    final_state, turned = (torch.empty(x.shape, dtype=i.dt.dtype) for x in (i.initial_state, i.start))
+    y = library.empty((b, t, r, h, p), dtype=i.x.dtype)
+    last_k = library.empty((sequences, r, h, n), dtype=i.x.dtype)
+    final_state, turned = (library.empty(x.shape, dtype=i.dt.dtype) for x in (i.initial_state, i.start))
     if sequences:
         i.call().run("anymamba_scan_forward", y=y, final_state=final_state, last_k=last_k, turned=turned)
     return y, final_state, last_k, turned
@@ -65,7 +66,7 @@ def turned_scan_backward(
     """The gradients of the inputs from x to start, those of parameters summed over the sequences."""
     i = _Inputs(*arguments)
     sequences, wide = i.initial_state.shape[0], i.dt.dtype
-    make = torch.empty if sequences else torch.zeros
+    make = library.empty if sequences else library.zeros
     tokens = ("k", "q", "rate", "dt", "log_decay", "gamma", "kappa")
     grads = {name: make(x.shape, dtype=x.dtype) for name, x in (("v", i.x), *((n, getattr(i, n)) for n in tokens))}
     grads |= {name: make(getattr(i, name).shape, dtype=wide) for name in ("initial_state", "start")}

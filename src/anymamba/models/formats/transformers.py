@@ -34,7 +34,8 @@ _BLOCK_FIELDS = (
     ("time_step_max", "dt_max", 0.1),
     ("time_step_floor", "dt_init_floor", 1e-4),
 )
-_FIXED = {"layer_norm_epsilon": 1e-5, "hidden_act": "silu", "norm_before_gate": False, "rms_norm": True}
+# Not norm_before_gate: transformers gates first whatever it says, and published configs say true.
+_FIXED = {"layer_norm_epsilon": 1e-5, "hidden_act": "silu", "rms_norm": True}
 _BLOCK_FIXED = {
     "d_ssm": None,
     "D_has_hdim": False,
