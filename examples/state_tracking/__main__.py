@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.state_tracking.table import LABELS, run, write_summary
@@ -41,8 +42,8 @@ _COMMON = {
 }
 
 
-def main() -> None:
-    """Parse, run, and print the table."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, run, and print the table; a mistake gives a line on stderr and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.state_tracking", description="State tracking: one row of runs per model, and a table."
     )
@@ -54,25 +55,22 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config")
     parser.add_argument("--out", default="runs/state_tracking", help="directory (default: %(default)s)")
     parser.add_argument("--summary", action="store_true", help="only make the table of the runs that are finished")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     directory = Path(args.out) / (f"{args.task}-quick" if args.quick else args.task)
-    if not args.summary and not _run_all(args, directory):
-        print(f"stopped; the same command goes on. Finished runs: {directory}")
-        return
-    print(write_summary(args.task, directory))
+    try:
+        if not args.summary and not _run_all(args, directory):
+            print(f"stopped; the same command goes on. Finished runs: {directory}")
+            return
+        print(write_summary(args.task, directory))
+    except ValueError as error:
+        parser.error(str(error))
     print(f"table.md, results.json, plot.png: {directory}")
 
 
 def _run_all(args: argparse.Namespace, directory: Path) -> bool:
     """Every run of the table; False if there was an interrupt."""
-    variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
-    rates = (args.lr or _RATES[args.task]).split(",")[: 1 if args.quick else None]
-    given = dict(item.split("=", 1) for item in args.set)
-    settings = {**_COMMON, **_SETTINGS[args.task], **given}
-    for variant in variants:
-        for rate in rates:
-            names = {"tracking.language": args.task, "tracking.variant": variant, "seed": str(args.seed)}
-            config = TrackingConfig().replaced({**settings, **names, "optimiser.lr": rate})
+    for variant, configs in _configs(args).items():
+        for rate, config in configs.items():
             where = f"{variant}/d{config.tracking.d_model}-lr{rate}-seed{args.seed}"
             result = run(config, directory / where, lambda text: print(text, file=sys.stderr, flush=True))
             if result is None:
@@ -80,6 +78,23 @@ def _run_all(args: argparse.Namespace, directory: Path) -> bool:
             if result.validation >= config.tracking.solved:
                 break
     return True
+
+
+def _configs(args: argparse.Namespace) -> dict[str, dict[str, TrackingConfig]]:
+    """The configs of all runs, by variant and learning rate: a mistake is found before the first run."""
+    if wrong := [item for item in args.set if "=" not in item]:
+        raise ValueError(f"--set: expected NAME=VALUE, got {wrong[0]!r}")
+    variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
+    rates = (args.lr or _RATES[args.task]).split(",")[: 1 if args.quick else None]
+    settings = {**_COMMON, **_SETTINGS[args.task], **dict(item.split("=", 1) for item in args.set)}
+    settings |= {"tracking.language": args.task, "seed": str(args.seed)}
+    return {
+        variant: {
+            rate: TrackingConfig().replaced({**settings, "tracking.variant": variant, "optimiser.lr": rate})
+            for rate in rates
+        }
+        for variant in variants
+    }
 
 
 if __name__ == "__main__":

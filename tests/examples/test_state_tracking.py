@@ -1,9 +1,12 @@
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from anymamba.training.loop import train_or_resume
 from examples.state_tracking import table
+from examples.state_tracking.__main__ import main
 from examples.state_tracking.languages import LANGUAGES, NONE, SYMBOLS
 from examples.state_tracking.table import best, markdown, read_results, run, write_summary
 from examples.state_tracking.tracking import (
@@ -149,6 +152,35 @@ def test_the_table_has_the_run_with_the_best_validation(tmp_path):
     assert f"| Mamba-3 | 100.0 | {100 * first.test:.1f} | {100 * first.validation:.1f} | 0.01 | 8 |" in text
     assert text == markdown("parity", [first, second]) == (tmp_path / "table.md").read_text()
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--summary"], "parity: expected finished runs, found none"),
+        (["--variants", "mamba3,mamba4"], "tracking.variant must be one of mamba3, .*, got 'mamba4'"),
+        (["--set", "x"], "--set: expected NAME=VALUE, got 'x'"),
+        (["--set", "tracking.x=1"], "--tracking.x: no such field"),
+        (["--lr", "1e-3,fast"], "--optimiser.lr must be a number .*, got 'fast'"),
+    ],
+)
+def test_a_mistake_is_exit_code_2_before_anything_runs(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["--task", "parity", "--out", str(tmp_path), *flags])
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_not_gone_on_with_under_another_config(tmp_path, capsys):
+    small = {"tracking.d_model": 8, "tracking.d_state": 8, "tracking.rows": 8, "tracking.validation_rows": 16}
+    small |= {"tracking.judged": 32, "tracking.headdim": 8, "schedule.steps": 2, "schedule.warmup": 1}
+    flags = [text for name, value in small.items() for text in ("--set", f"{name}={value}")]
+    command = ["--task", "parity", "--variants", "mamba2", "--lr", "1e-3", "--out", str(tmp_path), *flags]
+    main(command)
+    assert "| Mamba-2 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([*command, "--set", "tracking.rows=9"])
+    assert "changed: tracking.rows (was 8, got 9)" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_turns_are_those_of_the_first_layer():
