@@ -16,7 +16,7 @@ from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.step import batch_nats
 from tests.models.cases import small_lm
 from tests.support import assert_near
-from tests.training.cases import tiny, write_corpus
+from tests.training.cases import LENGTHS, tiny, write_corpus
 
 
 @pytest.fixture
@@ -30,6 +30,18 @@ def prepared(corpus, directory, **data):
 
 def batches(tokens, mode="packed", seed=0, rows=4, length=32, accumulation=1):
     return Batches(tokens, mode=mode, length=length, rows=rows, accumulation=accumulation, seed=seed)
+
+
+class Gaps:
+    """A tokenizer with fewer tokens than its highest id tells."""
+
+    vocab_size, end = 256, []
+
+    def encode(self, text):
+        return [3, 300]
+
+    def decode(self, ids):
+        raise NotImplementedError
 
 
 class TestCorpus:
@@ -51,6 +63,33 @@ class TestCorpus:
         assert {d.name for d in train}.isdisjoint(d.name for d in held_out)
         for share in (1e-9, 1 - 1e-9):
             assert all(split(documents, share, b""))
+
+    @pytest.mark.parametrize("first", ["c", "c/*.txt", "c/../c"])
+    def test_a_file_of_several_sources_is_read_once(self, tmp_path, monkeypatch, first):
+        write_corpus(tmp_path / "c")
+        (tmp_path / "c" / "link.txt").symlink_to("document0.txt")
+        (tmp_path / "c" / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+        monkeypatch.chdir(tmp_path)
+        sources = (first, "c", "c/*.txt", str(tmp_path / "c" / "document3.txt"), str(tmp_path / "**" / "*.txt"))
+        documents = find_documents(sources, "text")
+        names = [f"document{i}.txt" for i in range(len(LENGTHS))]
+        assert sorted(d.name for d in documents) == [*names, "lines.jsonl:1", "lines.jsonl:2"]
+        train, held_out = split(documents, 0.3, b"")
+        assert {d.read(b"") for d in train}.isdisjoint(d.read(b"") for d in held_out)
+
+    def test_names_under_a_pattern_do_not_depend_on_where_it_lies(self, tmp_path, monkeypatch):
+        here, there = tmp_path / "here", tmp_path / "further" / "away"
+        for place in (here, there):
+            write_corpus(place / "deep")
+        monkeypatch.chdir(here)
+        for pattern, below in (("**/*.txt", "deep/"), ("*/document?.txt", "deep/"), ("deep/doc*", "")):
+            for root in ("", "../here/", f"{here}/", f"{there}/"):
+                names = [d.name for d in find_documents((root + pattern,), "text")]
+                assert names == [f"{below}document{i}.txt" for i in range(len(LENGTHS))]
+
+    def test_ids_beyond_the_vocabulary_are_refused(self, corpus, tmp_path):
+        with pytest.raises(ValueError, match=r"document\d.txt: expected token ids below 256, .* got 300"):
+            prepare(tiny(corpus).data, tmp_path / "data", Gaps())
 
     def test_one_document_is_cut_between_characters(self, tmp_path):
         (tmp_path / "one.txt").write_text("ä" * 501)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from anymamba import MambaLM
+from anymamba.generation.tokenizers import ByteTokenizer, load_tokenizer
+from anymamba.training.checkpoint import checkpoints
 from anymamba.training.evaluation import evaluate
 from anymamba.training.language import resume, train
 from anymamba.training.report import read_metrics
@@ -43,6 +45,50 @@ def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     loaded = MambaLM.from_pretrained(tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
+
+
+class TestTokenizers:
+    @pytest.fixture
+    def tokenizer(self, corpus, tmp_path):
+        """A tokenizer.json, and a file beside it that tells the end of a text."""
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        learn = trainers.BpeTrainer(
+            vocab_size=280, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+        )
+        made.train([str(path) for path in corpus.iterdir()], learn)
+        file = tmp_path / "tokenizer" / "mine.json"
+        file.parent.mkdir()
+        made.save(str(file))
+        (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+        return file
+
+    def test_checkpoints_have_the_tokenizer(self, corpus, tmp_path, tokenizer):
+        trainer = train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
+        assert trainer.run()
+        for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
+            found = load_tokenizer(None, directory, trainer.model.config.vocab_size)
+            assert found.end == [0]
+            assert (directory / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+    def test_a_failed_attempt_leaves_none_to_a_run_on_bytes(self, corpus, tmp_path, tokenizer):
+        short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
+        with pytest.raises(ValueError, match="too little text to train on"):
+            train(short, tmp_path / "run", silent)
+        assert train(tiny(corpus), tmp_path / "run", silent).run()
+        assert isinstance(load_tokenizer(None, tmp_path / "run", 256), ByteTokenizer)
+        assert not list((tmp_path / "run").glob("*tokenizer*"))
+
+    def test_a_failed_attempt_leaves_no_end_to_another_tokenizer(self, corpus, tmp_path, tokenizer):
+        short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
+        with pytest.raises(ValueError, match="too little text to train on"):
+            train(short, tmp_path / "run", silent)
+        (tokenizer.parent / "tokenizer_config.json").unlink()
+        train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
+        assert load_tokenizer(None, tmp_path / "run", 280).end == []
 
 
 def test_held_out_bits_count_every_byte(corpus, tmp_path):

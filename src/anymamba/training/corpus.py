@@ -1,7 +1,7 @@
 """Documents: where the text comes from, and which of it is held out.
 
-A document is a file, a line of a JSONL file, or stdin. It is named by its path below its source, so that the split does
-not depend on where a corpus lies.
+A document is a file, a line of a JSONL file, or stdin. It is named by its path below its source (below the directory
+before the first wildcard of a pattern), so that the split does not depend on where a corpus lies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,16 +59,21 @@ class Document(NamedTuple):
 def find_documents(sources: tuple[str, ...], jsonl_field: str) -> list[Document]:
     """The documents of files, directories, glob patterns, JSONL files, stdin ("-") and "stdlib", ordered by source.
 
+    A file that is found again, through another source or a link, is taken once, under the first name.
+
     Raises:
         ValueError: a source does not exist, has no files, or is no JSONL where its name says so.
     """
-    found: dict[str, Document] = {}
+    found: dict[Path | None, list[Document]] = {}
     for source in sources:
-        documents = list(_of_source(source, jsonl_field))
-        if not documents:
+        paths = []
+        for file in _files_of(source):
+            paths.append(path := None if file.path is None else file.path.resolve())
+            if path not in found:
+                found[path] = list(_documents_of(file, jsonl_field))
+        if not any(found[path] for path in paths):
             raise ValueError(f"{source}: no text files there")
-        found.update({f"{source}:{document.name}": document for document in documents})
-    return list(found.values())
+    return [document for documents in found.values() for document in documents]
 
 
 def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[Document], list[Document]]:
@@ -93,17 +99,23 @@ def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
     """The tokens (t,) of a document, and the end token behind it if the tokenizer has one.
 
     Raises:
-        ValueError: not UTF-8, which every tokenizer but that of bytes needs.
+        ValueError: not UTF-8, which every tokenizer but that of bytes needs, or ids beyond its vocabulary.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return torch.tensor(bytearray(content), dtype=torch.uint8)
     try:
-        return torch.tensor(tokenizer.encode(content.decode("utf-8")) + tokenizer.end[:1], dtype=torch.int32)
+        ids = tokenizer.encode(content.decode("utf-8")) + tokenizer.end[:1]
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if (most := max(ids, default=0)) >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{name}: expected token ids below {tokenizer.vocab_size}, the tokenizer's number of tokens, got {most}"
+        )
+    return torch.tensor(ids, dtype=torch.int32)
 
 
-def _of_source(source: str, jsonl_field: str) -> Iterator[Document]:
+def _files_of(source: str) -> Iterator[Document]:
+    """The files of a source, each as one document."""
     path = Path(source)
     if source == "-":
         yield Document("stdin", None)
@@ -111,16 +123,20 @@ def _of_source(source: str, jsonl_field: str) -> Iterator[Document]:
         root = Path(sysconfig.get_paths()["stdlib"])
         yield from (d for d in _files(root, "*.py") if not d.name.startswith(("site-packages/", "dist-packages/")))
     elif path.is_dir():
-        for document in _files(path, "*"):
-            yield from _of_file(document, jsonl_field)
+        yield from _files(path, "*")
     elif path.is_file():
-        yield from _of_file(Document(path.name, path), jsonl_field)
-    elif any(letter in source for letter in "*?["):
+        yield Document(path.name, path)
+    elif _is_pattern(source):
+        root = Path(*takewhile(lambda part: not _is_pattern(part), path.parts))
         for name in sorted(glob.glob(source, recursive=True)):  # noqa: PTH207
             if Path(name).is_file():
-                yield from _of_file(Document(name, Path(name)), jsonl_field)
+                yield Document(Path(name).relative_to(root).as_posix(), Path(name))
     else:
         raise ValueError(f"{source}: no such file, directory or pattern")
+
+
+def _is_pattern(text: str) -> bool:
+    return any(letter in text for letter in "*?[")
 
 
 def _files(root: Path, pattern: str) -> Iterator[Document]:
@@ -131,7 +147,7 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
             yield Document(name.as_posix(), path)
 
 
-def _of_file(document: Document, field: str) -> Iterator[Document]:
+def _documents_of(document: Document, field: str) -> Iterator[Document]:
     if document.path is None or document.path.suffix != ".jsonl":
         yield document
         return

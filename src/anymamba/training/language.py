@@ -14,7 +14,7 @@ from anymamba.files import locked, replacing
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import copy_companions
+from anymamba.models.pretrained import COMPANIONS, copy_companions
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, evaluate, sample
@@ -107,8 +107,10 @@ class LanguageTask(Task[Batch]):
         return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
 
     def write_model(self, model: MambaLM, directory: Path) -> None:
-        """Config and weights, as `MambaLM.from_pretrained` opens them."""
+        """Config, weights and the tokenizer's files, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
         model.save_pretrained(directory)
+        if self.config.data.tokenizer != "bytes":
+            copy_companions(self._directory, directory)
 
     def read_model(self, model: MambaLM, tensors: dict[str, Tensor]) -> None:
         """Set the weights; a tied head is not in the file."""
@@ -136,13 +138,18 @@ class LanguageTask(Task[Batch]):
 
     def _make_tokenizer(self, fresh: bool) -> Tokenizer:
         """The tokenizer, from the copy of its file that belongs to the run."""
-        name, copy = self.config.data.tokenizer, self._directory / "tokenizer.json"
-        if name == "bytes":
-            return ByteTokenizer()
         if fresh:
+            self._take_companions()
+        bytewise = self.config.data.tokenizer == "bytes"
+        return ByteTokenizer() if bytewise else FileTokenizer(self._directory / "tokenizer.json")
+
+    def _take_companions(self) -> None:
+        """Copy the tokenizer's files into the run, and remove those that a failed attempt with another one left."""
+        name, taken = self.config.data.tokenizer, []
+        if name != "bytes":
             FileTokenizer(Path(name))
-            self._directory.mkdir(parents=True, exist_ok=True)
-            copy_companions(Path(name).parent, self._directory)
-            with replacing(copy) as temporary:
+            taken = [*copy_companions(Path(name).parent, self._directory), "tokenizer.json"]
+            with replacing(self._directory / "tokenizer.json") as temporary:
                 shutil.copyfile(name, temporary)
-        return FileTokenizer(copy)
+        for other in set(COMPANIONS) - set(taken):
+            (self._directory / other).unlink(missing_ok=True)

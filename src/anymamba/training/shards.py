@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from anymamba.files import digest_file, open_tensors, read_json, write_json, write_tensors
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+from anymamba.generation.tokenizers import Tokenizer
 from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
 
@@ -70,11 +70,6 @@ class Corpus(NamedTuple):
     xz_bytes: int
     vocab_size: int
     checksum: str
-
-
-def tokenizer_of(name: str) -> Tokenizer:
-    """The tokenizer that the config names."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
 
 
 def prepare(
