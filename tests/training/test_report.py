@@ -1,3 +1,5 @@
+import pytest
+
 from anymamba.training.report import MetricsTable, Row, read_metrics
 
 
@@ -17,4 +19,44 @@ def test_a_table_keeps_the_rows_that_count(tmp_path):
     table.close()
     assert read_metrics(tmp_path / "metrics.csv") == [row(step) for step in range(1, 5)]
     MetricsTable(tmp_path / "metrics.csv", 0, ["bits"]).close()
+    assert read_metrics(tmp_path / "metrics.csv") == []
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """The lines of a table of five steps."""
+    table = MetricsTable(tmp_path / "metrics.csv", 0, ["bits"])
+    for step in range(1, 6):
+        table.add(row(step))
+    table.close()
+    return (tmp_path / "metrics.csv").read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    "torn", [b"5", b"5,320,0.2,0.001,0.1,0.5,2.", b"\0\0\0", b"\xff,320\r\n", b"5,x,0.2,1,1,1,2\r\n"]
+)
+def test_a_torn_last_row_is_left_out(tmp_path, lines, torn):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"".join([*lines[:-1], torn]))
+    assert read_metrics(path) == [row(step) for step in range(1, 5)]
+    MetricsTable(path, 5, ["bits"]).close()
+    assert path.read_bytes() == b"".join(lines[:-1])
+
+
+@pytest.mark.parametrize(
+    "bad", [b"3,192", b"x,192,0.3,0.001,0.1,0.5,2.0", b"3,192,0.3,0.001,0.1,0.5,2.0,7", b"\0\xff", b""]
+)
+def test_a_garbled_row_is_named(tmp_path, lines, bad):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"".join([*lines[:3], bad + b"\r\n", *lines[4:]]))
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"metrics\.csv, line 4: expected 7 numbers, got '.*'; mend or remove the line"
+    ):
+        MetricsTable(path, 5, ["bits"])
+    assert path.read_bytes() == before
+
+
+def test_an_empty_table_has_no_rows(tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"")
     assert read_metrics(tmp_path / "metrics.csv") == []

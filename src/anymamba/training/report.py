@@ -40,36 +40,56 @@ class MetricsTable:
     """metrics.csv: a row a step, and after a resume exactly the rows of the steps that count."""
 
     def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
-        """Open the table, keeping the rows up to `step`; `names` are those of what evaluations find."""
-        rows, self._names, columns = [], names, [*_COLUMNS, *names]
-        if path.is_file() and step:
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if len(row) == len(columns) and int(row[0]) <= step]
+        """Open the table, keeping the rows up to `step`; `names` are those of what evaluations find.
+
+        Raises:
+            ValueError: a row is not readable.
+        """
+        self._names = names
+        rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *rows])
+            csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
         self._file = path.open("a", newline="", encoding="utf-8")
 
     def add(self, row: Row) -> None:
         """Write a row."""
-        values = [*row[:-1], *(row.evaluated.get(name) for name in self._names)]
-        csv.writer(self._file).writerow(["" if x is None else repr(x) for x in values])
+        csv.writer(self._file).writerow(self._written(row))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    def _written(self, row: Row) -> list[str]:
+        values = [*row[:-1], *(row.evaluated.get(name) for name in self._names)]
+        return ["" if x is None else repr(x) for x in values]
+
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a table."""
-    with path.open(newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    found, n = [], len(_COLUMNS)
-    for r in rows:
-        evaluated = {name: float(x) for name, x in zip(header[n:], r[n:], strict=True) if x}
-        loss, rate, norm, seconds = map(float, r[2:n])
-        found.append(Row(int(r[0]), int(r[1]), loss, rate, norm, seconds, evaluated))
+    """The rows of a table; one at its end that is torn, as a crash may leave it, is left out.
+
+    Raises:
+        ValueError: another row is not readable.
+    """
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a whole line has an end
+    header = next(csv.reader(lines[:1]), [])
+    found = []
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            found.append(_row(header, line.split(",")))
+        except ValueError as error:  # noqa: PERF203
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number}: expected {len(header)} numbers, got {line[:80]!r}; mend or remove the line"
+                ) from error
     return found
+
+
+def _row(header: list[str], values: list[str]) -> Row:
+    n = len(_COLUMNS)
+    evaluated = {name: float(x) for name, x in zip(header[n:], values[n:], strict=True) if x}
+    loss, rate, norm, seconds = map(float, values[2:n])
+    return Row(int(values[0]), int(values[1]), loss, rate, norm, seconds, evaluated)
 
 
 def can_plot() -> bool:
