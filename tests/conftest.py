@@ -1,4 +1,5 @@
 import os
+import shutil
 
 # Before torch is imported: some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -11,6 +12,18 @@ from anymamba.kernels import library
 
 # The suite works on small tensors, where threads only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_sessionstart():
+    """With ANYMAMBA_REQUIRE_KERNELS=1, refuse to skip the kernels' tests because a compiler failed to build them."""
+    if os.environ.get("ANYMAMBA_REQUIRE_KERNELS") != "1" or os.environ.get("ANYMAMBA_KERNELS") == "off":
+        return
+    names = (os.environ.get("CXX") or "c++", "g++", "clang++")
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler and library.LIBRARY.handle is None:
+        raise pytest.UsageError(
+            f"expected compiled kernels, as there is {compiler}, got none: {library.LIBRARY.reason}"
+        )
 
 
 @pytest.fixture(autouse=True)
