@@ -17,7 +17,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 
 # Trains, evaluates and generates; when it was stopped, it goes on.
 demo: $(VENV)/.installed
-	if test -d runs/demo/checkpoints; then $(BIN)/anymamba train --resume runs/demo; \
+	if compgen -G 'runs/demo/checkpoints/step-*/training.json' > /dev/null; then \
+	  $(BIN)/anymamba train --resume runs/demo; \
 	else $(BIN)/anymamba train examples/demo.toml --out runs/demo; fi
 	$(BIN)/anymamba generate runs/demo --prompt 'def __init__(self' --max-new-tokens 300 --temperature 0.6 --seed 1
 
