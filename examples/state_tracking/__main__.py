@@ -28,6 +28,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
     "brackets": _EXPRESSIONS,
 }
 _RATES = {"parity": "5e-4,1e-3,3e-3", "arithmetic": "2e-3,1e-3,4e-3", "brackets": "2e-3,1e-3,4e-3"}
+_OPTIONS = {"tracking.language": "--task", "tracking.variant": "--variants", "optimiser.lr": "--lr", "seed": "--seed"}
 _COMMON = {
     "optimiser.weight_decay": "0",
     "optimiser.beta2": "0.999",
@@ -84,9 +85,12 @@ def _configs(args: argparse.Namespace) -> dict[str, dict[str, TrackingConfig]]:
     """The configs of all runs, by variant and learning rate: a mistake is found before the first run."""
     if wrong := [item for item in args.set if "=" not in item]:
         raise ValueError(f"--set: expected NAME=VALUE, got {wrong[0]!r}")
+    given = dict(item.split("=", 1) for item in args.set)
+    if named := given.keys() & _OPTIONS.keys():
+        raise ValueError(f"--set {min(named)}: expected {_OPTIONS[min(named)]} instead, which also names the run")
     variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
     rates = (args.lr or _RATES[args.task]).split(",")[: 1 if args.quick else None]
-    settings = {**_COMMON, **_SETTINGS[args.task], **dict(item.split("=", 1) for item in args.set)}
+    settings = {**_COMMON, **_SETTINGS[args.task], **given}
     settings |= {"tracking.language": args.task, "seed": str(args.seed)}
     return {
         variant: {

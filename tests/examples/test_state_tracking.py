@@ -161,6 +161,7 @@ def test_the_table_has_the_run_with_the_best_validation(tmp_path):
         (["--variants", "mamba3,mamba4"], "tracking.variant must be one of mamba3, .*, got 'mamba4'"),
         (["--set", "x"], "--set: expected NAME=VALUE, got 'x'"),
         (["--set", "tracking.x=1"], "--tracking.x: no such field"),
+        (["--set", "seed=1"], "--set seed: expected --seed instead"),
         (["--lr", "1e-3,fast"], "--optimiser.lr must be a number .*, got 'fast'"),
     ],
 )
