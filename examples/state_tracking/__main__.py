@@ -1,6 +1,6 @@
 """Train the models of a table, and write it beside the paper's figures.
 
-python -m examples.state_tracking --task parity --quick        # Mamba-3 and Mamba-2, within minutes
+python -m examples.state_tracking --task parity --quick        # Mamba-3 and Mamba-2, one learning rate
 python -m examples.state_tracking --task arithmetic            # all rows; when it was stopped, it goes on
 python -m examples.state_tracking --task parity --variants mamba2 --lr 1e-3 --set tracking.d_model=64
 """
