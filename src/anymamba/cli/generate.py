@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from anymamba.cli.common import add_model_arguments, decode_text, load, read_file, stdin_bytes
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.interrupts import interrupts
 from anymamba.models.lm import MambaLM
 
 
@@ -116,7 +115,9 @@ class _Session:
         self.read += len(ids)
         self.reading += perf_counter() - began
         began = perf_counter()
-        with _interrupts() as interrupted:
+        # A process that handles or ignores Ctrl-C in its own way is left alone.
+        own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        with interrupts(*(() if own else (signal.SIGINT,))) as interrupted:
             try:
                 self._print(tokens, interrupted)
             except OSError:  # whoever read our output has enough, but the state is whole
@@ -155,30 +156,6 @@ class _Session:
             f"wrote {self.written} at {self.written / max(self.writing, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; a second one raises at once. A process that handles or ignores it is left alone."""
-    came = False
-
-    def note(*_: Any) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = True
-
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if ours:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: came
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _UntilStop:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anymamba.files import locked
+from anymamba.interrupts import interrupts
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
@@ -140,7 +139,7 @@ class Trainer(Generic[T]):
             ValueError: another process is at work on the run, or a new one would replace what is there.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with locked(self.directory), _interrupts() as interrupted:
+        with locked(self.directory), interrupts(signal.SIGINT, signal.SIGTERM) as interrupted:
             if self._saved < 0:
                 expect_no_run(self.directory)
             self._train(interrupted)
@@ -270,23 +269,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device = {name}: not available here ({str(error).splitlines()[0]})") from error
     return device
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come; a second one stops at once."""
-    came = False
-
-    def note(*_: Any) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = True
-
-    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, note) for number in signals}
-    try:
-        yield lambda: came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
