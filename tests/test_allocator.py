@@ -10,22 +10,22 @@ import pytest
 from anymamba.allocator import keep_freed_memory
 
 FAULTS = """
-import resource, sys, torch
+import resource, statistics, sys, torch
 from anymamba import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 def take():
     a = torch.full((3, 2**20), 1.0)  # 12 MiB each, 48 in all: more than a process keeps of itself
     return sum(float(x[0, 0]) for x in (a, a + 1, a + 2, a + 3))
-take(), take()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+def cleared():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     take()
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(kept, statistics.median_low(cleared() for _ in range(21)))  # the heap may grow once more in some of them
 """
 
 
 def faults(how: str, **environment: str) -> tuple[str, int]:
-    """What `keep_freed_memory` said, and how many pages were cleared in ten rounds."""
+    """What `keep_freed_memory` said, and how many pages are cleared in a round, in the median."""
     done = subprocess.run(
         [sys.executable, "-c", FAULTS, how],
         capture_output=True,
@@ -42,7 +42,7 @@ def test_kept_memory_is_not_cleared_again():
     kept, pages = faults("keep")
     if kept == "False":
         pytest.skip("another C library, or malloc has settings of its own")
-    assert pages < 10 * 48 * 2**20 / resource.getpagesize() / 20
+    assert pages < 48 * 2**20 / resource.getpagesize() / 20
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
 
 
