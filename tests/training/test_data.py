@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from anymamba.files import locked
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.corpus import find_documents, split
@@ -62,7 +63,53 @@ class TestCorpus:
         assert [d.name for d in held_out] == [d.name for d in again]
         assert {d.name for d in train}.isdisjoint(d.name for d in held_out)
         for share in (1e-9, 1 - 1e-9):
-            assert all(split(documents, share, b""))
+            assert all(sum(d.size(b"") for d in side) >= 2 for side in split(documents, share, b""))
+
+    @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+    @pytest.mark.parametrize("lines", [True, False])
+    @pytest.mark.parametrize("sizes", [(5_400_000, 5_400), (900, 40_000, 700), (1000,) * 40, (501,), (10, 10)])
+    def test_near_the_asked_share_of_the_bytes_is_held_out_and_nothing_twice(self, tmp_path, sizes, lines, share):
+        texts = [("äöü\U0001f600x" * size)[:size] for size in sizes]
+        if lines:
+            (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        else:
+            for i, text in enumerate(texts):
+                (tmp_path / f"{i}.txt").write_text(text)
+        documents = find_documents((str(tmp_path),), "text")
+        sides = split(documents, share, b"")
+        total, held_out = (sum(d.size(b"") for d in side) for side in (documents, sides[1]))
+        assert share / 2 <= held_out / total <= share + 5 / total
+        pieces = sorted((d.name, d.begin, d.read(b"").decode()) for side in sides for d in side)
+        assert sorted(
+            "".join(x for name, _, x in pieces if name.removesuffix(" (end)") == d.name) for d in documents
+        ) == (sorted(texts))
+
+    def test_how_much_is_held_out_is_told(self, corpus, tmp_path):
+        told = []
+        prepare(tiny(corpus).data, tmp_path / "data", ByteTokenizer(), told.append)
+        held_out = split(find_documents((str(corpus),), "text"), 0.1, b"")[1]
+        size = sum(d.size(b"") for d in held_out)
+        assert f"bytes; held out: {len(held_out)} document" in told[0]
+        assert told[0].endswith(f" {size:,} bytes")
+        assert told[0].startswith("to train on: ")
+        assert f"{sum(LENGTHS) - size:,} bytes;" in told[0]
+
+    def test_shards_of_other_text_are_kept(self, corpus, tmp_path):
+        shared = {"shards": str(tmp_path / "data")}
+        before = prepared(corpus, tmp_path / "data", **shared)
+        (tmp_path / "other.txt").write_text("other " * 100)
+        with pytest.raises(ValueError, match=r"expected tokenised text of the same sources, .* found that of others"):
+            prepared(tmp_path / "other.txt", tmp_path / "data", **shared)
+        assert open_corpus(tmp_path / "data").checksum == before.checksum
+        assert prepared(corpus, tmp_path / "data", **shared).checksum == before.checksum
+
+    def test_shards_that_another_process_writes_are_left_alone(self, corpus, tmp_path):
+        (tmp_path / "data").mkdir()
+        with locked(tmp_path / "data"), pytest.raises(ValueError, match="another process is at work"):
+            prepared(corpus, tmp_path / "data")
+        prepared(corpus, tmp_path / "data")
+        with locked(tmp_path / "data"):
+            prepared(corpus, tmp_path / "data")
 
     @pytest.mark.parametrize("first", ["c", "c/*.txt", "c/../c"])
     def test_a_file_of_several_sources_is_read_once(self, tmp_path, monkeypatch, first):

@@ -84,7 +84,7 @@ class DataSection:
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
-    held_out: float = option(0.02, "share of the documents that is kept from training")
+    held_out: float = option(0.02, "share of the text that is kept from training, at most")
     held_out_bytes: int = option(262144, "the most held-out text that is kept for evaluation")
     shards: str | None = option(None, "directory of the tokenised text; none: data/ in the output directory")
     shard_tokens: int = option(2**24, "tokens of a shard, about")

@@ -30,30 +30,36 @@ class Document(NamedTuple):
     Attributes:
         name: of the document, unique in its corpus.
         path: of its file; None for stdin.
-        begin, end: its bytes in the file, or share of them that a split took; end None: all.
-        field: of the JSON object that holds the text, if it is one.
+        begin, end: its bytes of that text, or the share of them that a split took; end None: to the end.
+        line: the bytes of the file that are a JSON object with the text, if it is one, and the field that holds it.
     """
 
     name: str
     path: Path | None
     begin: int = 0
     end: int | None = None
-    field: str | None = None
+    line: tuple[int, int, str] | None = None
 
     def read(self, stdin: bytes) -> bytes:
         """Its bytes; `stdin` is what came from there."""
-        if self.path is None:
-            return stdin[self.begin : self.end]
-        with self.path.open("rb") as file:
-            file.seek(self.begin)
-            content = file.read() if self.end is None else file.read(self.end - self.begin)
-        return content if self.field is None else _line_text(self.name, content, self.field).encode()
+        if self.line is not None:
+            begin, end, field = self.line
+            content = self._bytes(stdin, begin, end)
+            return _line_text(self.name, content, field).encode()[self.begin : self.end]
+        return self._bytes(stdin, self.begin, self.end)
 
     def size(self, stdin: bytes) -> int:
-        """Bytes that it takes where it lies."""
+        """How many bytes it has."""
         if self.end is not None:
             return self.end - self.begin
         return (len(stdin) if self.path is None else self.path.stat().st_size) - self.begin
+
+    def _bytes(self, stdin: bytes, begin: int, end: int | None) -> bytes:
+        if self.path is None:
+            return stdin[begin:end]
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            return file.read() if end is None else file.read(end - begin)
 
 
 def find_documents(sources: tuple[str, ...], jsonl_field: str) -> list[Document]:
@@ -77,22 +83,39 @@ def find_documents(sources: tuple[str, ...], jsonl_field: str) -> list[Document]
 
 
 def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents, by a hash of their names; at least one each.
+    """Training and held-out documents; of all bytes between half of `share` and `share` are held out.
 
-    A single document is cut: its last `share` is held out.
+    In the order of a hash of their names, documents are held out as a whole while they fit. Where those that fit are
+    less than half, the end of the first that does not is cut off for the rest, between two characters.
     """
-    if len(documents) == 1 and documents[0].field is None:
-        only = documents[0]
-        cut = only.begin + int(only.size(stdin) * (1 - share))
-        behind = only._replace(begin=cut, end=cut + 3).read(stdin)
-        cut += len(behind) - len(behind.lstrip(_CONTINUATION))
-        return [only._replace(end=cut)], [only._replace(name=f"{only.name} (end)", begin=cut)]
-    if len(documents) < 2:
-        raise ValueError(f"{documents[0].name}: at least two documents are needed, one to be held out, got 1")
+    sizes = {document: document.size(stdin) for document in documents}
+    total = sum(sizes.values())
+    room = most = min(max(2, int(share * total)), total - 2)  # no less than a token and its successor on either side
     ranked = sorted(documents, key=lambda document: _hash(document.name))
-    count = sum(_hash(document.name) < share * 2**64 for document in documents)
-    held_out = set(ranked[: min(max(1, count), len(documents) - 1)])
-    return [d for d in documents if d not in held_out], [d for d in ranked if d in held_out]
+    chosen: dict[Document, None] = {}
+    for document in ranked:
+        if sizes[document] <= room:
+            chosen[document] = None
+            room -= sizes[document]
+        elif 2 * room < most:
+            break
+    train, held_out = [document for document in documents if document not in chosen], list(chosen)
+    if train and 2 * room >= most:
+        whole = next(document for document in ranked if document not in chosen)
+        before, behind = _cut(whole, sizes[whole] - room, stdin)
+        train[train.index(whole)] = before
+        held_out.append(behind)
+    return train, held_out
+
+
+def _cut(document: Document, place: int, stdin: bytes) -> tuple[Document, Document]:
+    """A document before and behind a place, or up to three bytes before it where a character would be cut."""
+    first = document.begin + max(0, place - 3)
+    place += document.begin
+    behind = document._replace(begin=first, end=place + 1).read(stdin)
+    while place > first and behind[place - first] in _CONTINUATION:
+        place -= 1
+    return document._replace(end=place), document._replace(name=f"{document.name} (end)", begin=place)
 
 
 def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
@@ -155,8 +178,8 @@ def _documents_of(document: Document, field: str) -> Iterator[Document]:
     with document.path.open("rb") as file:
         for number, line in enumerate(file, 1):
             name, end = f"{document.name}:{number}", begin + len(line)
-            if line.strip() and _line_text(name, line, field):
-                yield Document(name, document.path, begin, end, field)
+            if line.strip() and (text := _line_text(name, line, field)):
+                yield Document(name, document.path, 0, len(text.encode()), (begin, end, field))
             begin = end
 
 

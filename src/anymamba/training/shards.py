@@ -18,12 +18,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.files import digest_file, open_tensors, read_json, write_json, write_tensors
+from anymamba.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
 
 _INDEX = "index.json"
+_SPLIT = "by bytes"  # the rule by which text is held out
 
 
 class Tokens(NamedTuple):
@@ -84,17 +85,39 @@ def prepare(
         tell: is told what happens.
 
     Raises:
-        ValueError: a source cannot be read, has no text, or is too short.
+        ValueError: a source cannot be read, has no text, or is too short, or the directory is that of other text.
     """
     stdin = read_stdin() if "-" in config.sources else b""
     documents = find_documents(config.sources, config.jsonl_field)
-    key = _key(config, documents, stdin)
-    index = _read_index(directory)
-    if index.get("key") != key or not index.get("complete"):
+    key, sides = _key(config, documents, stdin), split(documents, config.held_out, stdin)
+    tell(
+        "; ".join(_described(side, stdin, what) for side, what in zip(sides, ("to train on", "held out"), strict=True))
+    )
+    if not _is_complete(_read_index(directory), key):
         directory.mkdir(parents=True, exist_ok=True)
-        _tokenise(config, directory, tokenizer, documents, stdin, index if index.get("key") == key else {"key": key})
-        tell(f"tokenised {len(documents):,} documents into {directory}")
+        with locked(directory):
+            index = _read_index(directory)
+            if config.shards is not None and index.get("complete") and index["key"] != key:
+                raise ValueError(
+                    f"data.shards = {directory}: expected tokenised text of the same sources, tokenizer and split, "
+                    "found that of others, or of files that have changed since; name another directory, or remove it "
+                    "if no run needs it"
+                )
+            if not _is_complete(index, key):
+                _tokenise(
+                    config, directory, tokenizer, *sides, stdin, index if index.get("key") == key else {"key": key}
+                )
+                tell(f"tokenised into {directory}")
     return open_corpus(directory)
+
+
+def _is_complete(index: dict[str, Any], key: str) -> bool:
+    return index.get("key") == key and bool(index.get("complete"))
+
+
+def _described(documents: list[Document], stdin: bytes, what: str) -> str:
+    size = sum(document.size(stdin) for document in documents)
+    return f"{what}: {len(documents):,} {'document' if len(documents) == 1 else 'documents'}, {size:,} bytes"
 
 
 def open_corpus(directory: Path) -> Corpus:
@@ -124,11 +147,11 @@ def _tokenise(
     config: DataSection,
     directory: Path,
     tokenizer: Tokenizer,
-    documents: list[Document],
+    train: list[Document],
+    held_out: list[Document],
     stdin: bytes,
     index: dict[str, Any],
 ) -> None:
-    train, held_out = split(documents, config.held_out, stdin)
     index = {"key": index["key"], "vocab_size": tokenizer.vocab_size, "train": index.get("train", []), "held_out": []}
     index["train"] = list(takewhile(lambda s: digest_file(directory / s["file"]) == s["blake2b"], index["train"]))
     done = sum(shard["documents"] for shard in index["train"])
@@ -142,7 +165,8 @@ def _tokenise(
         content = _cut(document.read(stdin), limit)
         text, limit = text + content, limit - len(content)
         pieces.append((encode(document.name, content, tokenizer), len(content)))
-    _write(directory, index, "held_out", pieces, tokenizer)
+    if pieces:
+        _write(directory, index, "held_out", pieces, tokenizer)
     for name in ("train", "held_out"):
         if (count := sum(shard["tokens"] for shard in index[name])) < 2:
             raise ValueError(
@@ -206,7 +230,14 @@ def _read_index(directory: Path) -> dict[str, Any]:
 def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
     """Changes when the documents, the tokenizer or the split do."""
     digest = hashlib.blake2b(stdin, digest_size=16)
-    options = [config.tokenizer, config.held_out, config.held_out_bytes, config.shard_tokens, config.jsonl_field]
+    options = [
+        _SPLIT,
+        config.tokenizer,
+        config.held_out,
+        config.held_out_bytes,
+        config.shard_tokens,
+        config.jsonl_field,
+    ]
     digest.update(json.dumps(options).encode())
     if config.tokenizer != "bytes":
         digest.update(Path(config.tokenizer).read_bytes())
