@@ -26,27 +26,50 @@ def values(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+class Wrapped(torch.nn.Module):
+    """A model in another."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def decayed_names(model, **options):
+    """Names of the parameters in the group that is decayed; both groups together must be all, each once."""
+    decayed, others = parameter_groups(model, 0.3, **options)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert sorted(map(id, [*decayed["params"], *others["params"]])) == sorted(names)
+    return {names[id(p)] for p in decayed["params"]}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_projections_are_decayed(family):
     block = {**FAMILIES[family], "learnable_init_states": True}
     model = small_lm(family, ssm_cfg=block, d_intermediate=128)
-    decayed, others = parameter_groups(model, OptimiserSection())
-    assert {name.rpartition("layers.")[2][2:] for name in decayed} == {
+    assert {name.rpartition("layers.")[2][2:] for name in decayed_names(model)} == {
         "mixer.in_proj.weight",
         "mixer.out_proj.weight",
         "mlp.fc1.weight",
         "mlp.fc2.weight",
     }
-    assert decayed.keys() | others.keys() == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_are_decayed_if_asked(tied):
-    model = small_lm(tie_embeddings=tied)
-    decayed, _ = parameter_groups(model, OptimiserSection(decay_embeddings=True))
-    assert "backbone.embedding.weight" in decayed
-    assert ("lm_head.weight" in decayed) == (not tied)
-    assert not {"backbone.embedding.weight", "lm_head.weight"} & parameter_groups(model, OptimiserSection())[0].keys()
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapped, torch.nn.Sequential, torch.compile])
+def test_embeddings_are_decayed_if_asked(tied, wrap):
+    model = wrap(small_lm(tie_embeddings=tied))
+    more = decayed_names(model, decay_embeddings=True) - decayed_names(model)
+    expected = ["backbone.embedding.weight"] + ["lm_head.weight"] * (not tied)
+    assert sorted(name[name.index(end) :] for name in more for end in expected if name.endswith(end)) == expected
+
+
+def test_the_groups_suit_the_optimisers_of_torch():
+    model = small_lm(tie_embeddings=False)
+    optimiser = torch.optim.AdamW(parameter_groups(model), lr=0.1)
+    assert [group["weight_decay"] for group in optimiser.param_groups] == [0.1, 0.0]
+    set_gradients(model)
+    optimiser.step()
 
 
 @KINDS
@@ -57,7 +80,7 @@ def test_without_a_gradient_only_the_decayed_shrink(kind):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimiser.step(1.0)
-    decayed, _ = parameter_groups(model, OptimiserSection())
+    decayed = decayed_names(model)
     for name, p in model.named_parameters():
         factor = 0.95 if name in decayed else 1.0
         torch.testing.assert_close(p.detach(), before[name] * factor)

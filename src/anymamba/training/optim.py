@@ -9,8 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.models.lm import MambaLM
 from anymamba.training.config import OptimiserSection, ScheduleSection
 from anymamba.training.muon import Muon
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float = 0.1, *, decay_embeddings: bool = False
+) -> list[dict[str, Any]]:
+    """A model's parameters in two groups for an optimiser of torch: those that are decayed, and those that are not.
+
+    Decayed are the weights of projections (`nn.Linear`). Step sizes, decay rates, skips, norms, biases, convolutions,
+    the weights of MIMO and initial states are not: they have a scale of their own. The embedding and the head of a
+    `MambaLM`, wherever it is in the model, are only if `decay_embeddings` says so.
+
+        torch.optim.AdamW(parameter_groups(model), lr=1e-3)
+    """
+    decayed, others = _by_decay(model, decay_embeddings)
+    return [
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(others.values()), "weight_decay": 0.0},
+    ]
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
@@ -20,20 +39,17 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if id(p) in linear - embeddings}
 
 
-def parameter_groups(model: nn.Module, config: OptimiserSection) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters by name: those that are decayed, and those that are not.
-
-    Decayed are the weights of projections. Step sizes, decay rates, skips, norms, biases, convolutions, the weights of
-    MIMO and initial states are not: they have a scale of their own. Embedding and head are, if the config says so.
-    """
-    decayed = {**hidden_matrices(model), **(_embeddings(model) if config.decay_embeddings else {})}
+def _by_decay(model: nn.Module, decay_embeddings: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters by name: those that are decayed, and those that are not."""
+    decayed = {**hidden_matrices(model), **(_embeddings(model) if decay_embeddings else {})}
     return decayed, {name: p for name, p in model.named_parameters() if name not in decayed}
 
 
 def _embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The embedding, and the head if it is another parameter."""
+    """The embeddings, and the heads that are other parameters."""
     weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name: p for name, p in model.named_parameters() if id(p) in weights or name == "lm_head.weight"}
+    weights |= {id(m.lm_head.weight) for m in model.modules() if isinstance(m, MambaLM)}
+    return {name: p for name, p in model.named_parameters() if id(p) in weights}
 
 
 class Optimiser:
@@ -45,7 +61,7 @@ class Optimiser:
 
     def __init__(self, model: nn.Module, config: OptimiserSection) -> None:
         """Sort the parameters into groups."""
-        decayed, others = parameter_groups(model, config)
+        decayed, others = _by_decay(model, config.decay_embeddings)
         matrices: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, int]] = []  # a view, the parameter, the first of its rows
         if config.kind == "muon":
