@@ -65,6 +65,15 @@ def test_the_config_is_immutable():
         MambaLMConfig(**SMALL).d_model = 3
 
 
+def test_a_table_that_the_caller_changes_later_is_not_the_configs():
+    ssm_cfg, extra = dict(FAMILIES["Mamba2"]), {"notes": ["first"]}
+    config = MambaLMConfig(d_model=32, n_layer=2, ssm_cfg=ssm_cfg, extra=extra)
+    ssm_cfg["d_state"] = 64
+    extra["notes"].append("second")
+    assert config.block_config().d_state == FAMILIES["Mamba2"]["d_state"]
+    assert config.extra == {"notes": ["first"]}
+
+
 def test_golden_configs_survive_a_round_trip():
     from anymamba.files import read_json
 

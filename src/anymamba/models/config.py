@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,9 @@ class MambaLMConfig:
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the file that are none of ours
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
+        for name in ("ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"):
+            object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         for f in dataclasses.fields(self):
             if f.type in ("int", "bool"):
                 _typed(f.name, getattr(self, f.name), f)
