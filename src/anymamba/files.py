@@ -58,10 +58,13 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], meta
         OSError: it cannot be written; what was there before is as it was.
     """
     with replacing(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         try:
             save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
         except SafetensorError as error:  # what the library makes of a full disk
             raise OSError(f"{path}: cannot be written ({error})") from error
+        temporary.chmod(mode)  # the library may put a file of its own there, which nobody else can read
 
 
 @contextmanager

@@ -1,4 +1,6 @@
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -142,6 +144,55 @@ def test_tied_weights_are_one_parameter():
     assert tied.lm_head.weight is tied.backbone.embedding.weight
     assert untied.lm_head.weight is not untied.backbone.embedding.weight
     assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_loading_ties_again_what_the_meta_device_parted(assign, with_head):
+    source, x = small_lm(), ids(1, 9)
+    state = source.state_dict()
+    if not with_head:
+        del state["lm_head.weight"]
+    model = MambaLM(source.config, device="meta")
+    if not assign:
+        model.to_empty(device="cpu")
+        assert not model.is_tied
+    model.load_state_dict(state, assign=assign)
+    assert model.is_tied
+    assert torch.equal(model(x).logits, source(x).logits)
+
+
+def test_a_tied_model_within_another_module_reads_a_state_without_a_head():
+    outer = torch.nn.ModuleDict({"lm": small_lm(seed=1)})
+    outer.load_state_dict({f"lm.{name}": x for name, x in small_lm().state_dict().items() if "lm_head" not in name})
+    assert outer["lm"].fingerprint() == small_lm().fingerprint()
+
+
+def test_two_weights_for_one_tied_parameter_are_refused():
+    untied = small_lm(tie_embeddings=False).state_dict()
+    with pytest.raises(
+        RuntimeError, match=r"are one \(tied\), but lm_head.weight and .* differ; load them into .*False"
+    ):
+        small_lm().load_state_dict(untied)
+    with pytest.raises(RuntimeError, match=r"Missing key.*lm_head\.weight"):
+        small_lm(tie_embeddings=False).load_state_dict(
+            {name: x for name, x in untied.items() if not name.startswith("lm_head")}
+        )
+
+
+def test_a_head_of_its_own_stays_one_when_it_is_loaded():
+    model = small_lm()
+    model.lm_head = torch.nn.Linear(32, 64, bias=False)
+    head = model.lm_head.weight.detach().clone()
+    model.load_state_dict(model.state_dict())
+    assert not model.is_tied
+    assert torch.equal(model.lm_head.weight, head)
+
+
+def test_copies_and_pickles_are_tied():
+    for model in (copy.deepcopy(small_lm()), pickle.loads(pickle.dumps(small_lm()))):
+        model.load_state_dict(small_lm(seed=1).state_dict(), assign=True)
+        assert model.is_tied
 
 
 def test_layer_norm_models_have_biases_and_run():

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -187,7 +189,7 @@ def test_weights_are_read_in_the_asked_dtype(dtype, directory):
 
 
 MEASURE = """
-import sys, torch
+import re, sys, torch
 from anymamba.models import MambaLM
 
 def private_bytes():
@@ -195,22 +197,49 @@ def private_bytes():
     fields = dict(line.split(":", 1) for line in lines)
     return sum(int(fields[name].split()[0]) * 1024 for name in ("Private_Dirty", "Private_Clean"))
 
-for dtype in (torch.float32, torch.bfloat16):
-    before = private_bytes()
-    model = MambaLM.from_pretrained(sys.argv[1], dtype=dtype)
-    print(private_bytes() - before, sum(p.nbytes for p in model.parameters()))
+def resident_bytes(name):
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+MambaLM.from_pretrained(sys.argv[2])  # what the first call loads besides weights
+for dtype, mapped in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, False)):
+    open("/proc/self/clear_refs", "w").write("5")  # forget the peak
+    before, resident = private_bytes(), resident_bytes("VmRSS")
+    model = MambaLM.from_pretrained(sys.argv[1], dtype=dtype, mapped=mapped)
+    print(private_bytes() - before, resident_bytes("VmHWM") - resident, sum(p.nbytes for p in model.parameters()))
+    del model
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_weights_of_the_stored_dtype_are_mapped_and_not_copied(tmp_path):
+def test_loading_takes_the_memory_of_the_weights_once_and_mapped_ones_take_none(tmp_path):
     """In a process of its own: an allocator that has served others would hide or add what loading takes."""
-    MambaLM(d_model=256, n_layer=4, vocab_size=50000, ssm_cfg={"layer": "Mamba2"}).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    MambaLM(d_model=512, n_layer=8, vocab_size=4000, ssm_cfg={"layer": "Mamba2"}).save_pretrained(tmp_path / "large")
+    small_lm().save_pretrained(tmp_path / "small")
+    command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "small"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    (mapped, wide), (copied, narrow) = (map(int, line.split()) for line in lines)
-    assert mapped < 0.2 * wide
-    assert copied < 1.2 * narrow
+    mapped, *copied = (list(map(int, line.split())) for line in lines)
+    assert mapped[0] < 0.2 * mapped[2]
+    for kept, peak, weights in copied:
+        assert kept < 1.2 * weights
+        assert peak < 1.2 * weights + 2**24  # and the largest tensor's pages
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])
+@pytest.mark.parametrize("same_dtype", [True, False])
+def test_a_loaded_model_does_not_change_with_its_file(directory, suffix, same_dtype):
+    if suffix != "safetensors":
+        file = directory / "pytorch_model.bin"
+        tensors = load_file(directory / "model.safetensors")
+        torch.save(tensors, file, _use_new_zipfile_serialization=suffix == "bin")
+        (directory / "model.safetensors").unlink()
+    else:
+        file = directory / "model.safetensors"
+    model = MambaLM.from_pretrained(directory, dtype=None if same_dtype else torch.float64)
+    expected = {name: x.clone() for name, x in model.state_dict().items()}
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * size)
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
 
 
 def test_loaded_weights_can_be_trained(directory):
@@ -363,11 +392,66 @@ class TestSaving:
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
     def test_a_model_may_be_saved_over_the_file_it_is_mapped_from(self, directory):
-        model = MambaLM.from_pretrained(directory)
+        model = MambaLM.from_pretrained(directory, mapped=True)
         expected = {name: x.clone() for name, x in model.state_dict().items()}
         model.save_pretrained(directory)
         for loaded in (model, MambaLM.from_pretrained(directory)):
             assert all(torch.equal(x, expected[name]) for name, x in loaded.state_dict().items())
+
+    def refused(self, model, directory, message):
+        with pytest.raises(ValueError, match=message):
+            model.save_pretrained(directory / "out")
+        assert not (directory / "out").exists()
+
+    def test_a_head_of_its_own_under_a_tied_config_is_refused_and_not_dropped(self, tmp_path):
+        model, x = small_lm(), torch.randint(61, (1, 9))
+        model.lm_head = torch.nn.Linear(32, 64, bias=False)
+        self.refused(
+            model, tmp_path, r"two different ones; to keep both, .*tie_embeddings=False.*model.tie_weights\(\)"
+        )
+        model.config = dataclasses.replace(model.config, tie_embeddings=False)
+        model.save_pretrained(tmp_path / "both")
+        assert torch.equal(MambaLM.from_pretrained(tmp_path / "both")(x).logits, model(x).logits)
+
+    def test_a_head_with_the_embeddings_values_is_saved_as_tied(self, tmp_path):
+        model = small_lm()
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.save_pretrained(tmp_path)
+        assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+
+    def test_weights_that_do_not_fit_the_config_are_refused_before_anything_is_written(self, tmp_path):
+        class Adapter(torch.nn.Module):
+            def __init__(self, base):
+                super().__init__()
+                self.base, self.down = base, torch.nn.Linear(base.in_features, 2)
+
+        model = small_lm()
+        mixer = model.backbone.layers[1].mixer
+        mixer.in_proj = Adapter(mixer.in_proj)
+        self.refused(
+            model, tmp_path, r"do not fit .*missing: .*1.mixer.in_proj.weight; unexpected: .*in_proj.base.weight"
+        )
+        model = small_lm()
+        torch.nn.utils.parametrizations.weight_norm(model.backbone.layers[0].mixer.in_proj)
+        self.refused(model, tmp_path, "unexpected: .*in_proj.parametrizations.weight.original0.*merge adapters")
+        model = small_lm(tie_embeddings=False)
+        model.backbone.embedding = torch.nn.Embedding(70, 32)
+        self.refused(model, tmp_path, r"misshapen: backbone.embedding.weight \(expected \(64, 32\), got \(70, 32\)\)")
+        model = small_lm()
+        model.config.ssm_cfg["d_state"] = 32
+        self.refused(model, tmp_path, "misshapen")
+        model = small_lm()
+        model.backbone.norm_f.weight = torch.nn.Parameter(torch.ones(32, dtype=torch.int8), requires_grad=False)
+        self.refused(model, tmp_path, r"backbone.norm_f.weight \(torch.int8\)")
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="modes are those of POSIX")
+    def test_weights_may_be_read_by_whom_the_umask_allows(self, tmp_path):
+        before = os.umask(0o027)
+        try:
+            small_lm().save_pretrained(tmp_path)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 class TestHub:

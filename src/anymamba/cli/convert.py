@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
     expect_no_other(target, format_named(args.format))
     checkpoint = open_checkpoint(source)
-    model = load_model(source, dtype=DTYPES.get(args.dtype))
+    model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -24,6 +24,7 @@ from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, RMSNorm, make_norm
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
+from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
 from anymamba.scan.numerics import state_dtype
 
@@ -136,6 +137,8 @@ class MambaLM(nn.Module):
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
         self._initialise()
         self.tie_weights()
+        self.register_load_state_dict_pre_hook(before_loading)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(after_loading)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -228,6 +231,12 @@ class MambaLM(nn.Module):
             self.lm_head.weight = self.backbone.embedding.weight
 
     @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding are one parameter now."""
+        head: Tensor | None = getattr(self.lm_head, "weight", None)
+        return head is not None and head is getattr(self.backbone.embedding, "weight", None)
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.backbone.embedding.weight.device
@@ -258,6 +267,7 @@ class MambaLM(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        mapped: bool = False,
     ) -> MambaLM:
         """Load a checkpoint: a directory, or the id of a repository on the hub.
 
@@ -265,14 +275,20 @@ class MambaLM(nn.Module):
             source: a directory in any of `anymamba.models.formats`, or "owner/name".
             dtype: of the parameters; that of the file if not given.
             device: of the parameters.
+            mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
+                place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
         """
         # The file formats are built on this module, so they cannot be imported above it.
         from anymamba.models.pretrained import load_model
 
-        return load_model(source, dtype=dtype, device=device)
+        return load_model(source, dtype=dtype, device=device, mapped=mapped)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, format: str = "official") -> None:
-        """Write config and weights in one of `anymamba.models.formats`."""
+        """Write config and weights in one of `anymamba.models.formats`.
+
+        Raises:
+            ValueError: the format cannot hold the model, or its weights do not fit its config; nothing is written.
+        """
         from anymamba.models.pretrained import save_model
 
         save_model(self, directory, format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +18,11 @@ from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
 from anymamba.models.skeleton import skeleton
-from anymamba.models.weights import Stored, describe_mismatch, find_weights, read_entries, weight_file
+from anymamba.models.tying import EMBEDDING, HEAD, same_values
+from anymamba.models.weights import DTYPES, Stored, describe_mismatch, find_weights, read_entries, weight_file
 
 # Files that go with the weights, whatever the format.
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_HEAD, _EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
 
 
 class Checkpoint(NamedTuple):
@@ -44,7 +45,7 @@ class Checkpoint(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Of the stored embedding."""
-        return self.tensors[_EMBEDDING][2].dtype
+        return self.tensors[EMBEDDING][2].dtype
 
 
 def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
@@ -58,12 +59,18 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     files = find_weights(directory, adapter.weight_files)
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
-    tensors = _match(directory, adapter, config, files)
+    tensors, problems = _match(adapter, config, read_entries(files))
+    if problems:
+        raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
     return Checkpoint(directory, adapter, config, files, tensors)
 
 
 def load_model(
-    source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    mapped: bool = False,
 ) -> MambaLM:
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -74,12 +81,10 @@ def load_model(
     targets = {name: x.dtype for name, x in model.state_dict().items()}
     if dtype is None:
         _warn_of_narrowing(checkpoint, targets)
-    if tied := checkpoint.config.tie_embeddings:
+    if checkpoint.config.tie_embeddings:
         _check_tied(checkpoint)
-        targets.pop(_HEAD)
-    state = _read(checkpoint, targets, copy=asked != checkpoint.dtype, device=torch.device(device))
-    if tied:
-        state[_HEAD] = state[_EMBEDDING]
+        targets.pop(HEAD)
+    state = _read(checkpoint, targets, mapped=mapped, device=torch.device(device))
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(device).eval()
@@ -91,13 +96,36 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = 
     The config comes last, so that a directory with a config is complete.
     """
     adapter, target = format_named(format), Path(directory)
+    tensors = {adapter.their_key(name): x for name, x in _stored_state(model, adapter).items()}
     raw = adapter.write_config(model.config, model.dtype)
     expect_no_other(target, adapter)
     target.mkdir(parents=True, exist_ok=True)
-    state = {name: x for name, x in model.state_dict().items() if name != _HEAD or not model.config.tie_embeddings}
-    tensors = {adapter.their_key(name): x.cpu() for name, x in state.items()}
-    write_tensors(target / adapter.weight_files[0], tensors, {"format": "pt"})
+    write_tensors(target / adapter.weight_files[0], {key: x.cpu() for key, x in tensors.items()}, {"format": "pt"})
     write_json(target / adapter.config_files[0], raw)
+
+
+def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
+    """The tensors of a model's checkpoint by our names: those that the model of its config has, and no others.
+
+    Raises:
+        ValueError: nobody could load them with that config.
+    """
+    state = model.state_dict()
+    if model.config.tie_embeddings and HEAD in state and EMBEDDING in state:
+        if not same_values(state[HEAD], state[EMBEDDING]):
+            raise ValueError(
+                "save_pretrained: the config says that head and embedding are one (tied), but the model holds two "
+                "different ones; to keep both, set model.config = dataclasses.replace(model.config, "
+                "tie_embeddings=False); to keep the embedding alone, call model.tie_weights()"
+            )
+        del state[HEAD]
+    entries = [(Path(), adapter.their_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
+    if problems := _match(adapter, model.config, entries)[1]:
+        raise ValueError(
+            f"save_pretrained: the weights do not fit the model's config, so nobody could load them: {problems}; merge "
+            "adapters and parametrisations into the weights, and give a resized model a config that says so"
+        )
+    return state
 
 
 def expect_no_other(directory: Path, adapter: Format) -> None:
@@ -176,13 +204,17 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
 
 
 def _match(
-    directory: Path, adapter: Format, config: MambaLMConfig, files: list[Path]
-) -> dict[str, tuple[Path, str, Stored]]:
-    """Match the stored tensors with the model's parameters, one to one, by name and shape."""
+    adapter: Format, config: MambaLMConfig, entries: Iterable[tuple[Path, str, Stored]]
+) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
+    """Match stored tensors with the model's parameters, one to one, by name and shape.
+
+    Returns:
+        Them by our names, and what does not fit, empty if all does.
+    """
     expected = {name: tuple(x.shape) for name, x in skeleton(config).state_dict().items()}
     tensors: dict[str, tuple[Path, str, Stored]] = {}
-    unexpected, twice, misshapen = [], [], []
-    for path, key, stored in read_entries(files):
+    unexpected, twice, misshapen, foreign = [], [], [], []
+    for path, key, stored in entries:
         name = adapter.our_key(key)
         if name not in expected:
             unexpected.append(key)
@@ -192,12 +224,18 @@ def _match(
             tensors[name] = (path, key, stored)
             if stored.shape != expected[name]:
                 misshapen.append(f"{key} (expected {expected[name]}, got {stored.shape})")
-    optional = {_HEAD} if config.tie_embeddings else set()
+            if stored.dtype not in DTYPES.values():
+                foreign.append(f"{key} ({stored.dtype})")
+    optional = {HEAD} if config.tie_embeddings else set()
     missing = [adapter.their_key(name) for name in expected if name not in tensors and name not in optional]
-    problems = {"missing": missing, "unexpected": unexpected, "present twice": twice, "misshapen": misshapen}
-    if text := describe_mismatch(problems):
-        raise ValueError(f"{directory}: the weights do not fit the config: {text}")
-    return tensors
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "present twice": twice,
+        "misshapen": misshapen,
+        "of a dtype that weights cannot have": foreign,
+    }
+    return tensors, describe_mismatch(problems)
 
 
 def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) -> None:
@@ -215,12 +253,11 @@ def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) 
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     """Raise if a model whose head is its embedding was stored with a head that differs."""
-    if _HEAD not in checkpoint.tensors:
+    if HEAD not in checkpoint.tensors:
         return
-    stored = {name: checkpoint.tensors[name][2].dtype for name in (_HEAD, _EMBEDDING)}
-    found = _read(checkpoint, stored, copy=False)
-    head, embedding = found[_HEAD], found[_EMBEDDING]
-    if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+    stored = {name: checkpoint.tensors[name][2].dtype for name in (HEAD, EMBEDDING)}
+    found = _read(checkpoint, stored, mapped=True)
+    if not same_values(found[HEAD], found[EMBEDDING]):
         raise ValueError(
             f"{checkpoint.directory}: the config says that head and embedding are one (tied), "
             "but the weights hold two different ones"
@@ -231,7 +268,7 @@ def _read(
     checkpoint: Checkpoint,
     dtypes: dict[str, torch.dtype],
     *,
-    copy: bool,
+    mapped: bool,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
     """Tensors by our name, those that `dtypes` names and in its dtypes, file by file."""
@@ -241,5 +278,5 @@ def _read(
             for name, dtype in dtypes.items():
                 where, key, _ = checkpoint.tensors[name]
                 if where == path:
-                    state[name] = file.read(key, dtype, copy=copy).to(device)
+                    state[name] = file.read(key, dtype, device, mapped=mapped)
     return state

@@ -1,7 +1,8 @@
 """Weights on disk: what each file holds, and every tensor straight from the file in the dtype that is asked for.
 
-safetensors files are mapped into memory: a tensor that keeps its dtype is never copied. Pickles are opened with torch's
-restricted reader, which builds tensors and runs no code.
+Files are mapped into memory, and tensors are copied from them, so that a file may change or go. A view of the file
+takes no memory, but changes with the file; where the file was cut short, reading the view ends the process. Pickles are
+opened with torch's restricted reader, which builds tensors and runs no code.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from anymamba.files import open_tensors, read_json
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class _Converted:
-    """Counts converted bytes: pages of a file that were read stay in memory until the file is let go."""
+class _Copied:
+    """Counts copied bytes: pages of a file that were read stay in memory until the file is let go."""
 
     def __init__(self, path: Path) -> None:
-        self._limit = max(2**24, path.stat().st_size // 40) if path.is_file() else 0
+        self._limit = max(2**22, path.stat().st_size // 40) if path.is_file() else 0
         self._bytes = 0
 
     def too_many(self, more: int) -> bool:
@@ -47,7 +48,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Remember the path."""
         self.path = path
-        self._converted = _Converted(path)
+        self._copied = _Copied(path)
         self._stack = ExitStack()
 
     def __enter__(self) -> SafetensorsFile:
@@ -69,17 +70,17 @@ class SafetensorsFile:
         found = {}
         for name in self._file.keys():  # noqa: SIM118
             part = self._file.get_slice(name)
-            if part.get_dtype() not in _DTYPES:
-                raise ValueError(f"{self.path}: {name} must be one of {list(_DTYPES)}, got {part.get_dtype()}")
-            found[name] = Stored(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            if part.get_dtype() not in DTYPES:
+                raise ValueError(f"{self.path}: {name} must be one of {list(DTYPES)}, got {part.get_dtype()}")
+            found[name] = Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
         return found
 
-    def read(self, name: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
-        """One tensor: a view of the file, or a copy (or conversion) of it."""
-        if not copy:
-            return self._file.get_tensor(name).to(dtype)
-        tensor = self._file.get_tensor(name).to(dtype, copy=True)
-        if self._converted.too_many(tensor.nbytes):
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
+        """One tensor: a copy, or if `mapped` a view of the file where it is already as asked for."""
+        view: Tensor = self._file.get_tensor(name)
+        tensor = view.to(device, dtype, copy=not mapped)
+        if not mapped and self._copied.too_many(view.nbytes):
+            del view
             self.__exit__()
             self.__enter__()
         return tensor
@@ -91,7 +92,7 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         """Remember the path."""
         self.path = path
-        self._converted = _Converted(path)
+        self._copied = _Copied(path)
 
     def __enter__(self) -> PickleFile:
         """Read the table of tensors; their values stay in the file where its form allows."""
@@ -115,8 +116,10 @@ class PickleFile:
 
     def _load(self) -> Any:
         try:
+            self._is_mapped = True
             return torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # the form before zip files cannot be mapped
+            self._is_mapped = False
             return torch.load(self.path, map_location="cpu", weights_only=True)
 
     def __exit__(self, *error: object) -> None:
@@ -127,10 +130,14 @@ class PickleFile:
         """Shape and dtype by name."""
         return {name: Stored(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
 
-    def read(self, name: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
-        """One tensor: a view of the file, or a copy (or conversion) of it."""
-        tensor: Tensor = self._tensors[name].detach().to(dtype, copy=copy).contiguous()
-        if copy and self._converted.too_many(tensor.nbytes):
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
+        """One tensor: a copy, or if `mapped` a view of the file where it is already as asked for."""
+        view: Tensor = self._tensors[name].detach()
+        tensor = view.to(device, dtype, copy=not mapped).contiguous()
+        if not self._is_mapped:
+            del self._tensors[name]
+        elif not mapped and self._copied.too_many(view.nbytes):
+            del view
             self.__exit__()
             self.__enter__()
         return tensor
