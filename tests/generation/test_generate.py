@@ -4,6 +4,7 @@ import torch
 from anymamba import GenerationState, LMCache, MambaLM, generate, stream
 from anymamba.generation import start
 from tests.models.cases import FAMILIES, GOLDEN, golden, small_lm
+from tests.models.test_lm_cache import bad_rows_cases, rows_cases
 
 families = pytest.mark.parametrize("family", FAMILIES)
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
@@ -184,6 +185,33 @@ def test_one_prefix_branches_into_many_continuations():
     answers = model.generate(questions, 10, cache=prefix.rows([0] * 3)).tokens
     whole = torch.cat([ids.expand(3, -1), questions], 1)
     assert torch.equal(answers, model.generate(whole, 10).tokens)
+
+
+@pytest.mark.parametrize(("index", "meant"), rows_cases(), ids=repr)
+def test_rows_of_a_state_keep_the_batch_dimension_however_they_are_named(index, meant, unchecked):
+    state = start(small_lm(), torch.randint(61, (3, 5)))
+    chosen = state.rows(index)
+    assert chosen.batch_size == chosen.cache.batch_size == len(meant)
+    assert torch.equal(chosen.logits, state.logits[meant])
+    assert torch.equal(chosen.seen, state.seen[meant])
+    assert torch.equal(chosen.keys, state.keys[meant])
+
+
+@pytest.mark.parametrize(("index", "error", "message"), bad_rows_cases(), ids=repr)
+def test_what_names_no_rows_of_a_state_is_refused(index, error, message, unchecked):
+    with pytest.raises(error, match=message):
+        start(small_lm(), torch.randint(61, (3, 5))).rows(index)
+
+
+def test_a_state_moves_to_a_model_of_another_dtype():
+    model, ids = small_lm(dtype=torch.bfloat16), torch.randint(61, (2, 9))
+    wide = small_lm()
+    wide.load_state_dict(model.state_dict())
+    state = start(model, ids).to(torch.float32)
+    assert state.logits.dtype == torch.float32
+    assert {x.dtype for x in state.cache.tensors().values()} == {torch.float32}
+    assert wide.generate(None, 3, cache=state.to("cpu")).tokens.shape == (2, 3)
+    assert not state.detach().logits.requires_grad
 
 
 def test_a_bare_cache_goes_on_with_a_prompt():

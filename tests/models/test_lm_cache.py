@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,6 +43,51 @@ def test_rows_branch_and_cat_joins(family, x):
     assert torch.isfinite(out.logits).all()
 
 
+def rows_cases():
+    """Ways to say which rows, and the rows they mean, of three."""
+    return [
+        (1, [1]),
+        (-1, [2]),
+        (np.int64(1), [1]),
+        (torch.tensor(1), [1]),
+        ((0, 1), [0, 1]),
+        ([2, np.int64(0), torch.tensor(2)], [2, 0, 2]),
+        (range(2), [0, 1]),
+        (torch.tensor([2, 1], dtype=torch.int32), [2, 1]),
+        (torch.tensor([], dtype=torch.int64), []),
+        (slice(1, None), [1, 2]),
+    ]
+
+
+def bad_rows_cases():
+    return [
+        (3, IndexError, "there are 3 rows, 0 to 2, got 3"),
+        ([0, -4], IndexError, "got -4"),
+        (torch.tensor([0, 7]), IndexError, "got 7"),
+        (torch.tensor([[0, 1]]), TypeError, "expected a row's number, .*got tensor"),
+        (1.0, TypeError, "got 1.0"),
+        ([True, False, True], TypeError, "got .True, False, True"),
+        (torch.tensor([True, False, True]), TypeError, "expected a row's number"),
+        ("01", TypeError, "got '01'"),
+        (None, TypeError, "got None"),
+        (([0], [1]), TypeError, "expected a row's number"),
+    ]
+
+
+@pytest.mark.parametrize(("index", "meant"), rows_cases(), ids=repr)
+def test_rows_keep_the_batch_dimension_however_they_are_named(index, meant, x, unchecked):
+    cache = small_lm()(x).cache
+    chosen = cache.rows(index)
+    assert chosen.batch_size == len(meant)
+    assert all(torch.equal(t, cache.tensors()[name][meant]) for name, t in chosen.tensors().items())
+
+
+@pytest.mark.parametrize(("index", "error", "message"), bad_rows_cases(), ids=repr)
+def test_what_names_no_rows_is_refused(index, error, message, x, unchecked):
+    with pytest.raises(error, match=message):
+        small_lm()(x).cache.rows(index)
+
+
 @families
 def test_going_on_changes_no_cache(family, x):
     model = small_lm(family)
@@ -58,6 +104,9 @@ def test_detach_and_to_apply_to_every_layer(x):
     wide = cache.to(dtype=torch.float64)
     assert all(t.dtype == torch.float64 for t in wide.tensors().values())
     assert wide.nbytes == 2 * cache.nbytes
+    narrow = cache.to(torch.bfloat16).tensors()
+    assert equal(cache.to(torch.bfloat16), cache.to(dtype=torch.bfloat16))
+    assert {t.dtype for t in narrow.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path, x):

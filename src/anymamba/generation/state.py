@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anymamba.models.cache import Fingerprinted, LMCache, cache_from, load_state, save_state
+from anymamba.models.cache import Fingerprinted, LMCache, Rows, cache_from, load_state, row_index, save_state
 
 _KIND = "GenerationState"
 
@@ -41,18 +41,34 @@ class GenerationState(NamedTuple):
         """Rows."""
         return self.logits.shape[0]
 
-    def rows(self, index: Tensor | list[int] | slice | int) -> GenerationState:
-        """Select rows; an index may repeat, to branch one sequence into several, which then draw differently."""
-        if isinstance(index, int):
-            index = [index]
-        on_cpu = index.cpu() if isinstance(index, Tensor) else index
+    def rows(self, index: Rows) -> GenerationState:
+        """Select rows; an index may repeat, to branch one sequence into several, which then draw differently.
+
+        Raises:
+            IndexError: there is no such row.
+            TypeError: `index` is not a whole number, some of them, or a slice.
+        """
+        chosen = row_index(index, self.batch_size)
+        on_cpu = chosen.cpu() if isinstance(chosen, Tensor) else chosen
         return GenerationState(
-            self.cache.rows(index), self.logits[index], self.seen[on_cpu], self.keys[on_cpu], self.counts[on_cpu]
+            self.cache.rows(chosen), self.logits[chosen], self.seen[on_cpu], self.keys[on_cpu], self.counts[on_cpu]
         )
 
     def clone(self) -> GenerationState:
         """A copy that shares no memory with this state."""
         return GenerationState(self.cache.clone(), *(x.clone() for x in self[1:]))
+
+    def detach(self) -> GenerationState:
+        """The same values without their autograd history."""
+        return self._replace(cache=self.cache.detach(), logits=self.logits.detach())
+
+    def to(
+        self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> GenerationState:
+        """For the model on another device, or in another dtype; the cache's states keep at least float32."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        return self._replace(cache=self.cache.to(device, dtype), logits=self.logits.to(device, dtype))
 
     def save(self, path: str | os.PathLike[str], model: Fingerprinted) -> None:
         """Write to a safetensors file together with the fingerprint of `model`."""

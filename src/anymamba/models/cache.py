@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from anymamba.blocks.cache import CacheMethods
 from anymamba.files import open_tensors, write_tensors
+
+Rows = Tensor | Sequence[int] | slice | int
 
 
 @runtime_checkable
@@ -52,13 +55,21 @@ class LMCache(NamedTuple):
         """The same values without their autograd history."""
         return LMCache(tuple(layer.detach() for layer in self.layers))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LMCache:
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> LMCache:
         """On another device, or for activations of another dtype; states keep at least float32."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
         return LMCache(tuple(layer.to(device, dtype) for layer in self.layers))
 
-    def rows(self, index: Tensor | list[int] | slice | int) -> LMCache:
-        """Select rows of the batch; an index may repeat, to branch one sequence into several."""
-        return LMCache(tuple(layer.rows(index) for layer in self.layers))
+    def rows(self, index: Rows) -> LMCache:
+        """Select rows of the batch; an index may repeat, to branch one sequence into several.
+
+        Raises:
+            IndexError: there is no such row.
+            TypeError: `index` is not a whole number, some of them, or a slice.
+        """
+        chosen = row_index(index, self.batch_size)
+        return LMCache(tuple(layer.rows(chosen) for layer in self.layers))
 
     @staticmethod
     def cat(caches: Iterable[LMCache]) -> LMCache:
@@ -103,6 +114,34 @@ class LMCache(NamedTuple):
         """
         tensors, notes = load_state(path, "LMCache", model)
         return cache_from(path, model, tensors, notes)
+
+
+def row_index(index: Rows, size: int) -> Tensor | list[int] | slice:
+    """An index of rows that keeps the batch dimension, checked against the `size` of the batch."""
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, Tensor) and index.ndim == 1 and index.dtype in (torch.int32, torch.int64):
+        chosen: Tensor | list[int] = index
+        # Elsewhere than on the CPU the numbers would have to be waited for; torch checks them there.
+        known = [] if torch.compiler.is_compiling() or index.device.type != "cpu" else index.tolist()
+    else:
+        if isinstance(index, Tensor) and index.ndim == 1:
+            index = index.tolist()
+        try:
+            chosen = known = [_whole(i) for i in (index if isinstance(index, Sequence) else [index])]
+        except TypeError:
+            raise TypeError(
+                f"rows: expected a row's number, several in a list or a tensor (n,), or a slice, got {index!r}"
+            ) from None
+    if wrong := [i for i in known if not -size <= i < size]:
+        raise IndexError(f"rows: there are {size} rows, 0 to {size - 1}, got {wrong[0]}")
+    return chosen
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)  # type: ignore[arg-type]
 
 
 def _cat(layers: tuple[Any, ...]) -> Any:
