@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from anymamba import MambaLM, SsdPath
+from anymamba.generation import start
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, golden, small_lm
 from tests.support import FLOOR, assert_near
 
@@ -228,6 +229,20 @@ def test_the_fingerprint_tells_models_apart():
     assert a.fingerprint() != b.fingerprint()
 
 
+@pytest.mark.parametrize("last_only", [True, False])
+@pytest.mark.parametrize("bad", [-1, 64, 10**6])
+def test_labels_out_of_range_are_refused_where_they_count(bad, last_only):
+    model, x, lengths = small_lm(), ids(2, 5), torch.tensor([5, 3])
+    labels = x.clone()
+    labels[1, 3:] = bad  # padding
+    labels[:, 0] = bad  # nothing comes before it
+    labels[0, 2] = -100
+    expected = model(x, labels=labels.clamp(-100, 63), mask=lengths, last_only=last_only).loss
+    assert torch.equal(model(x, labels=labels, mask=lengths, last_only=last_only).loss, expected)
+    with pytest.raises(ValueError, match=rf"between 0 and 63, or -100 to be ignored, got .*{bad}"):
+        model(x, labels=labels, last_only=last_only)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -241,6 +256,16 @@ def test_the_fingerprint_tells_models_apart():
         (lambda m: m(ids(2, 3), mask=torch.ones(2, 4, dtype=torch.bool)), ValueError, r"\(b=2, t=3\), got \(2, 4\)"),
         (lambda m: m(ids(2, 3), labels=ids(2, 4)), ValueError, r"the shape of input_ids, \(2, 3\), got \(2, 4\)"),
         (lambda m: MambaLM(m.config, d_model=3), TypeError, "a config or its fields"),
+        (lambda m: MambaLM(m.config.to_dict()), TypeError, "a MambaLMConfig, got dict; MambaLMConfig.from_dict"),
+        (lambda m: MambaLM("model"), TypeError, "a MambaLMConfig, got str; .*MambaLM.from_pretrained"),
+        (lambda m: m([[1, 2]]), TypeError, r"input_ids must be a tensor \(b, t\), got list; torch.tensor\(\[ids\]\)"),
+        (lambda m: m(ids(1, 5)[0]), ValueError, r"input_ids must have shape \(b, t\), got \(5,\); .*unsqueeze\(0\)"),
+        (lambda m: m(ids(1, 3), ids(1, 3)), TypeError, "an LMCache, got Tensor; labels go by their name, labels="),
+        (lambda m: m(ids(1, 3), m(ids(1, 2))), TypeError, "an LMCache, got LMOutput; pass its .cache"),
+        (lambda m: m(ids(1, 3), start(m, ids(1, 2))), TypeError, "an LMCache, got GenerationState; pass its .cache"),
+        (lambda m: m(ids(1, 3), (1, 2)), TypeError, "an LMCache, got tuple"),
+        (lambda m: m(ids(1, 3), labels=ids(1, 3).float()), TypeError, "tensor of int32 or int64, got torch.float32"),
+        (lambda m: m(ids(1, 3), labels=[[1, 2, 3]]), TypeError, "labels must be a tensor of .*got list"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, error, message, unchecked):

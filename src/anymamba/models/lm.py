@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from anymamba.blocks.padding import Padding
 from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.models.cache import LMCache
+from anymamba.models.checks import expect_cache, expect_ids, expect_labels, expect_targets
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, RMSNorm, make_norm
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
@@ -103,6 +104,7 @@ class Backbone(nn.Module):
         return hidden.float() if wide else hidden
 
     def _layer_caches(self, cache: LMCache | None) -> tuple[Any, ...]:
+        expect_cache(cache)
         if cache is None:
             return (None,) * len(self.layers)
         if len(cache.layers) != len(self.layers):
@@ -131,6 +133,11 @@ class MambaLM(nn.Module):
         super().__init__()
         if config is not None and fields:
             raise TypeError(f"MambaLM: give a config or its fields, not both; got also {sorted(fields)}")
+        if config is not None and not isinstance(config, MambaLMConfig):
+            raise TypeError(
+                f"MambaLM: config must be a MambaLMConfig, got {type(config).__name__}; MambaLMConfig.from_dict(...) "
+                "makes one of a table, MambaLM.from_pretrained(...) loads a directory"
+            )
         self.config = config = config or MambaLMConfig(**fields)
         self._decoder = Decoder()
         self.backbone = Backbone(config, device=device, dtype=dtype)
@@ -167,15 +174,20 @@ class MambaLM(nn.Module):
 
         Returns:
             logits, loss (None without labels) and the new cache.
+
+        Raises:
+            TypeError: an argument of another type or dtype.
+            ValueError: ids or labels out of range, or shapes that do not go together.
         """
-        if labels is not None and labels.shape != input_ids.shape:
-            shape = tuple(input_ids.shape)
-            raise ValueError(f"MambaLM: labels must have the shape of input_ids, {shape}, got {tuple(labels.shape)}")
+        expect_ids(input_ids)
+        if labels is not None:
+            expect_labels(labels, input_ids)
         hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
         logits_btv = self.lm_head(_last(hidden_btd, cu_seqlens, mask) if last_only else hidden_btd)
         if labels is None:
             return LMOutput(logits_btv, None, new)
         targets_m = _next_labels(labels, cu_seqlens, mask).flatten()
+        expect_targets(targets_m, logits_btv.shape[-1])
         if last_only:
             nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), targets_m)
         else:

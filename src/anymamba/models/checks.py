@@ -1,0 +1,80 @@
+"""What the door of a language model refuses, by the names of its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymamba.models.cache import LMCache
+from anymamba.models.loss import IGNORED_LABEL
+from anymamba.operators import is_observed
+
+_WHOLE = (torch.int32, torch.int64)
+
+
+def expect_ids(input_ids: Any) -> None:
+    """Token ids of a batch; their dtype and range are the embedding's to check.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not (b, t).
+    """
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"MambaLM: input_ids must be a tensor (b, t), got {type(input_ids).__name__}; "
+            "torch.tensor([ids]) makes one of a list of ids"
+        )
+    if input_ids.ndim != 2:
+        hint = "; input_ids.unsqueeze(0) is a batch of one" if input_ids.ndim == 1 else ""
+        raise ValueError(f"MambaLM: input_ids must have shape (b, t), got {tuple(input_ids.shape)}{hint}")
+
+
+def expect_cache(cache: Any) -> None:
+    """A cache of a language model, or None.
+
+    Raises:
+        TypeError: something else.
+    """
+    if cache is None or isinstance(cache, LMCache):
+        return
+    hint = ""
+    if isinstance(cache, Tensor):
+        hint = "; labels go by their name, labels=..."
+    elif isinstance(getattr(cache, "cache", None), LMCache):
+        hint = "; pass its .cache"
+    raise TypeError(f"MambaLM: cache must be an LMCache, got {type(cache).__name__}{hint}")
+
+
+def expect_labels(labels: Any, input_ids: Tensor) -> None:
+    """Whole numbers of the shape of the ids.
+
+    Raises:
+        TypeError: another dtype, or not a tensor.
+        ValueError: another shape.
+    """
+    found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+    if found not in _WHOLE:
+        raise TypeError(f"MambaLM: labels must be a tensor of int32 or int64, got {found}")
+    if labels.shape != input_ids.shape:
+        shape = tuple(input_ids.shape)
+        raise ValueError(f"MambaLM: labels must have the shape of input_ids, {shape}, got {tuple(labels.shape)}")
+
+
+def expect_targets(targets: Tensor, vocab: int) -> None:
+    """The labels that count must be tokens. Looked at on the CPU alone, where it costs no waiting, and not in a trace.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if targets.device.type != "cpu" or is_observed():
+        return
+    counted = targets[targets != IGNORED_LABEL]
+    if not counted.numel():
+        return
+    low, high = (int(x) for x in counted.aminmax())
+    if low < 0 or high >= vocab:
+        raise ValueError(
+            f"MambaLM: labels must be between 0 and {vocab - 1}, or {IGNORED_LABEL} to be ignored, got {low} to {high}"
+        )
