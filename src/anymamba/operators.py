@@ -108,13 +108,16 @@ def is_observed() -> bool:
 
 
 def is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether the arguments are ordinary tensors that nobody follows, neither autograd nor a tracer."""
+    """Whether the arguments are ordinary tensors that nobody follows, neither autograd nor a tracer.
+
+    A tensor that torch has marked as negated, without having done so in memory, is not.
+    """
     if is_observed():
         return False
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    return all(type(x) in (Tensor, nn.Parameter) and not x.is_neg() for x in tensors)
 
 
 def _expect_no_tangents(name: str, arguments: tuple[Any, ...]) -> None:

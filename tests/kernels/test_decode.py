@@ -80,7 +80,7 @@ def test_a_block_steps_as_its_modules_do(options, dtype, portable):
     tokens, cache = torch.randn(5, 3, 16, dtype=dtype), random_cache(block, 3).detach()
     compare(steps(block, tokens, cache), portable(steps, block, tokens, cache), dtype)
     compare(steps(block, tokens), portable(steps, block, tokens), dtype)
-    assert block._whole._covers is (type(getattr(block, "rotation", None)) in (type(None), ComplexRotation))
+    assert block._whole._program.covers is (type(getattr(block, "rotation", None)) in (type(None), ComplexRotation))
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def test_a_model_steps_as_its_modules_do(fields, family, dtype, portable):
     model = small_lm(family, dtype, **fields)
     tokens = torch.randint(61, (5, 3))
     y, cache = steps(model, tokens)
-    assert model._decoder._covers
+    assert model._decoder._program.covers
     y_portable, cache_portable = portable(steps, model, tokens)
     # Twenty times larger than usual outputs of the blocks make every rounding of the activations count.
     floor = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 2e-2}[dtype]
@@ -114,7 +114,7 @@ def test_neither_threads_nor_the_batch_move_a_bit(name, dtype, threads):
     tokens = torch.randn(2, 7, 102, dtype=dtype)
     threads(2)
     y, cache = steps(block, tokens)
-    assert block._whole._covers
+    assert block._whole._program.covers
     threads(1)
     for rows in (slice(0, 1), slice(3, 4), slice(1, 4), slice(2, 7)):
         y_alone, cache_alone = steps(block, tokens[:, rows])
@@ -309,7 +309,7 @@ def test_a_model_that_changes_its_dtype(family, portable):
         model.to(dtype)
         logits, cache = model.step(ids)
         assert logits.dtype == dtype
-        assert model._decoder._covers
+        assert model._decoder._program.covers
         assert_near(logits, portable(model.step, ids)[0], {torch.bfloat16: 0.1, torch.float16: 2e-2}.get(dtype, 2e-5))
         model.step(ids, cache)
 
@@ -321,8 +321,8 @@ def test_other_projections_leave_the_rest_compiled(options, portable):
     block.in_proj.__class__ = Doubled
     tokens = torch.randn(3, 2, 16, dtype=torch.float64)
     compare(steps(block, tokens), portable(steps, block, tokens), torch.float64)
-    assert block._core._covers
-    assert not block._whole._covers
+    assert block._core._program.covers
+    assert not block._whole._program.covers
 
 
 @torch.no_grad()
@@ -348,7 +348,7 @@ class Quiet(Mamba2):
 def test_a_subclass_runs_its_own_code(portable):
     block, tokens = Quiet(d_model=16, d_state=8, headdim=8), torch.randn(3, 2, 16)
     compare(steps(block, tokens), portable(steps, block, tokens), torch.float32)
-    assert not block._whole._covers
+    assert not block._whole._program.covers
 
 
 @torch.no_grad()
@@ -384,7 +384,8 @@ class Holder(nn.Module):
 
 
 def multiply(holder, x):
-    done = Decoder().run(x.dtype, lambda program: program.linear(0, holder, "matrix", to=OUTPUT), x, [])
+    out, width = holder.matrix.weight.shape
+    done = Decoder().run(x.dtype, lambda program: program.linear(0, holder, "matrix", width, out, to=OUTPUT), x, [])
     return done[0]
 
 
@@ -425,7 +426,7 @@ with torch.no_grad():
         for dtype in DTYPES:
             block, tokens = make_large(name, dtype), torch.randn(2, 3, 102, dtype=dtype)
             y, _ = steps(block, tokens)
-            assert block._whole._covers
+            assert block._whole._program.covers
             real, library.missing = library.missing, lambda device, dtype: "off"
             assert_near(y, steps(block, tokens)[0], FLOOR[dtype])
             library.missing = real

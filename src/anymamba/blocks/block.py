@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks.padding import Padding
 from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
+from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath
 from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
 
@@ -92,8 +93,12 @@ class Block(nn.Module):
         Raises:
             NotCovered: the kernels cannot do what this block does.
         """
-        projected = program.linear(x, self, "in_proj")
-        program.linear(self._record_core(program, projected), self, "out_proj", to=to, add=add)
+        width, inner = self.config.d_model, self.config.d_inner
+        projected = program.linear(x, self, "in_proj", width, self._projected_width())
+        program.linear(self._record_core(program, projected), self, "out_proj", inner, width, to=to, add=add)
+
+    def _projected_width(self) -> int:
+        return sum(part.rows for part in self.seams()["in_proj"])
 
     def _record_core(self, program: Program, projected: int) -> int:
         """Record what lies between the projections, from one slot to another."""
@@ -120,6 +125,8 @@ class Block(nn.Module):
 
         def record(program: Program) -> None:
             program.watch.module(self, type(self))
+            if program.input_width != self._projected_width():
+                raise NotCovered
             program.write(self._record_core(program, 0), self.config.d_inner)
 
         done = self._core.run(projected.dtype, record, projected, cache.tensors())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from anymamba.kernels import library
 from anymamba.kernels.cpu.conv import conv_backward, conv_forward
 from anymamba.operators import cache_blocks, define_operator, silu_backward
+from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype
 
 
@@ -63,7 +64,16 @@ class CausalConv(nn.Module):
 
         Returns:
             The outputs (b, t, v), and the windows behind the last real input.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            TypeError: the window has another dtype than `x`.
         """
+        sizes = {"v": self.weight.shape[0], "w": self.weight.shape[2]}
+        expect_shape("CausalConv", "x", x, "b t v", sizes)
+        sizes["s"] = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        expect_shape("CausalConv", "window", window, "s v w", sizes)
+        expect_like("CausalConv", "window", window, x.dtype, x.device)
         if not library.missing(x.device, x.dtype):
             out, new_window = _fused(x, window, self.weight.squeeze(1), self.bias, lengths, cu_seqlens)
             return out, new_window

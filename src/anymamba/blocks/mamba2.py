@@ -299,16 +299,16 @@ class Mamba2(Block):
             to=ssm_y,
             cache_window=program.cached(c.conv_dim, c.d_conv),
             cache_state=program.cached(c.nheads, c.headdim, c.d_state, dtype=program.wide),
-            conv_weight=program.parameter(conv, "weight"),
-            conv_bias=program.parameter(conv, "bias"),
-            dt_bias=program.parameter(self, "dt_bias"),
-            a_log=program.parameter(self, "A_log"),
-            skip=program.parameter(self, "D"),
+            conv_weight=program.parameter(conv, "weight", c.conv_dim, 1, c.d_conv),
+            conv_bias=program.parameter(conv, "bias", c.conv_dim, optional=True),
+            dt_bias=program.parameter(self, "dt_bias", c.nheads),
+            a_log=program.parameter(self, "A_log", c.nheads),
+            skip=program.parameter(self, "D", c.ssm_width if c.D_has_hdim else c.nheads),
         )
         if self.mlp_width:
             program.gate(x0, z0, self.mlp_width, to=y)
         if c.rmsnorm:
-            program.norm(ssm_y, program.watch.child(self, "norm", GatedRMSNorm), z=z, to=ssm_y)
+            program.norm(ssm_y, program.watch.child(self, "norm", GatedRMSNorm), c.ssm_width, z=z, to=ssm_y)
         else:
             program.gate(ssm_y, z, c.ssm_width, to=ssm_y)
         return y

@@ -411,6 +411,7 @@ class Mamba3(Block):
         starts = accumulate(self._widths()[:-1], initial=projected)
         key_norm, query_norm = (program.watch.child(self, name, RMSNorm) for name in ("B_norm", "C_norm"))
         out_norm = program.watch.child(self, "norm", GatedRMSNorm) if c.is_outproj_norm else None
+        mimo = ("mimo_x", "mimo_z", "mimo_o") if c.is_mimo else ()
         y = program.slot(c.d_inner)
         program.mamba3(
             heads=c.nheads,
@@ -435,14 +436,14 @@ class Mamba3(Block):
             cache_k=program.cached(c.rank, c.nheads, c.d_state),
             cache_v=program.cached(c.nheads, c.headdim),
             cache_angle=program.cached(c.nheads, rotation.pairs, dtype=program.wide),
-            key_norm=program.parameter(key_norm, "weight"),
-            query_norm=program.parameter(query_norm, "weight"),
-            key_bias=program.parameter(self, "B_bias"),
-            query_bias=program.parameter(self, "C_bias"),
-            dt_bias=program.parameter(self, "dt_bias"),
-            skip=program.parameter(self, "D"),
-            **{name: program.parameter(self, name) for name in ("mimo_x", "mimo_z", "mimo_o") if c.is_mimo},
-            **({} if out_norm is None else {"out_norm": program.parameter(out_norm, "weight")}),
+            key_norm=program.parameter(key_norm, "weight", c.d_state),
+            query_norm=program.parameter(query_norm, "weight", c.d_state),
+            key_bias=program.parameter(self, "B_bias", c.nheads, c.rank, c.d_state),
+            query_bias=program.parameter(self, "C_bias", c.nheads, c.rank, c.d_state),
+            dt_bias=program.parameter(self, "dt_bias", c.nheads),
+            skip=program.parameter(self, "D", c.nheads),
+            **{name: program.parameter(self, name, c.nheads, c.rank, c.headdim) for name in mimo},
+            **({} if out_norm is None else {"out_norm": program.parameter(out_norm, "weight", c.d_inner)}),
         )
         return y
 

@@ -26,7 +26,16 @@ def gate_ranks(
     gate: Float[Tensor, "h r p"] | None = None,
     out: Float[Tensor, "h r p"] | None = None,
 ) -> Float[Tensor, "b t h p"]:
-    """Gate each rank of `y` by its own view of `z`, and sum the ranks. The weights are given both or neither."""
+    """Gate each rank of `y` by its own view of `z`, and sum the ranks.
+
+    Raises:
+        ValueError: only one of the weights is given.
+        TypeError: y and z are of different dtypes.
+    """
+    if (gate is None) != (out is None):
+        raise ValueError("gate_ranks: gate and out must be given both or neither, got one")
+    if y.dtype != z.dtype:
+        raise TypeError(f"gate_ranks: z must have the dtype of y, {y.dtype}, got {z.dtype}")
     operator = _operator if library.missing(y.device, y.dtype) else _fused
     o: Tensor = operator(y, z, gate, out)
     return o

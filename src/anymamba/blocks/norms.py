@@ -50,6 +50,8 @@ class GatedRMSNorm(nn.Module):
         _expect_channels("GatedRMSNorm", x, self.weight)
         if x.shape != z.shape:
             raise ValueError(f"GatedRMSNorm: z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
+        if x.dtype != z.dtype:
+            raise TypeError(f"GatedRMSNorm: z must have the dtype of x, {x.dtype}, got {z.dtype}")
         operator = _operator if library.missing(x.device, x.dtype) else _fused
         y: Tensor = operator(x, z, self.weight, self.group_size, self.norm_before_gate, self.eps)
         return y

@@ -64,7 +64,9 @@ def _default_paths() -> list[tuple[str, str]]:
 
 def _kernels() -> str:
     """Whether the compiled kernels are there, with which vector instructions, or why not."""
-    return f"built, using {LIBRARY.isa}" if LIBRARY.handle is not None else f"none: {LIBRARY.reason}"
+    if LIBRARY.handle is None:
+        return f"none: {LIBRARY.reason}"
+    return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
 
 
 def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:

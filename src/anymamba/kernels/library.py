@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_INTERFACE_VERSION = 4
+from anymamba.kernels.cpu.structures import FUNCTIONS, STRUCTURES
+
 _FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymamba_cpu.so"
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -37,12 +38,13 @@ class Library(NamedTuple):
     handle: ctypes.CDLL | None
     reason: str
     isa: str = ""  # the vector instructions in use: baseline, avx2 or avx512
+    threads: bool = False  # whether it was built with OpenMP; without, it runs on one thread
 
 
 def _candidates() -> list[Path]:
     """Where the library may lie: beside this file, or, for an editable install, where the installer put it."""
     if chosen := os.environ.get("ANYMAMBA_LIBRARY"):
-        return [Path(chosen)]
+        return [Path(chosen).resolve()]  # a bare name is a file here, not one on the system's search path
     places = [Path(__file__).parent / "cpu" / _FILE_NAME]
     with contextlib.suppress(PackageNotFoundError):
         places.append(Path(str(distribution("anymamba").locate_file(f"anymamba/kernels/cpu/{_FILE_NAME}"))))
@@ -62,13 +64,21 @@ def _load() -> Library:
         return Library(None, "not built: the package was installed without a C++ compiler")
     try:
         handle = ctypes.CDLL(str(path))
-        version = handle.anymamba_interface_version()
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         return Library(None, f"{path} could not be loaded: {error}")
-    if version != _INTERFACE_VERSION:
+    if not _is_ours(handle):
         return Library(None, f"{path} is of another version: reinstall the package")
-    handle.anymamba_isa.restype = ctypes.c_char_p
-    return Library(handle, "", handle.anymamba_isa().decode())
+    handle.anymamba_isa.restype, handle.anymamba_has_threads.restype = ctypes.c_char_p, ctypes.c_bool
+    return Library(handle, "", handle.anymamba_isa().decode(), handle.anymamba_has_threads())
+
+
+def _is_ours(handle: ctypes.CDLL) -> bool:
+    """Whether the library has all our functions, and reads the structures that we write."""
+    names = ("size_of", "isa", "has_threads", *FUNCTIONS)
+    if not all(hasattr(handle, f"anymamba_{name}") for name in names):
+        return False
+    handle.anymamba_size_of.restype = ctypes.c_int64
+    return all(handle.anymamba_size_of(k.encode()) == ctypes.sizeof(v) for k, v in STRUCTURES.items())
 
 
 LIBRARY = _load()
@@ -84,7 +94,7 @@ def missing(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def call(name: str, args: ctypes.Structure) -> None:
-    """Call the kernel `name` with its argument structure.
+    """Call the kernel `name`, one of `FUNCTIONS`, with its argument structure.
 
     Raises:
         RuntimeError: there is no kernel.
@@ -92,7 +102,7 @@ def call(name: str, args: ctypes.Structure) -> None:
     """
     if LIBRARY.handle is None:
         raise RuntimeError(f"compiled CPU kernels are not available: {LIBRARY.reason}")
-    if LIBRARY.handle[name](ctypes.byref(args)):
+    if LIBRARY.handle[f"anymamba_{name}"](ctypes.byref(args)):
         raise MemoryError(f"{name}: out of memory")
 
 
@@ -116,13 +126,46 @@ def dense_last_axis(x: Tensor) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def checked_bounds(cu_seqlens: Tensor, t: int) -> Tensor:
-    """`cu_seqlens` as the kernels read it: they follow it into memory, so it is checked here whoever calls.
+def expect(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """`x`: kernels follow shapes and dtypes into memory, so they are checked here whoever calls.
+
+    Args:
+        name: of the argument.
+        x: on the CPU.
+        shape: that it must have.
+        dtype: that it must have; any that the kernels know if none is given.
 
     Raises:
-        ValueError: not (0, ..., t) in increasing order.
+        ValueError: another shape or device.
+        TypeError: another dtype.
+    """
+    if x.shape != tuple(shape) or x.device.type != "cpu":
+        raise ValueError(f"{name} must have shape {tuple(shape)} on cpu, got {tuple(x.shape)} on {x.device}")
+    if x.dtype != dtype and (dtype is not None or x.dtype not in _DTYPES):
+        raise TypeError(f"{name} must be {dtype or 'a floating-point tensor'}, got {x.dtype}")
+    return x
+
+
+def checked_lengths(lengths: Tensor, b: int, t: int) -> Tensor:
+    """How many steps of each row are real, (b,), as the kernels read it.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if lengths.shape != (b,):
+        raise ValueError(f"lengths must have shape {(b,)}, got {tuple(lengths.shape)}")
+    return lengths.to(torch.int64).clamp(0, t).contiguous()
+
+
+def checked_bounds(cu_seqlens: Tensor, b: int, t: int) -> Tensor:
+    """`cu_seqlens` as the kernels read it.
+
+    Raises:
+        ValueError: not (0, ..., t) in increasing order, or more than one row.
     """
     bounds = cu_seqlens.to(torch.int64).contiguous()
+    if b != 1:
+        raise ValueError(f"packed sequences must lie in a batch of 1, got {b}")
     if bounds[0] != 0 or bounds[-1] != t or (bounds.diff() <= 0).any():
         raise ValueError(f"cu_seqlens must increase strictly from 0 to t = {t}, got {bounds.tolist()}")
     return bounds

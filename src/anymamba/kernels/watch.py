@@ -36,12 +36,15 @@ class Watch:
         self._memory: list[Any] | None = None
 
     def module(self, module: nn.Module, kind: type) -> None:
-        """A module that must be exactly of `kind`, with no hooks on it and none of its methods patched."""
+        """A module that must be exactly of `kind`, with no hooks on it and none of its methods replaced.
+
+        What is replaced in a class itself, for all modules of it, is not seen.
+        """
         self._modules.append(weakref.ref(module))
         self._kinds.append(type(module))
         self._sizes.append(_size(module))
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-        patched = any(name in module.__dict__ for name in ("forward", "step"))
+        patched = any(callable(getattr(type(module), name, None)) for name in vars(module))
         if type(module) is not kind or patched or any(self._hooks) or _any_global_hooks():
             raise NotCovered
 

@@ -64,10 +64,11 @@ class GatedMLP(nn.Module):
         y, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
 
-    def record(self, program: Program, x: int, *, to: int) -> None:
+    def record(self, program: Program, x: int, d_model: int, *, to: int) -> None:
         """Record `forward` for the compiled kernels: from slot `x`, added to slot `to`."""
-        both, width = program.linear(x, self, "fc1"), self.fc2.in_features
-        program.linear(program.gate(both, both + width, width), self, "fc2", to=to, add=True)
+        width = self.fc2.in_features
+        both = program.linear(x, self, "fc1", d_model, 2 * width)
+        program.linear(program.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
 
     def seams(self) -> dict[str, tuple[Part, ...]]:
         """The parts of `fc1`."""
@@ -108,15 +109,16 @@ class ResidualLayer(nn.Module):
 
     def record(self, program: Program, residual: int) -> None:
         """Record `step` for the compiled kernels: slot `residual` moves on."""
-        hidden = program.norm(residual, program.watch.child(self, "norm", RMSNorm))
+        width = program.input_width
+        hidden = program.norm(residual, program.watch.child(self, "norm", RMSNorm), width)
         program.watch.child(self, "mixer", type(self.mixer))
         if not isinstance(self.mixer, Block):
             raise NotCovered
         self.mixer.record(program, hidden, to=residual, add=True)
         program.release(hidden)
         if self.mlp is not None:
-            hidden = program.norm(residual, program.watch.child(self, "norm2", RMSNorm))
-            program.watch.child(self, "mlp", GatedMLP).record(program, hidden, to=residual)
+            hidden = program.norm(residual, program.watch.child(self, "norm2", RMSNorm), width)
+            program.watch.child(self, "mlp", GatedMLP).record(program, hidden, width, to=residual)
             program.release(hidden)
 
     def _around(

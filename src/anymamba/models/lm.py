@@ -84,7 +84,11 @@ class Backbone(nn.Module):
 
     def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b d"], LMCache]:
         """The hidden state behind the last norm for one token, and the new cache."""
-        residual, new = self._embed(input_ids), []
+        return self._step_layers(self._embed(input_ids), cache)
+
+    def _step_layers(self, residual: Tensor, cache: LMCache | None) -> tuple[Tensor, LMCache]:
+        """`step` behind the embedding, (b, d)."""
+        new = []
         for layer, layer_cache in zip(self.layers, self._layer_caches(cache), strict=True):
             residual, layer_cache = layer.step(residual, layer_cache)  # type: ignore[operator]
             new.append(layer_cache)
@@ -207,19 +211,17 @@ class MambaLM(nn.Module):
         Returns:
             The logits of the next token (b, v), and the new cache.
         """
-        if (done := self._step_compiled(input_ids, cache, in_place)) is not None:
+        residual_bd = self.backbone._embed(input_ids)
+        if (done := self._step_compiled(residual_bd, cache, in_place)) is not None:
             return done
-        hidden_bd, new = self.backbone.step(input_ids, cache)
+        hidden_bd, new = self.backbone._step_layers(residual_bd, cache)
         return self.lm_head(hidden_bd), new
 
-    def _step_compiled(self, input_ids: Tensor, cache: LMCache | None, in_place: bool) -> tuple[Tensor, LMCache] | None:
-        """`step` in one call to the compiled kernels behind the embedding; None where they do not cover it."""
-        if input_ids.ndim != 1 or torch.is_autocast_enabled("cpu"):
+    def _step_compiled(self, residual: Tensor, cache: LMCache | None, in_place: bool) -> tuple[Tensor, LMCache] | None:
+        """`step` behind the embedding in one call to the compiled kernels; None where they do not cover it."""
+        if torch.is_autocast_enabled("cpu") or residual.dtype != state_dtype(self.dtype):
             return None
-        residual = self.backbone._embed(input_ids)
-        if residual.dtype != state_dtype(self.dtype):
-            return None
-        cache = self.init_cache(input_ids.shape[0]) if cache is None else cache
+        cache = self.init_cache(residual.shape[0]) if cache is None else cache
         tensors = [x for layer in cache.layers for x in layer.tensors()]
         done = self._decoder.run(self.dtype, self._record, residual, tensors, in_place)
         return done and (done[0], cache.with_tensors(done[1]))
@@ -230,8 +232,8 @@ class MambaLM(nn.Module):
         layers = program.watch.child(backbone, "layers", nn.ModuleList)
         for name in layers._modules:
             program.watch.child(layers, name, ResidualLayer).record(program, 0)
-        hidden = program.norm(0, program.watch.child(backbone, "norm_f", RMSNorm))
-        program.linear(hidden, self, "lm_head", to=OUTPUT)
+        hidden = program.norm(0, program.watch.child(backbone, "norm_f", RMSNorm), program.input_width)
+        program.linear(hidden, self, "lm_head", program.input_width, self.lm_head.out_features, to=OUTPUT)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """The cache of a fresh start."""

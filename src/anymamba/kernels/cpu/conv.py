@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from anymamba.kernels import library
-
-_i64, _pointer = ctypes.c_int64, ctypes.c_void_p
-
-
-class _ConvArgs(ctypes.Structure):
-    """`ConvArgs` of csrc/block_args.h, field by field."""
-
-    _fields_ = (
-        *((name, _i64) for name in ("dtype", "threads", "batch", "time", "channels", "width", "sequences")),
-        ("bounds", _pointer),
-        ("lengths", _pointer),
-        ("x", _pointer),
-        ("x_strides", _i64 * 2),
-        *((name, _pointer) for name in ("window", "weight", "bias", "out", "new_window", "dout")),
-        ("dout_strides", _i64 * 2),
-        *((name, _pointer) for name in ("dnew_window", "dx", "dwindow", "dweight", "dbias")),
-    )
+from anymamba.kernels.cpu.structures import ConvArgs
 
 
 def _run(
@@ -40,8 +22,9 @@ def _run(
 ) -> None:
     """Call a kernel; `results` are contiguous tensors by the names of their fields."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    (b, t, v), (sequences, _, w) = x.shape, window.shape
-    args = _ConvArgs(
+    (b, t, v), w = x.shape, weight.shape[-1]
+    sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    args = ConvArgs(
         dtype=library.dtype_code(x.dtype),
         threads=torch.get_num_threads(),
         batch=b,
@@ -52,15 +35,20 @@ def _run(
     )
     x = library.dense_last_axis(x)
     args.x_strides = x.stride()[:2]
-    tensors = {"x": x, "window": window.contiguous(), "weight": weight.to(wide).contiguous(), **results}
+    tensors = {
+        "x": x,
+        "window": library.expect("window", window, (sequences, v, w), x.dtype).contiguous(),
+        "weight": library.expect("weight", weight, (v, w)).to(wide).contiguous(),
+        **results,
+    }
     if bias is not None:
-        tensors["bias"] = bias.to(wide).contiguous()
+        tensors["bias"] = library.expect("bias", bias, (v,)).to(wide).contiguous()
     if lengths is not None:
-        tensors["lengths"] = lengths.to(torch.int64).clamp(0, t).contiguous()
+        tensors["lengths"] = library.checked_lengths(lengths, b, t)
     if cu_seqlens is not None:
-        tensors["bounds"] = library.checked_bounds(cu_seqlens, t)
+        tensors["bounds"] = library.checked_bounds(cu_seqlens, b, t)
     if dout is not None:
-        tensors["dout"] = library.dense_last_axis(dout)
+        tensors["dout"] = library.dense_last_axis(library.expect("dout", dout, x.shape, x.dtype))
         args.dout_strides = tensors["dout"].stride()[:2]
     for field, tensor in tensors.items():
         setattr(args, field, tensor.data_ptr())
@@ -71,9 +59,11 @@ def conv_forward(
     x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The outputs (b, t, v) and the new windows (s, v, w); `weight` is (v, w)."""
-    out, new_window = library.empty(x.shape, dtype=x.dtype), library.empty(window.shape, dtype=window.dtype)
-    if out.numel():
-        _run("anymamba_conv_forward", x, window, weight, bias, lengths, cu_seqlens, out=out, new_window=new_window)
+    out = library.empty(x.shape, dtype=x.dtype)
+    if not out.numel():
+        return out, window.clone()
+    new_window = library.empty(window.shape, dtype=window.dtype)
+    _run("conv_forward", x, window, weight, bias, lengths, cu_seqlens, out=out, new_window=new_window)
     return out, new_window
 
 
@@ -89,23 +79,24 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, window, weight and bias from those of the outputs and the new windows."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    make = library.empty if x.numel() else library.zeros
-    dx, dwindow = make(x.shape, dtype=x.dtype), make(window.shape, dtype=window.dtype)
-    dweight, dbias = make(weight.shape, dtype=wide), make(weight.shape[:1], dtype=wide)
-    if x.numel():
-        _run(
-            "anymamba_conv_backward",
-            x,
-            window,
-            weight,
-            bias,
-            lengths,
-            cu_seqlens,
-            dout,
-            dnew_window=dnew_window.contiguous(),
-            dx=dx,
-            dwindow=dwindow,
-            dweight=dweight,
-            dbias=dbias,
-        )
+    if not x.numel():
+        none = library.zeros(weight.shape, dtype=weight.dtype)
+        return library.zeros(x.shape, dtype=x.dtype), dnew_window.clone(), none, none.new_zeros(weight.shape[:1])
+    dx, dwindow = library.empty(x.shape, dtype=x.dtype), library.empty(window.shape, dtype=window.dtype)
+    dweight, dbias = library.empty(weight.shape, dtype=wide), library.empty(weight.shape[:1], dtype=wide)
+    _run(
+        "conv_backward",
+        x,
+        window,
+        weight,
+        bias,
+        lengths,
+        cu_seqlens,
+        dout,
+        dnew_window=library.expect("dnew_window", dnew_window, window.shape, x.dtype).contiguous(),
+        dx=dx,
+        dwindow=dwindow,
+        dweight=dweight,
+        dbias=dbias,
+    )
     return dx, dwindow, dweight.to(weight.dtype), dbias.to(weight.dtype)

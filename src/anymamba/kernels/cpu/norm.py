@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 
 import torch
 from torch import Tensor
 
 from anymamba.kernels import library
-
-_i64, _pointer = ctypes.c_int64, ctypes.c_void_p
-
-
-class _NormArgs(ctypes.Structure):
-    """`NormArgs` of csrc/block_args.h, field by field."""
-
-    _fields_ = (
-        *((name, _i64) for name in ("dtype", "threads", "rows", "channels", "group_size", "norm_before_gate")),
-        ("eps", ctypes.c_double),
-        ("x", _pointer),
-        ("x_row", _i64),
-        ("z", _pointer),
-        ("z_row", _i64),
-        ("weight", _pointer),
-        ("y", _pointer),
-        ("dy", _pointer),
-        ("dy_row", _i64),
-        *((name, _pointer) for name in ("dx", "dz", "dweight")),
-    )
+from anymamba.kernels.cpu.structures import NormArgs
 
 
 def _run(
@@ -40,19 +21,23 @@ def _run(
     **results: Tensor,
 ) -> None:
     """Call a kernel; `rows` are (..., i) tensors, `results` contiguous ones, by the names of their fields."""
-    wide = torch.float64 if rows["x"].dtype == torch.float64 else torch.float32
-    channels = rows["x"].shape[-1]
-    args = _NormArgs(
-        dtype=library.dtype_code(rows["x"].dtype),
+    first = rows["x"]
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    channels = first.shape[-1]
+    if group_size < 1 or channels % group_size:
+        raise ValueError(f"group_size must divide the {channels} channels, got {group_size}")
+    args = NormArgs(
+        dtype=library.dtype_code(first.dtype),
         threads=torch.get_num_threads(),
-        rows=rows["x"].numel() // channels,
+        rows=first.numel() // channels,
         channels=channels,
         group_size=group_size,
         norm_before_gate=norm_before_gate,
         eps=eps,
     )
-    tensors = {"weight": weight.to(wide).contiguous(), **results}
+    tensors = {"weight": library.expect("weight", weight, (channels,)).to(wide).contiguous(), **results}
     for field, x in rows.items():
+        library.expect(field, x, first.shape, first.dtype)
         tensors[field] = library.dense_last_axis(x.reshape(-1, channels))
         setattr(args, f"{field}_row", tensors[field].stride(0))
     for field, tensor in tensors.items():
@@ -64,7 +49,7 @@ def norm_forward(x: Tensor, z: Tensor, weight: Tensor, group_size: int, norm_bef
     """The normed and gated rows, in the shape and dtype of `x`."""
     y = library.empty(x.shape, dtype=x.dtype)
     if x.numel():
-        _run("anymamba_norm_forward", {"x": x, "z": z}, weight, group_size, norm_before_gate, eps, y=y)
+        _run("norm_forward", {"x": x, "z": z}, weight, group_size, norm_before_gate, eps, y=y)
     return y
 
 
@@ -78,7 +63,7 @@ def norm_backward(
     if x.numel():
         rows = {"x": x, "z": z, "dy": dy}
         _run(
-            "anymamba_norm_backward",
+            "norm_backward",
             rows,
             weight,
             group_size,
@@ -94,7 +79,8 @@ def norm_backward(
 def _tiled(x: Tensor) -> int:
     """How many of the last axes of `x` to take as one row, so that all rows lie evenly apart without a copy."""
     for axes in range(1, x.ndim):
-        if x.flatten(0, -1 - axes).data_ptr() == x.data_ptr():
+        leading = [(x.shape[i], x.stride(i)) for i in range(x.ndim - axes) if x.shape[i] > 1]
+        if all(stride == size * after for (_, stride), (size, after) in itertools.pairwise(leading)):
             return axes
     return 1
 
@@ -105,7 +91,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.numel():
         rows = x.flatten(-_tiled(x))
         repeated = weight.repeat(rows.shape[-1] // x.shape[-1])
-        _run("anymamba_norm_forward", {"x": rows}, repeated, x.shape[-1], True, eps, y=y)
+        _run("norm_forward", {"x": rows}, repeated, x.shape[-1], True, eps, y=y)
     return y
 
 
@@ -118,5 +104,5 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
     rows = {"x": x.flatten(-axes), "dy": dy.flatten(-axes)}
     repeated = weight.repeat(rows["x"].shape[-1] // x.shape[-1])
     dx, dweight = library.empty(x.shape, dtype=x.dtype), library.empty(repeated.shape, dtype=wide)
-    _run("anymamba_norm_backward", rows, repeated, x.shape[-1], True, eps, dx=dx, dweight=dweight)
+    _run("norm_backward", rows, repeated, x.shape[-1], True, eps, dx=dx, dweight=dweight)
     return dx, dweight.unflatten(0, (-1, x.shape[-1])).sum(0).to(weight.dtype)

@@ -15,6 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.kernels import library
+from anymamba.kernels.cpu.structures import (
+    EdgePhase,
+    GatePhase,
+    LinearPhase,
+    Mamba2Phase,
+    Mamba3Phase,
+    NormPhase,
+    Parameter,
+    Phase,
+    ProgramArgs,
+)
 from anymamba.kernels.watch import NotCovered, Watch
 from anymamba.operators import is_plain
 
@@ -22,61 +33,9 @@ MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory, and torc
 OUTPUT = -1  # in place of a slot
 _ALIGNED = 16  # elements
 
-_i64, _f64, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _CPU = torch.device("cpu")
-
-
-class _Parameter(ctypes.Structure):
-    _fields_ = (("data", _pointer), ("dtype", _i64))
-
-
-def _structure(name: str, **fields: Any) -> Any:
-    """A structure of csrc/decode_args.h: for each type its fields in order, as one string."""
-    types = {"i": _i64, "f": _f64, "p": _Parameter}
-    pairs = tuple((field, types[kind[0]]) for kind, names in fields.items() for field in names.split())
-    return type(name, (ctypes.Structure,), {"_fields_": pairs})
-
-
-# In the order of `PhaseKind`; a family's phases share one structure.
-_Edge = _structure("EdgePhase", i="width slot")
-_Norm = _structure("NormPhase", i="width group_size norm_before_gate", f="eps", i2="x z to", p="weight")
-_Gate = _structure("GatePhase", i="width x z to")
-_Linear = _structure("LinearPhase", i="in_ out x to add", p="weight bias")
-_Mamba2 = _structure(
-    "Mamba2Phase",
-    i="heads head_width groups state conv_width skip_per_channel",
-    f="dt_min dt_max",
-    i2="xbc dt act to cache_window cache_state",
-    p="conv_weight conv_bias dt_bias a_log skip",
-)
-_Mamba3 = _structure(
-    "Mamba3Phase",
-    i="heads head_width groups state rank pairs interleaved heavy_tail",
-    f="rate_range dt_min dt_max a_floor key_eps query_eps out_eps",
-    i2="z x b c dt a trap angle keys to cache_state cache_k cache_v cache_angle",
-    p="key_norm query_norm key_bias query_bias dt_bias skip mimo_x mimo_z mimo_o out_norm",
-)
+# `PhaseKind` of csrc/decode_args.h; a family has two phases, which share one structure.
 _READ, _NORM, _GATE, _LINEAR, _MAMBA2, _MAMBA3, _WRITE = 0, 1, 2, 3, (4, 5), (6, 7), 8
-
-
-class _Phase(ctypes.Structure):
-    _fields_ = (("kind", _i64), ("args", _pointer))
-
-
-class _ProgramArgs(ctypes.Structure):
-    """`ProgramArgs` of csrc/decode_args.h, field by field."""
-
-    _fields_ = (
-        *((name, _i64) for name in ("dtype", "threads", "batch", "width", "count")),
-        ("phases", _pointer),
-        ("input", _pointer),
-        ("input_dtype", _i64),
-        ("input_row", _i64),
-        ("output", _pointer),
-        ("output_width", _i64),
-        ("old_cache", _pointer),
-        ("new_cache", _pointer),
-    )
 
 
 class Program:
@@ -94,12 +53,31 @@ class Program:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.watch = Watch()
         self.output_width = 0
+        self.covers = True  # whether there are phases for everything
         self._phases: list[tuple[int, ctypes.Structure]] = []
         self._next = self._width = 0
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._expected: dict[int, list[Any]] = {}
         self._table: Any = None
-        self._add(_READ, _Edge(width=input_width, slot=self.slot(input_width)))
+        self._add(_READ, EdgePhase(width=input_width, slot=self.slot(input_width)))
+
+    @staticmethod
+    def recorded(record: Callable[[Program], None], dtype: torch.dtype, x: Tensor) -> Program:
+        """What `record` makes for inputs like `x`; it covers nothing if that raises `NotCovered`."""
+        program = Program(dtype, x.shape[-1], x.dtype)
+        try:
+            record(program)
+        except NotCovered:
+            program.covers = False
+        program.watch.close()
+        phases = ((kind, ctypes.addressof(phase)) for kind, phase in program._phases)
+        program._table = (Phase * len(program._phases))(*(Phase(*phase) for phase in phases))
+        return program
+
+    def serves(self, dtype: torch.dtype, x: Tensor) -> bool:
+        """Whether it was recorded for inputs like `x`, from modules that are still as they were."""
+        recorded, asked = (self.dtype, self.input_width, self.input_dtype), (dtype, x.shape[-1], x.dtype)
+        return recorded == asked and self.watch.holds()
 
     # Recording
 
@@ -119,33 +97,47 @@ class Program:
         self._cache.append((shape, dtype or self.dtype))
         return len(self._cache) - 1
 
-    def parameter(self, owner: nn.Module, name: str) -> _Parameter:
-        """A parameter of a module, read where it lies."""
+    def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Parameter:
+        """A parameter of a module, read where it lies; where an optional one is None, none."""
         narrow = (torch.float32, torch.bfloat16, torch.float16)
         x = self.watch.parameter(owner, name, (self.wide,) if self.wide == torch.float64 else narrow)
-        return _Parameter() if x is None else _Parameter(data=x.data_ptr(), dtype=library.dtype_code(x.dtype))
+        if x is None and optional:
+            return Parameter()
+        if x is None or x.shape != shape:
+            raise NotCovered
+        return Parameter(data=x.data_ptr(), dtype=library.dtype_code(x.dtype))
 
-    def linear(self, x: int, owner: nn.Module, name: str, *, to: int | None = None, add: bool = False) -> int:
-        """The submodule `name`, an `nn.Linear`, applied to slot `x`: in a new slot, or in `to`, or added to it."""
+    def linear(
+        self, x: int, owner: nn.Module, name: str, width: int, out: int, *, to: int | None = None, add: bool = False
+    ) -> int:
+        """The submodule `name`, an `nn.Linear`, applied to slot `x`: in a new slot, or in `to`, or added to it.
+
+        Args:
+            x: slot of the input.
+            owner: of the submodule.
+            name: of the submodule.
+            width: of the input.
+            out: width of the output.
+            to: where the output goes.
+            add: add to what is there.
+        """
         linear = self.watch.child(owner, name, nn.Linear)
-        weight, bias = self.parameter(linear, "weight"), self.parameter(linear, "bias")
-        out, width = linear.weight.shape
+        weight, bias = self.parameter(linear, "weight", out, width), self.parameter(linear, "bias", out, optional=True)
         if linear.weight.dtype != self.dtype:
             raise NotCovered
         to = self.slot(out) if to is None else to
         if to == OUTPUT:
             self.output_width = out
-        self._add(_LINEAR, _Linear(in_=width, out=out, x=x, to=to, add=add, weight=weight, bias=bias))
+        self._add(_LINEAR, LinearPhase(in_=width, out=out, x=x, to=to, add=add, weight=weight, bias=bias))
         return to
 
-    def norm(self, x: int, norm: nn.Module, *, z: int = -1, to: int | None = None) -> int:
-        """An RMS norm that is watched already, with a gate if `z` is given."""
-        weight = self.parameter(norm, "weight")
-        (width,) = norm._parameters["weight"].shape  # type: ignore[union-attr]
+    def norm(self, x: int, norm: nn.Module, width: int, *, z: int = -1, to: int | None = None) -> int:
+        """An RMS norm over `width` channels that is watched already, with a gate if `z` is given."""
+        weight = self.parameter(norm, "weight", width)
         to = self.slot(width) if to is None else to
         group_size = width if z < 0 else self.watch.value(norm, "group_size")
         order = z >= 0 and self.watch.value(norm, "norm_before_gate")
-        phase = _Norm(
+        phase = NormPhase(
             width=width,
             group_size=group_size,
             norm_before_gate=order,
@@ -161,23 +153,23 @@ class Program:
     def gate(self, x: int, z: int, width: int, *, to: int | None = None) -> int:
         """`x silu(z)`."""
         to = self.slot(width) if to is None else to
-        self._add(_GATE, _Gate(width=width, x=x, z=z, to=to))
+        self._add(_GATE, GatePhase(width=width, x=x, z=z, to=to))
         return to
 
     def mamba2(self, **fields: Any) -> None:
         """Convolution, state and readout (`Mamba2Phase`)."""
-        self._add(_MAMBA2[0], phase := _Mamba2(**fields))
+        self._add(_MAMBA2[0], phase := Mamba2Phase(**fields))
         self._add(_MAMBA2[1], phase)
 
     def mamba3(self, **fields: Any) -> None:
         """Keys, state, readout and gate (`Mamba3Phase`)."""
-        self._add(_MAMBA3[0], phase := _Mamba3(**fields))
+        self._add(_MAMBA3[0], phase := Mamba3Phase(**fields))
         self._add(_MAMBA3[1], phase)
 
     def write(self, slot: int, width: int) -> None:
         """The output is a slot."""
         self.output_width = width
-        self._add(_WRITE, _Edge(width=width, slot=slot))
+        self._add(_WRITE, EdgePhase(width=width, slot=slot))
 
     def _add(self, kind: int, phase: ctypes.Structure) -> None:
         self._phases.append((kind, phase))
@@ -195,8 +187,6 @@ class Program:
         Returns:
             The output (b, output_width) and the new cache; None if something is not as it was recorded.
         """
-        if self._table is None:
-            self._table = (_Phase * len(self._phases))(*(_Phase(k, ctypes.addressof(p)) for k, p in self._phases))
         b = x.shape[0]
         if x.ndim != 2 or x.shape[1] != self.input_width or x.dtype != self.input_dtype or not 1 <= b <= MAX_ROWS:
             return None
@@ -207,8 +197,8 @@ class Program:
         x, before = library.dense_last_axis(x), [old.contiguous() for old in cache]
         after = before if in_place else list(map(torch.empty_like, before))
         output = library.empty((b, self.output_width), dtype=self.dtype)
-        pointers = _pointer * len(before)
-        args = _ProgramArgs(
+        pointers = ctypes.c_void_p * len(before)
+        args = ProgramArgs(
             library.dtype_code(self.dtype),
             torch.get_num_threads(),
             b,
@@ -223,7 +213,7 @@ class Program:
             ctypes.addressof(old := pointers(*(t.data_ptr() for t in before))),
             ctypes.addressof(new := pointers(*(t.data_ptr() for t in after))),
         )
-        library.call("anymamba_run_program", args)
+        library.call("run_program", args)
         del old, new  # until here: `args` holds their addresses only
         return output, after
 
@@ -237,7 +227,6 @@ class Decoder:
     def __init__(self) -> None:
         """Start without a program."""
         self._program: Program | None = None
-        self._covers = False
 
     def __reduce__(self) -> tuple[type[Decoder], tuple[()]]:
         """Addresses are of no use to anyone else."""
@@ -255,20 +244,9 @@ class Decoder:
         if not is_plain((x, *cache)) or library.missing(x.device, x.dtype):
             return None
         program = self._program
-        if (
-            program is None
-            or program.dtype != dtype
-            or program.input_dtype != x.dtype
-            or program.input_width != x.shape[-1]
-            or not program.watch.holds()
-        ):
-            self._program = program = Program(dtype, x.shape[-1], x.dtype)
-            try:
-                record(program)
-                self._covers = True
-            except NotCovered:
-                self._covers = False
-            program.watch.close()
-        if not self._covers or (torch.is_grad_enabled() and any(p.requires_grad for p in program.watch.parameters)):
+        if program is None or not program.serves(dtype, x):
+            # Other threads may do the same at the same time: each goes on with the program that it has recorded.
+            self._program = program = Program.recorded(record, dtype, x)
+        if not program.covers or (torch.is_grad_enabled() and any(p.requires_grad for p in program.watch.parameters)):
             return None
         return program.run(x, cache, in_place)

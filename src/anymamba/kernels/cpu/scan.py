@@ -5,52 +5,13 @@ The backward keeps the inputs only; the formulas are those of `scan/serial_recal
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from anymamba.kernels import library
-
-_i64, _pointer = ctypes.c_int64, ctypes.c_void_p
-
-
-class _ScanArgs(ctypes.Structure):
-    """`ScanArgs` of csrc/scan_args.h, field by field."""
-
-    _fields_ = (
-        *((name, _i64) for name in ("dtype", "threads", "batch", "time", "rank", "heads", "groups", "width", "state")),
-        ("chunk_len", _i64),
-        ("sequences", _i64),
-        ("bounds", _pointer),
-        ("v", _pointer),
-        ("v_strides", _i64 * 4),
-        ("k", _pointer),
-        ("k_strides", _i64 * 4),
-        ("q", _pointer),
-        ("q_strides", _i64 * 4),
-        ("log_decay", _pointer),
-        ("log_decay_strides", _i64 * 3),
-        ("scale", _pointer),
-        ("scale_strides", _i64 * 3),
-        ("skip", _pointer),
-        ("initial_state", _pointer),
-        ("y", _pointer),
-        ("final_state", _pointer),
-        ("k_bias", _pointer),
-        ("q_bias", _pointer),
-        ("pairs", _i64),
-        ("interleaved", _i64),
-        *((name, _pointer) for name in ("rate", "dt", "start", "gamma", "kappa", "value_weight", "lengths")),
-        ("last_k", _pointer),
-        ("turned", _pointer),
-        ("dy", _pointer),
-        ("dy_strides", _i64 * 4),
-        ("dfinal_state", _pointer),
-        *((name, _pointer) for name in ("dv", "dk", "dq", "dlog_decay", "dscale", "dskip", "dinitial_state")),
-        *((name, _pointer) for name in ("dlast_k", "dturned", "dk_bias", "dq_bias", "drate", "ddt", "dstart")),
-        *((name, _pointer) for name in ("dgamma", "dkappa", "dvalue_weight")),
-    )
+from anymamba.kernels.cpu.structures import ScanArgs
 
 
 class Call:
@@ -62,9 +23,14 @@ class Call:
         """Fill in what every scan has: shapes as in `ssd_forward`."""
         b, t, r, h, p = v.shape
         g, n = k.shape[3:]
+        if t < 1 or chunk_len < 1:
+            raise ValueError(f"a scan has at least one step, in chunks of at least one, got {t} and {chunk_len}")
+        if g < 1 or h % g:
+            raise ValueError(f"the groups must divide the {h} heads, got {g}")
         self.kept: list[Tensor] = []
-        self.wide = log_decay.dtype
-        self.args = _ScanArgs(
+        self.dtype = v.dtype
+        self.wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+        self.args = ScanArgs(
             dtype=library.dtype_code(v.dtype),
             threads=torch.get_num_threads(),
             batch=b,
@@ -77,36 +43,53 @@ class Call:
             chunk_len=chunk_len,
             sequences=b if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         )
-        for name, x in (("v", v), ("k", k), ("q", q)):
-            self.strided(name, x)
-        self.args.log_decay_strides = log_decay.stride()
-        self.dense("log_decay", log_decay)
+        self.strided("v", v, v.shape)
+        self.strided("k", k, (b, t, r, g, n))
+        self.strided("q", q, (b, t, r, g, n))
+        self.decay("log_decay", log_decay)
         if cu_seqlens is not None:
-            self.dense("bounds", library.checked_bounds(cu_seqlens, t))
+            self.dense("bounds", library.checked_bounds(cu_seqlens, b, t))
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Of the initial and final states, (s, h, p, n)."""
+        return self.args.sequences, self.args.heads, self.args.width, self.args.state
 
     def scale_and_skip(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Fill in both where they are given."""
         if scale is not None:
-            self.args.scale_strides = scale.stride()
-            self.dense("scale", scale)
+            self.decay("scale", scale)
         if skip is not None:
-            wide, shape = self.wide, (self.args.heads, self.args.width)
-            self.dense("skip", (skip if skip.ndim == 2 else skip.unsqueeze(-1)).to(wide).expand(shape).contiguous())
+            shape = (self.args.heads, self.args.width)
+            library.expect("skip", skip, shape[: skip.ndim])
+            self.dense(
+                "skip", (skip if skip.ndim == 2 else skip.unsqueeze(-1)).to(self.wide).expand(shape).contiguous()
+            )
 
-    def strided(self, name: str, x: Tensor) -> None:
-        """Fill in a tensor with its strides."""
-        x = library.dense_last_axis(x)
+    def decay(self, name: str, x: Tensor) -> None:
+        """Fill in a number for each head and step, (b, t, h), with its strides."""
+        a = self.args
+        setattr(a, f"{name}_strides", library.expect(name, x, (a.batch, a.time, a.heads), self.wide).stride())
+        self.dense(name, x)
+
+    def strided(self, name: str, x: Tensor, shape: Sequence[int]) -> None:
+        """Fill in activations with their strides."""
+        x = library.dense_last_axis(library.expect(name, x, shape, self.dtype))
         setattr(self.args, f"{name}_strides", x.stride()[:-1])
         self.dense(name, x)
+
+    def given(self, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
+        """Fill in a tensor that the kernels read as contiguous: states, and whatever else is of their dtype."""
+        self.dense(name, library.expect(name, x, shape, dtype).to(dtype or self.wide).contiguous())
 
     def dense(self, name: str, x: Tensor) -> None:
         """Fill in a tensor that the kernels need no strides of, or know them already."""
         self.kept.append(x)
         setattr(self.args, name, x.data_ptr())
 
-    def run(self, name: str, **tensors: Tensor) -> None:
-        """Fill in contiguous tensors by the names of their fields, and call the kernel."""
-        for field, x in tensors.items():
+    def run(self, name: str, **results: Tensor) -> None:
+        """Fill in the contiguous tensors that the kernel writes, by the names of their fields, and call it."""
+        for field, x in results.items():
             self.dense(field, x)
         library.call(name, self.args)
 
@@ -139,7 +122,8 @@ def ssd_forward(
     if final_state.shape[0]:
         call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
         call.scale_and_skip(scale, skip)
-        call.run("anymamba_scan_forward", initial_state=initial_state.contiguous(), y=y, final_state=final_state)
+        call.given("initial_state", initial_state, call.state_shape)
+        call.run("scan_forward", y=y, final_state=final_state)
     return y, final_state
 
 
@@ -170,13 +154,10 @@ def ssd_backward(
     if make is library.empty:
         call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
         call.scale_and_skip(scale, skip)
-        call.strided("dy", dy)
-        call.run(
-            "anymamba_scan_backward",
-            initial_state=initial_state.contiguous(),
-            dfinal_state=dfinal_state.contiguous(),
-            **{f"d{name}": grad for name, grad in grads.items()},
-        )
+        call.strided("dy", dy, v.shape)
+        call.given("initial_state", initial_state, call.state_shape)
+        call.given("dfinal_state", dfinal_state, call.state_shape)
+        call.run("scan_backward", **{f"d{name}": grad for name, grad in grads.items()})
     dskip = grads["skip"].sum(0)
     if skip is not None:
         dskip = (dskip if skip.ndim == 2 else dskip.sum(-1)).to(skip.dtype)

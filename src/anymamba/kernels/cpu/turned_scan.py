@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from anymamba.kernels import library
@@ -35,16 +34,27 @@ class _Inputs(NamedTuple):
 
     def call(self) -> Call:
         """A call with all of them filled in."""
+        (b, t, h, p), (r, n), pairs = self.x.shape, (self.k.shape[2], self.k.shape[4]), self.rate.shape[-1]
+        if r > 1 and self.value_weight is None:
+            raise ValueError(f"value_weight must be given for more than one rank, got none for {r}")
+        if not 0 <= 2 * pairs <= n:
+            raise ValueError(f"at most {n // 2} pairs can turn in a state of {n}, got {pairs}")
         # One row of values for all ranks, each with its own weights: a stride of zero.
-        v_btrhp = self.x.unsqueeze(2).expand(-1, -1, self.k.shape[2], -1, -1)
+        v_btrhp = self.x.unsqueeze(2).expand(-1, -1, r, -1, -1)
         call = Call(v_btrhp, self.k, self.q, self.log_decay, self.chunk_len, self.cu_seqlens)
         call.scale_and_skip(None, self.skip)
-        call.args.pairs, call.args.interleaved = self.rate.shape[-1], self.interleaved
-        for name in ("k_bias", "q_bias", "rate", "dt", "gamma", "kappa", "start", "value_weight", "initial_state"):
-            if (tensor := getattr(self, name)) is not None:
-                call.dense(name, tensor.to(call.wide).contiguous())
+        call.args.pairs, call.args.interleaved = pairs, self.interleaved
+        call.given("k_bias", self.k_bias, (h, r, n))
+        call.given("q_bias", self.q_bias, (h, r, n))
+        call.given("rate", self.rate, (b, t, pairs))
+        for name in ("dt", "gamma", "kappa"):
+            call.given(name, getattr(self, name), (b, t, h))
+        call.given("initial_state", self.initial_state, call.state_shape)
+        call.given("start", self.start, (call.args.sequences, h, pairs))
+        if self.value_weight is not None:
+            call.given("value_weight", self.value_weight, (h, r, p))
         if self.lengths is not None:
-            call.dense("lengths", self.lengths.to(torch.int64).clamp(0, self.x.shape[1]).contiguous())
+            call.dense("lengths", library.checked_lengths(self.lengths, b, t))
         return call
 
 
@@ -56,7 +66,7 @@ def turned_scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     last_k = library.empty((sequences, r, h, n), dtype=i.x.dtype)
     final_state, turned = (library.empty(x.shape, dtype=i.dt.dtype) for x in (i.initial_state, i.start))
     if sequences:
-        i.call().run("anymamba_scan_forward", y=y, final_state=final_state, last_k=last_k, turned=turned)
+        i.call().run("scan_forward", y=y, final_state=final_state, last_k=last_k, turned=turned)
     return y, final_state, last_k, turned
 
 
@@ -77,14 +87,12 @@ def turned_scan_backward(
     grads["skip"] = make((sequences, *i.x.shape[2:]), dtype=wide)
     if sequences:
         call = i.call()
-        call.strided("dy", dy)
-        call.run(
-            "anymamba_scan_backward",
-            dfinal_state=dfinal_state.contiguous(),
-            dlast_k=dlast_k.contiguous(),
-            dturned=dturned.contiguous(),
-            **{f"d{name}": grad for name, grad in grads.items()},
-        )
+        (b, t, h, p), r, n = i.x.shape, i.k.shape[2], i.k.shape[4]
+        call.strided("dy", dy, (b, t, r, h, p))
+        call.given("dfinal_state", dfinal_state, call.state_shape)
+        call.given("dlast_k", dlast_k, (sequences, r, h, n), i.x.dtype)
+        call.given("dturned", dturned, i.start.shape)
+        call.run("scan_backward", **{f"d{name}": grad for name, grad in grads.items()})
     summed = {name: grads[name].sum(0).to(x.dtype) for name, x in parameters.items()}
     summed["skip"] = grads["skip"].sum((0, 2)).to(i.skip.dtype)
     found = {**grads, **summed, "x": grads["v"]}

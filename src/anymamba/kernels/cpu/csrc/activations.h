@@ -20,7 +20,7 @@ inline Vec<T> log1p_of_fraction(Vec<T> x) {
 template <typename T>
 inline Vec<T> softplus(Vec<T> x) {
   const Vec<T> zero = {};
-  return (x < zero ? x * T(0) : x) + log1p_of_fraction<T>(exp_nonpositive(x < zero ? x : -x));
+  return (x < zero ? zero : x) + log1p_of_fraction<T>(exp_nonpositive(x < zero ? x : -x));
 }
 
 // tanh(x): by the series of sinh and cosh near zero, by exp(-2 |x|) elsewhere.

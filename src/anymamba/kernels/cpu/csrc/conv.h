@@ -31,27 +31,48 @@ inline ConvTask conv_sequence(const ConvArgs& args, int64_t sequence) {
   return task;
 }
 
-inline int64_t conv_tasks(const ConvArgs& args) {
-  if (!args.bounds) return args.batch * conv_blocks(args.time);
-  int64_t tasks = 0;
-  for (int64_t s = 0; s < args.sequences; ++s) tasks += conv_blocks(conv_sequence(args, s).length);
-  return tasks;
-}
-
-inline ConvTask conv_task(const ConvArgs& args, int64_t index) {
-  int64_t sequence = 0;
-  if (!args.bounds) {
-    sequence = index / conv_blocks(args.time);
-    index %= conv_blocks(args.time);
-  } else {
-    for (int64_t blocks; index >= (blocks = conv_blocks(conv_sequence(args, sequence).length)); ++sequence)
-      index -= blocks;
+// The blocks of all sequences, one behind the other.
+class ConvTasks {
+ public:
+  explicit ConvTasks(const ConvArgs& args)
+      : args_(args), memory_(args.bounds ? args.sequences * sizeof(int64_t) : 0), ends_(static_cast<int64_t*>(memory_.get())) {
+    if (!args.bounds || !ok()) return;
+    for (int64_t s = 0, end = 0; s < args.sequences; ++s) ends_[s] = end += conv_blocks(conv_sequence(args, s).length);
   }
-  ConvTask task = conv_sequence(args, sequence);
-  task.start = index * kConvSteps;
-  task.stop = task.start + kConvSteps < task.length ? task.start + kConvSteps : task.length;
-  return task;
-}
+
+  bool ok() const { return ends_; }
+
+  int64_t count() const {
+    return args_.bounds ? ends_[args_.sequences - 1] : args_.batch * conv_blocks(args_.time);
+  }
+
+  ConvTask operator[](int64_t index) const {
+    const int64_t sequence = args_.bounds ? packed_sequence(index) : index / conv_blocks(args_.time);
+    const int64_t before = !args_.bounds ? sequence * conv_blocks(args_.time) : sequence ? ends_[sequence - 1] : 0;
+    ConvTask task = conv_sequence(args_, sequence);
+    task.start = (index - before) * kConvSteps;
+    task.stop = task.start + kConvSteps < task.length ? task.start + kConvSteps : task.length;
+    return task;
+  }
+
+ private:
+  // The first sequence that ends behind the block.
+  int64_t packed_sequence(int64_t index) const {
+    int64_t low = 0, high = args_.sequences - 1;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (ends_[middle] > index)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    return low;
+  }
+
+  const ConvArgs& args_;
+  const Scratch memory_;
+  int64_t* const ends_;  // packed: how many blocks the sequences up to each have
+};
 
 // The inputs of a sequence as rows of T: the window's columns, rows of x in place, or converted ones.
 template <typename T>
@@ -138,7 +159,8 @@ template <typename T>
 bool conv_forward(const ConvArgs& args) {
   const int64_t v = args.channels, w = args.width;
   const Scratch shared(v * w * sizeof(T));
-  if (!shared.get()) return false;
+  const ConvTasks tasks(args);
+  if (!shared.get() || !tasks.ok()) return false;
   T* weight = static_cast<T*>(shared.get());
   conv_weight(weight, args);
   const ConvTask none = {};
@@ -146,8 +168,8 @@ bool conv_forward(const ConvArgs& args) {
   ConvInputs<T>(args, none, count);
   count.take<T>(v);
   count.take<const T*>(w);
-  return run_tasks(conv_tasks(args), args.threads, count.used(), [&](int64_t index, void* scratch) {
-    conv_forward_task<T>(args, conv_task(args, index), weight, scratch);
+  return run_tasks(tasks.count(), args.threads, count.used(), [&](int64_t index, void* scratch) {
+    conv_forward_task<T>(args, tasks[index], weight, scratch);
   });
 }
 
@@ -239,8 +261,10 @@ void conv_backward_task(const ConvArgs& args, const ConvTask& task, const T* wei
 
 template <typename T>
 bool conv_backward(const ConvArgs& args) {
-  const int64_t v = args.channels, w = args.width, tasks = conv_tasks(args), parameters = v * (w + 1);
-  const Scratch shared((v * w + (tasks + 1) * parameters) * sizeof(T));
+  const int64_t v = args.channels, w = args.width, parameters = v * (w + 1);
+  const ConvTasks tasks(args);
+  if (!tasks.ok()) return false;
+  const Scratch shared((v * w + (tasks.count() + 1) * parameters) * sizeof(T));
   if (!shared.get()) return false;
   T* weight = static_cast<T*>(shared.get());
   T* total = weight + v * w;
@@ -250,10 +274,10 @@ bool conv_backward(const ConvArgs& args) {
   Arena count;
   ConvInputs<T>(args, none, count);
   ConvBackwardBuffers<T>(args, count);
-  const bool ok = run_tasks(tasks, args.threads, count.used(), [&](int64_t index, void* scratch) {
-    conv_backward_task<T>(args, conv_task(args, index), weight, partial + index * parameters, scratch);
+  const bool ok = run_tasks(tasks.count(), args.threads, count.used(), [&](int64_t index, void* scratch) {
+    conv_backward_task<T>(args, tasks[index], weight, partial + index * parameters, scratch);
   });
-  sum_blocks(total, partial, tasks, parameters);
+  sum_blocks(total, partial, tasks.count(), parameters);
   transpose(static_cast<T*>(args.dweight), w, total, v, static_cast<int>(w), static_cast<int>(v));
   std::memcpy(args.dbias, total + v * w, v * sizeof(T));
   return ok;

@@ -61,28 +61,36 @@ inline uint16_t to_float16(float x) {
 // Read `width` numbers of `dtype` and fill up to `padded` with zeros.
 template <typename T>
 inline void read_row(T* target, const char* source, int64_t dtype, int width, int padded) {
-  if (dtype == (sizeof(T) == 8 ? kFloat64 : kFloat32)) {
-    std::memcpy(target, source, width * sizeof(T));
-  } else {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(source);
-    if (dtype == kBFloat16)
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(source);
+  switch (dtype) {
+    case kFloat32:
+    case kFloat64:  // T itself: float for all but double
+      if (width > 0) std::memcpy(target, source, width * sizeof(T));
+      break;
+    case kBFloat16:
       for (int i = 0; i < width; ++i) target[i] = static_cast<T>(from_bfloat16(halves[i]));
-    else
+      break;
+    case kFloat16:
       for (int i = 0; i < width; ++i) target[i] = static_cast<T>(from_float16(halves[i]));
+      break;
   }
   for (int i = width; i < padded; ++i) target[i] = 0;
 }
 
 template <typename T>
 inline void write_row(char* target, const T* source, int64_t dtype, int width) {
-  if (dtype == (sizeof(T) == 8 ? kFloat64 : kFloat32)) {
-    std::memcpy(target, source, width * sizeof(T));
-  } else {
-    uint16_t* halves = reinterpret_cast<uint16_t*>(target);
-    if (dtype == kBFloat16)
+  uint16_t* halves = reinterpret_cast<uint16_t*>(target);
+  switch (dtype) {
+    case kFloat32:
+    case kFloat64:
+      if (width > 0) std::memcpy(target, source, width * sizeof(T));
+      break;
+    case kBFloat16:
       for (int i = 0; i < width; ++i) halves[i] = to_bfloat16(static_cast<float>(source[i]));
-    else
+      break;
+    case kFloat16:
       for (int i = 0; i < width; ++i) halves[i] = to_float16(static_cast<float>(source[i]));
+      break;
   }
 }
 

@@ -85,8 +85,7 @@ bool gate_backward(const GateArgs& args) {
           gate_backward_row(args, row, dweights, static_cast<T*>(scratch));
       });
   if (!numbers) return ok;
-  // Both sums at once: dout_weight lies behind dgate_weight.
-  sum_blocks(static_cast<T*>(args.dgate_weight), static_cast<const T*>(partial.get()), tasks, numbers);
+  sum_blocks(static_cast<T*>(args.dweights), static_cast<const T*>(partial.get()), tasks, numbers);
   return ok;
 }
 

@@ -79,8 +79,36 @@ extern "C" {
 
 bool anymamba_is_forked() { return forked; }
 
-// The version of this interface; library.py refuses a library of another one.
-int anymamba_interface_version() { return 4; }
+// The size of an argument structure, 0 for a name that is none: library.py refuses a library with other ones.
+int64_t anymamba_size_of(const char* structure) {
+#define ANYMAMBA_SIZE_OF(name) \
+  if (!std::strcmp(structure, #name)) return sizeof(name);
+  ANYMAMBA_SIZE_OF(ScanArgs)
+  ANYMAMBA_SIZE_OF(ConvArgs)
+  ANYMAMBA_SIZE_OF(NormArgs)
+  ANYMAMBA_SIZE_OF(PrepareArgs)
+  ANYMAMBA_SIZE_OF(GateArgs)
+  ANYMAMBA_SIZE_OF(Parameter)
+  ANYMAMBA_SIZE_OF(Phase)
+  ANYMAMBA_SIZE_OF(EdgePhase)
+  ANYMAMBA_SIZE_OF(NormPhase)
+  ANYMAMBA_SIZE_OF(GatePhase)
+  ANYMAMBA_SIZE_OF(LinearPhase)
+  ANYMAMBA_SIZE_OF(Mamba2Phase)
+  ANYMAMBA_SIZE_OF(Mamba3Phase)
+  ANYMAMBA_SIZE_OF(ProgramArgs)
+#undef ANYMAMBA_SIZE_OF
+  return 0;
+}
+
+// Whether it was built with OpenMP; without, everything runs on one thread.
+bool anymamba_has_threads() {
+#ifdef _OPENMP
+  return true;
+#else
+  return false;
+#endif
+}
 
 const char* anymamba_isa() { return choice().name; }
 

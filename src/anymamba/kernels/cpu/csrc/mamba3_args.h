@@ -45,7 +45,7 @@ extern "C" struct GateArgs {
   const void* y;  // (rows, rank, channels)
   const void* z;  // (rows, channels)
   int64_t z_row;
-  const void* gate_weight;  // (rank, channels), null for ones, like the next
+  const void* gate_weight;  // (rank, channels); null, like the next, for ones
   const void* out_weight;
   void* out;  // (rows, channels)
   // The backward only.
@@ -53,6 +53,5 @@ extern "C" struct GateArgs {
   int64_t dout_row;
   void* dy;
   void* dz;
-  void* dgate_weight;
-  void* dout_weight;
+  void* dweights;  // (2, rank, channels), of gate_weight and of out_weight; where there are any
 };

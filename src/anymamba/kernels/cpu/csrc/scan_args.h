@@ -23,7 +23,7 @@ extern "C" struct ScanArgs {
   const void* scale;             // of v, (batch, time, heads); null for one
   int64_t scale_strides[3];
   const void* skip;           // (heads, width), y gains skip * v before its scale; null for none
-  const void* initial_state;  // null for zeros
+  const void* initial_state;  // (sequences, heads, width, state), like final_state
   void* y;
   void* final_state;
   // Mamba-3 only; k_bias is null elsewhere. Keys and queries are biased and turned for each head, the scale of v is

@@ -18,9 +18,8 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
     T* first = b.entering + e * chunks * numbers;
     const int64_t lane = task.sequence * args.heads + task.first_head + e;
     fill_zero(first, numbers);
-    if (args.initial_state)
-      transpose(first, size.p_row, static_cast<const T*>(args.initial_state) + lane * args.width * args.state, size.n,
-                size.p, size.n);
+    transpose(first, size.p_row, static_cast<const T*>(args.initial_state) + lane * args.width * args.state, size.n,
+              size.p, size.n);
     for (int s = 0; s < size.pairs; ++s)
       b.angles[e * chunks * size.pairs_row + s] = static_cast<const T*>(args.start)[lane * size.pairs + s];
   }

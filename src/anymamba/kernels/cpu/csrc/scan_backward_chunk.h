@@ -18,7 +18,7 @@ struct BackwardBuffers {
   T *v, *dy, *u, *dv, *weighted, *dweighted;  // of a head: (rows, p), and (rows, rows)
   T *v_t, *dy_t, *u_t;                        // (p, rows)
   T *skip, *rank_weight, *x;                  // (p)
-  T *sums, *out, *in, *dlater, *down;         // (rows)
+  T *sums, *out, *in, *d_later, *d_own;         // (rows)
   T* g;                                       // (heads, n, p): gradient of the state that leaves the chunk
   T* entering;                                // (heads, chunks, n, p): the states that enter the chunks
   T *dangle, *dangle_rows, *drate;            // (pairs, rows), (rows, pairs), (steps, pairs)
@@ -52,8 +52,8 @@ struct BackwardBuffers {
         sums(arena.take<T>(s.rows_row)),
         out(arena.take<T>(s.rows_row)),
         in(arena.take<T>(s.rows_row)),
-        dlater(arena.take<T>(s.rows_row)),
-        down(arena.take<T>(s.rows_row)),
+        d_later(arena.take<T>(s.rows_row)),
+        d_own(arena.take<T>(s.rows_row)),
         g(arena.take<T>(size_t(heads) * s.n * s.p_row)),
         entering(arena.take<T>(size_t(heads) * chunks * s.n * s.p_row)),
         dangle(arena.take<T>(size_t(s.pairs) * s.rows_row)),
@@ -85,7 +85,7 @@ inline void scale_columns(T* target, const T* source, const T* scale, int rows, 
 }
 
 // The elementwise middle of the backward. On entry dweighted[j, i] = <v_j, dy_i>. On exit `weighted` holds the decayed
-// and weighted scores, dscores has gained its part, dlater and down hold the gradients of the rows' weights within the
+// and weighted scores, dscores has gained its part, d_later and d_own hold the gradients of the rows' weights within the
 // chunk, and crossing[l] = sum over i at or after l, j before l of E[j, i], the gradient on the exponent of the decay
 // from j to i.
 template <typename T>
@@ -100,7 +100,7 @@ void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size
     for (int j = l * rank; j < (l + 1) * rank; ++j) {
       const ptrdiff_t row = j * static_cast<ptrdiff_t>(size.rows_row);
       const T later = b.weights.later[j], own = b.weights.own[j];
-      Vec<T> dlater = {}, down = {};
+      Vec<T> d_later = {}, d_own = {};
       int i = first_vector<T>(j, rank);
       fill_zero(b.weighted + row, i);
       for (; i < (l + 1) * rank; i += kLanes<T>) {
@@ -112,8 +112,8 @@ void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size
         store(b.weighted + row + i, causal ? score * weight : Vec<T>{});
         store(b.dscores + row + i, load(b.dscores + row + i) + (causal ? grad * weight : Vec<T>{}));
         store(b.sums + i, load(b.sums + i) + later * crossing);
-        dlater += crossing;
-        down += causal ? (after ? Vec<T>{} : grad * score) : Vec<T>{};
+        d_later += crossing;
+        d_own += causal ? (after ? Vec<T>{} : grad * score) : Vec<T>{};
       }
       for (; i < cols; i += kLanes<T>) {
         const Vec<T> score = load(b.scores + row + i), grad = load(b.dweighted + row + i);
@@ -121,10 +121,10 @@ void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size
         store(b.weighted + row + i, score * weight);
         store(b.dscores + row + i, load(b.dscores + row + i) + grad * weight);
         store(b.sums + i, load(b.sums + i) + later * crossing);
-        dlater += crossing;
+        d_later += crossing;
       }
-      b.dlater[j] = sum_lanes<T>(dlater);
-      b.down[j] = sum_lanes<T>(down);
+      b.d_later[j] = sum_lanes<T>(d_later);
+      b.d_own[j] = sum_lanes<T>(d_own);
     }
     for (int i = l * rank; i < (l + 1) * rank; ++i) b.sums[i] = 0;
   }
@@ -150,13 +150,13 @@ void write_dlog_decay(const ScanArgs& args, const Chunk& chunk, int64_t head, co
 
 // The gradient of each step's weights from those of its rows.
 template <typename T>
-void write_dweights(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t head, const T* dlater,
-                    const T* down) {
+void write_dweights(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t head, const T* d_later,
+                    const T* d_own) {
   const int rank = static_cast<int>(args.rank);
   if (!args.scale && !args.gamma) return;
   for (int l = 0; l < chunk.steps; ++l) {
     T later = 0, own = 0;
-    for (int i = l * rank; i < (l + 1) * rank; ++i) later += dlater[i], own += down[i];
+    for (int i = l * rank; i < (l + 1) * rank; ++i) later += d_later[i], own += d_own[i];
     const int64_t time = chunk.start + l;
     if (args.scale) *at_step<T>(args.dscale, args, chunk.batch, time, head) = later + own;
     if (!args.gamma) continue;
@@ -319,9 +319,9 @@ void backward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq
     backward_rank_values(args, chunk, sequence, head, b, size);
   else
     write_chunk(args.dv, b.dv, p_row, args.dtype, args, head, args.heads, chunk, size.p);
-  for (int i = 0; i < rows; ++i) b.dlater[i] += b.in[i], b.in[i] *= b.weights.later[i];
+  for (int i = 0; i < rows; ++i) b.d_later[i] += b.in[i], b.in[i] *= b.weights.later[i];
   write_dlog_decay(args, chunk, head, b.out, b.in, keep, b.crossing);
-  write_dweights(args, chunk, seq, head, b.dlater, b.down);
+  write_dweights(args, chunk, seq, head, b.d_later, b.d_own);
 
   // G <- kept G + q U
   scale_rows(b.u, b.dy, b.decay.from_start, rows, p_cols, p_row);

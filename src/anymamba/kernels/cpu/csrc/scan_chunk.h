@@ -75,7 +75,7 @@ constexpr int row_stride(int x) {
 template <typename T>
 struct ChunkSizes {
   int steps, rank, rows, p, n, pairs;
-  int p_cols, n_cols;
+  int p_cols;
   int rows_row, p_row, n_row, pairs_row;
 
   explicit ChunkSizes(const ScanArgs& args)
@@ -86,7 +86,6 @@ struct ChunkSizes {
         n(static_cast<int>(args.state)),
         pairs(static_cast<int>(args.k_bias ? args.pairs : 0)),
         p_cols(round_up<T>(p)),
-        n_cols(round_up<T>(n)),
         rows_row(row_stride<T>(rows)),
         p_row(row_stride<T>(p)),
         n_row(row_stride<T>(n)),

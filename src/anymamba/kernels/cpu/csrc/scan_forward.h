@@ -97,10 +97,9 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
 
   b.keys.start(task);
   fill_zero(b.states, task.heads * state_numbers);
-  if (args.initial_state)
-    for (int64_t e = 0; e < task.heads; ++e)
-      transpose(b.states + e * state_numbers, size.p_row, outer_state(static_cast<const T*>(args.initial_state), e),
-                size.n, size.p, size.n);
+  for (int64_t e = 0; e < task.heads; ++e)
+    transpose(b.states + e * state_numbers, size.p_row, outer_state(static_cast<const T*>(args.initial_state), e),
+              size.n, size.p, size.n);
   if (args.k_bias)
     for (int64_t e = 0; e < task.heads; ++e) {
       for (int s = 0; s < size.pairs; ++s)

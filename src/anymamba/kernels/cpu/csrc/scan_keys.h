@@ -221,7 +221,7 @@ class Keys {
   }
 
   template <bool kAddAngle>
-  void turn_back(T* dgroup, T* dbias, T* dangle, const T* down, const T* group, const T* bias, int rows) const {
+  void turn_back(T* dgroup, T* dbias, T* dangle, const T* d_own, const T* group, const T* bias, int rows) const {
     const ptrdiff_t row = size_.rows_row;
     const auto add = [](T* target, Vec<T> x) { store(target, load(target) + x); };
     for (int s = 0; s < pairing_.pairs; ++s) {
@@ -231,7 +231,7 @@ class Keys {
         const Vec<T> u = load(group + first * row + i) + load(bias + first * pattern_.row + phase);
         const Vec<T> w = load(group + second * row + i) + load(bias + second * pattern_.row + phase);
         const Vec<T> cos = load(turns.cos + s * row + i), sin = load(turns.sin + s * row + i);
-        const Vec<T> du_own = load(down + first * row + i), dw_own = load(down + second * row + i);
+        const Vec<T> du_own = load(d_own + first * row + i), dw_own = load(d_own + second * row + i);
         const Vec<T> du = du_own * cos + dw_own * sin, dw = dw_own * cos - du_own * sin;
         const Vec<T> angle = u * dw - w * du;
         store(dangle + s * row + i, kAddAngle ? load(dangle + s * row + i) + angle : angle);
@@ -246,7 +246,7 @@ class Keys {
       for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) {
         int phase = 0;
         for (int i = 0; i < rows; i += kLanes<T>) {
-          const Vec<T> d = load(down + c * row + i);
+          const Vec<T> d = load(d_own + c * row + i);
           add(dgroup + c * row + i, d);
           add(dbias + c * pattern_.row + phase, d);
           phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
