@@ -105,6 +105,38 @@ def test_a_tokenizer_file_goes_with_the_model(run, config, tmp_path):
     assert "(1.00 bytes each)" not in out
 
 
+def test_a_model_is_trained_further(run, config, tmp_path):
+    assert run("train", config, "--out", tmp_path / "first", "--schedule.steps", 3)[0] == 0
+    flags = ["--schedule.steps", 3, "--data.sources", tmp_path / "corpus", "--batch.tokens", 64, "--batch.length", 32]
+    flags += ["--model.init", tmp_path / "first", "--evaluation.sample_tokens", 4]
+    code, _, err = run("train", "--out", tmp_path / "second", *flags)
+    assert code == 0
+    assert f"beginning with the weights of {tmp_path / 'first'}" in err
+    assert weights(tmp_path / "first") != weights(tmp_path / "second")
+    assert run("generate", tmp_path / "second", "--prompt", "alpha")[0] == 0
+    code, _, err = run("train", "--out", tmp_path / "third", *flags, "--model.depth", 3)
+    assert (code, "n_layer (asked for 3, found 2)" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "toaster"], "device = toaster: not available here"),
+        (["--model.headdim", "48"], "headdim must divide"),
+        (["--model.block", "{nonsense = 1}"], "entries that Mamba3 does not know: ['nonsense']"),
+        (["--seed", str(2**63)], "seed must be at least 0 and below 2^63, got 9223372036854775808"),
+        (["--data.tokenizer", "nowhere.json"], "nowhere.json: no such file"),
+        (["--model.init", "./nowhere"], "./nowhere: no such directory"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
+    monkeypatch.setattr("anymamba.training.language.prepare", None)
+    code, _, err = run("train", config, "--out", tmp_path / "run", *flags)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_text_from_stdin_is_needed_once(run, tmp_path):
     flags = ["--data.sources", "-", "--model.d_model", 16, "--model.n_layer", 1, "--batch.tokens", 64]
     flags += ["--batch.length", 16, "--schedule.steps", 2, "--evaluation.sample_tokens", 0, "--out", tmp_path / "run"]

@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> None:
         _tell(f"going on behind step {trainer.step}")
     else:
         trainer = train(read_config(args.config, overrides), Path(args.out), _tell)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    _tell(f"{trainer.task.config.model.family}, {parameters:,} parameters, in {trainer.directory}")
+    model: Any = trainer.model
+    parameters = sum(p.numel() for p in model.parameters())
+    _tell(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
 
 

@@ -33,6 +33,7 @@ class Checkpoint(NamedTuple):
     """What a run needs to go on.
 
     Attributes:
+        path: where it lies.
         step: how many steps have been taken.
         tokens: how many tokens they have read.
         config: of the run, as tables.
@@ -44,6 +45,7 @@ class Checkpoint(NamedTuple):
         carried: the state of each stream, if there are any.
     """
 
+    path: Path
     step: int
     tokens: int
     config: dict[str, Any]
@@ -150,6 +152,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     optimiser = load_file(path / "optimiser.safetensors")
     rng, carried = optimiser.pop("rng"), path / "carried.safetensors"
     return Checkpoint(
+        path,
         manifest["step"],
         manifest["tokens"],
         manifest["config"],

@@ -40,16 +40,21 @@ def at_least(section: Any, least: int, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The language model: one dial, or its sizes."""
+    """The language model: another to begin with, or one dial, or its sizes."""
 
-    family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
-    depth: int = option(4, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)")
+    init: str | None = option(
+        None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
+    )
+    family: Literal["Mamba2", "Mamba3"] | None = option(None, "family of the blocks; none: Mamba3")
+    depth: int | None = option(
+        None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many); none: 4"
+    )
     n_layer: int | None = option(None, "layers, where the dial does not suit")
     d_model: int | None = option(None, "width of the residual stream, where the dial does not suit")
-    d_state: int = option(64, "state size of a head")
+    d_state: int | None = option(None, "state size of a head; none: 64")
     headdim: int | None = option(None, "width of a head; none: 64, or a divisor of the width below that")
-    d_intermediate: int = option(0, "width of an MLP behind each block; 0: none")
-    tie_embeddings: bool = option(True, "the head is the embedding")
+    d_intermediate: int | None = option(None, "width of an MLP behind each block; none or 0: no MLP")
+    tie_embeddings: bool | None = option(None, "the head is the embedding; none: true")
     block: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
     )
@@ -59,17 +64,45 @@ class ModelSection:
         at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
-        """The model's own config, for a tokenizer of `vocab_size` tokens."""
-        width = self.d_model or 64 * self.depth
+        """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
+        depth = self.depth or 4
+        width = self.d_model or 64 * depth
         headdim = self.headdim or next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
+        sizes = {"d_state": self.d_state or 64, "headdim": headdim}
         return MambaLMConfig(
             d_model=width,
-            n_layer=self.n_layer or self.depth,
+            n_layer=self.n_layer or depth,
             vocab_size=vocab_size,
-            d_intermediate=self.d_intermediate,
-            tie_embeddings=self.tie_embeddings,
-            ssm_cfg={"layer": self.family, "d_state": self.d_state, "headdim": headdim, **self.block},
+            d_intermediate=self.d_intermediate or 0,
+            tie_embeddings=self.tie_embeddings is not False,
+            ssm_cfg={"layer": self.family or "Mamba3", **sizes, **self.block},
         )
+
+    def expect(self, found: MambaLMConfig) -> None:
+        """Refuse a model to begin with that differs in what this section says.
+
+        Raises:
+            ValueError: it does.
+        """
+        block, depth = found.block_config(), self.depth
+        asked = {
+            "family": (self.family, found.layer),
+            "n_layer": (self.n_layer or depth, found.n_layer),
+            "d_model": (self.d_model or (depth and 64 * depth), found.d_model),
+            "d_intermediate": (self.d_intermediate, found.d_intermediate),
+            "tie_embeddings": (self.tie_embeddings, found.tie_embeddings),
+            **{
+                name: (value, getattr(block, name, None))
+                for name, value in {"d_state": self.d_state, "headdim": self.headdim, **self.block}.items()
+            },
+        }
+        differ = [
+            f"{name} (asked for {a!r}, found {b!r})"
+            for name, (a, b) in asked.items()
+            if a is not None and b != (tuple(a) if isinstance(a, list) else a)
+        ]
+        if differ:
+            raise ValueError(f"model.init = {self.init}: another model than the fields beside it: {', '.join(differ)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +112,9 @@ class DataSection:
     sources: tuple[str, ...] = option(
         ("stdlib",), 'files, directories, glob patterns, .jsonl files, "-" for stdin, or "stdlib"'
     )
-    tokenizer: str = option("bytes", '"bytes", or a tokenizer.json')
+    tokenizer: str | None = option(
+        None, '"bytes", a tokenizer.json, or a directory with one; none: that of model.init, or bytes'
+    )
     jsonl_field: str = option("text", "field of a JSONL line that holds the text")
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
@@ -234,7 +269,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         at_least(self, 1, "threads")
-        at_least(self, 0, "seed")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
 
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
@@ -268,8 +304,10 @@ class RunConfig:
         return {name: _get(self, name) for name in self.fields_by_name()}
 
     def changed(self: C, other: C) -> list[str]:
-        """Names of the fields that differ, without those that change no weight."""
+        """Names of the fields that differ, without those that change no weight: among them more steps, if constant."""
         mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
+        if self.schedule.kind == "constant" and other.schedule.steps > self.schedule.steps:
+            fields.pop("schedule.steps")
         return [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor
 
 from anymamba.files import locked, replacing
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import COMPANIONS, copy_companions
+from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, evaluate, sample
-from anymamba.training.loop import Trainer, expect_no_run, reopen
+from anymamba.training.layers import expect_compiler
+from anymamba.training.loop import Trainer, expect_no_run, find_device, reopen
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.step import batch_nats, carried_from
@@ -31,10 +33,13 @@ def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
     Raises:
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
     """
+    config = settled(config)
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         expect_no_run(directory)
-        task = LanguageTask(config, directory, tell, fresh=True)
+        if config.model.init is not None:
+            tell(f"beginning with the weights of {config.model.init}")
+        task = LanguageTask(config, directory, tell)
     return Trainer(task, directory, None, tell)
 
 
@@ -45,7 +50,31 @@ def resume(directory: Path, overrides: dict[str, str], tell: Callable[[str], Non
         ValueError: there is none, or `overrides` change what the run is.
     """
     checkpoint, config = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell)
-    return Trainer(LanguageTask(config, directory, tell, fresh=False), directory, checkpoint, tell)
+    return Trainer(LanguageTask(config, directory, tell, begun=checkpoint.path), directory, checkpoint, tell)
+
+
+def settled(config: TrainingConfig) -> TrainingConfig:
+    """A config with the tokenizer that it leaves open, once all that can be checked without reading text is.
+
+    Raises:
+        ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
+    """
+    device, name = find_device(config.device), config.data.tokenizer
+    if config.precision.compile:
+        expect_compiler(device)
+    if config.model.init is None:
+        config.model.lm_config(256)
+        name = name or "bytes"
+    else:
+        found = open_checkpoint(config.model.init)
+        config.model.expect(found.config)
+        tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
+        beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")
+        name = name or beside
+    if name != "bytes":
+        name = str(Path(name, "tokenizer.json") if Path(name).is_dir() else name)
+        FileTokenizer(Path(name))
+    return replace(config, data=replace(config.data, tokenizer=name))
 
 
 class LanguageTask(Task[Batch]):
@@ -58,13 +87,16 @@ class LanguageTask(Task[Batch]):
     NAMES = ("held_out_bits_per_byte",)
     config: TrainingConfig
 
-    def __init__(self, config: TrainingConfig, directory: Path, tell: Callable[[str], None], *, fresh: bool) -> None:
-        """Prepare the text of a fresh run, or open that of one that began before."""
+    def __init__(
+        self, config: TrainingConfig, directory: Path, tell: Callable[[str], None], *, begun: Path | None = None
+    ) -> None:
+        """Prepare the text of a fresh run, or open that of one that `begun` is a checkpoint of; `config` is settled."""
         self.config, self._directory = config, directory
         self.held_out: HeldOut | None = None
-        self._tokenizer = self._make_tokenizer(fresh)
+        self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
+        self._tokenizer = self._make_tokenizer(begun is None)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
-        self.corpus = prepare(config.data, shards, self._tokenizer, tell) if fresh else open_corpus(shards)
+        self.corpus = prepare(config.data, shards, self._tokenizer, tell) if begun is None else open_corpus(shards)
         self._batches = Batches(
             self.corpus.train,
             mode=config.data.mode,
@@ -80,8 +112,12 @@ class LanguageTask(Task[Batch]):
         return self.corpus.checksum
 
     def make_model(self, dtype: torch.dtype) -> MambaLM:
-        """The language model of the config, for the tokenizer's vocabulary."""
-        return MambaLM(self.config.model.lm_config(self._tokenizer.vocab_size), dtype=dtype)
+        """The language model to begin with, or a new one for the tokenizer's vocabulary."""
+        if self._init is None:
+            return MambaLM(self.config.model.lm_config(self._tokenizer.vocab_size), dtype=dtype)
+        model = MambaLM(self._init.config, dtype=dtype)
+        model.load_state_dict(load_model(self._init.directory, dtype=dtype).state_dict())
+        return model
 
     def batches(self, step: int) -> list[Batch]:
         """Rows of text."""
@@ -145,9 +181,8 @@ class LanguageTask(Task[Batch]):
 
     def _take_companions(self) -> None:
         """Copy the tokenizer's files into the run, and remove those that a failed attempt with another one left."""
-        name, taken = self.config.data.tokenizer, []
+        name, taken = self.config.data.tokenizer or "bytes", []
         if name != "bytes":
-            FileTokenizer(Path(name))
             taken = [*copy_companions(Path(name).parent, self._directory), "tokenizer.json"]
             with replacing(self._directory / "tokenizer.json") as temporary:
                 shutil.copyfile(name, temporary)

@@ -17,6 +17,21 @@ from torch.utils.checkpoint import checkpoint
 from anymamba.models.layers import ResidualLayer
 
 
+def expect_compiler(device: torch.device) -> None:
+    """Refuse to compile for a device where that is not possible.
+
+    Raises:
+        ValueError: there is no compiler.
+    """
+    if device.type == "cpu":
+        name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        missing = "" if shutil.which(name) else f"a C++ compiler: {name} was not found (CXX may name another)"
+    else:
+        missing = "" if importlib.util.find_spec("triton") else "Triton, which is not installed"
+    if missing:
+        raise ValueError(f"precision.compile = true needs {missing}")
+
+
 def compile_layers(model: nn.Module, device: torch.device) -> None:
     """Let torch compile each residual layer for steps that learn; without gradients a layer stays as it is.
 
@@ -26,13 +41,7 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: the model has none, or there is no compiler.
     """
-    if device.type == "cpu":
-        name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-        missing = "" if shutil.which(name) else f"a C++ compiler: {name} was not found (CXX may name another)"
-    else:
-        missing = "" if importlib.util.find_spec("triton") else "Triton, which is not installed"
-    if missing:
-        raise ValueError(f"precision.compile = true needs {missing}")
+    expect_compiler(device)
     for layer in _layers(model, "precision.compile"):
         compiled = torch.compile(layer.forward, dynamic=True)
         layer.forward = partial(_run, compiled, layer.forward)  # type: ignore[method-assign]

@@ -24,10 +24,28 @@ from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_WHY_NO_OTHER_STEPS = (
+    "only a constant schedule may be made longer: the rates of the others, those of the steps taken too, depend on how "
+    "many there are"
+)
 _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T", bound=Task[Any])
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device = {name}: not available here ({str(error).splitlines()[0]})") from error
+    return device
 
 
 def expect_no_run(directory: Path) -> None:
@@ -68,6 +86,7 @@ def reopen(
         raise ValueError(
             f"{directory}: a run goes on with the config it began with; changed: "
             + ", ".join(f"{name} (was {was[name]!r}, got {new[name]!r})" for name in changed)
+            + (f"; {_WHY_NO_OTHER_STEPS}" if "schedule.steps" in changed else "")
         )
     return checkpoint, config
 
@@ -107,7 +126,7 @@ class Trainer(Generic[T]):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.precision.dtype]
-        self._device = _device(config.device)
+        self._device = find_device(config.device)
         self.step, self.tokens, self.solved = 0, 0, False
         self.evaluated: Evaluation | None = None
         self._carried: list[Any] = []
@@ -260,12 +279,3 @@ class Trainer(Generic[T]):
 
 def _count(batches: list[Any]) -> int:
     return max(1, sum(batch.counted for batch in batches))
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device = {name}: not available here ({str(error).splitlines()[0]})") from error
-    return device

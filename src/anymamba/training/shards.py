@@ -239,7 +239,7 @@ def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
         config.jsonl_field,
     ]
     digest.update(json.dumps(options).encode())
-    if config.tokenizer != "bytes":
+    if config.tokenizer not in ("bytes", None):
         digest.update(Path(config.tokenizer).read_bytes())
     for document in documents:
         changed = 0 if document.path is None else document.path.stat().st_mtime_ns
