@@ -1,3 +1,5 @@
+import bz2
+import gzip
 import io
 import itertools
 import json
@@ -150,6 +152,36 @@ class TestCorpus:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe " * 100)))
         found = prepared("-", tmp_path / "data")
         assert bytes(found.train.read(0, 12).tolist()) == b"from a pipe "
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson"])
+    def test_json_lines_are_known_by_name(self, tmp_path, name):
+        (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+        assert [d.read(b"") for d in find_documents((str(tmp_path),), "text")] == [b"one", b"two"]
+        (whole,) = find_documents((str(tmp_path),), "text", "text")
+        assert whole.read(b"") == (tmp_path / name).read_bytes()
+
+    def test_json_lines_of_other_names_and_of_stdin_are_read_if_asked(self, tmp_path):
+        text = b'{"text": "one"}\n\n{"text": "two"}\n'
+        (tmp_path / "a.json").write_bytes(text)
+        documents = find_documents(("-", str(tmp_path)), "text", "jsonl", text)
+        assert [d.read(text) for d in documents] == [b"one", b"two"] * 2
+        assert [d.read(text) for d in find_documents(("-", str(tmp_path)), "text", "auto", text)] == [text, text]
+
+    @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, lambda text: b"PAR1" + text])
+    @pytest.mark.parametrize("where", ["books", "books/*", "books/text.txt", "-"])
+    def test_packed_text_is_refused_whatever_its_name(self, tmp_path, monkeypatch, pack, where):
+        (tmp_path / "books").mkdir()
+        (tmp_path / "books" / "text.txt").write_bytes(packed := pack(b"text " * 100))
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=r"(text\.txt|stdin): compressed or binary, not text"):
+            find_documents((where,), "text", "auto", packed)
+        assert [d.read(packed) for d in find_documents((where,), "text", "text", packed)] == [packed]
+
+    @pytest.mark.parametrize("name", ["a.txt.GZ", "a.zst", "a.zip", "a.parquet"])
+    def test_packed_text_is_refused_by_its_name(self, tmp_path, name):
+        (tmp_path / name).write_bytes(b"some of it")
+        with pytest.raises(ValueError, match="compressed or binary, not text; unpack it"):
+            find_documents((str(tmp_path),), "text")
 
     def test_the_standard_library_is_there(self):
         documents = find_documents(("stdlib",), "text")

@@ -23,6 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+TextFormat = Literal["auto", "text", "jsonl"]
 C = TypeVar("C", bound="RunConfig")
 
 
@@ -109,13 +110,14 @@ class ModelSection:
 class DataSection:
     """Where the text comes from and how it becomes rows."""
 
-    sources: tuple[str, ...] = option(
-        ("stdlib",), 'files, directories, glob patterns, .jsonl files, "-" for stdin, or "stdlib"'
+    sources: tuple[str, ...] = option(("stdlib",), 'files, directories, glob patterns, "-" for stdin, or "stdlib"')
+    format: TextFormat = option(
+        "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
     )
     tokenizer: str | None = option(
         None, '"bytes", a tokenizer.json, or a directory with one; none: that of model.init, or bytes'
     )
-    jsonl_field: str = option("text", "field of a JSONL line that holds the text")
+    jsonl_field: str = option("text", "field of a JSON line that holds the text")
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )

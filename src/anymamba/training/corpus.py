@@ -1,6 +1,6 @@
 """Documents: where the text comes from, and which of it is held out.
 
-A document is a file, a line of a JSONL file, or stdin. It is named by its path below its source (below the directory
+A document is a file, a line of JSON lines, or stdin. It is named by its path below its source (below the directory
 before the first wildcard of a pattern), so that the split does not depend on where a corpus lies.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import sys
 import sysconfig
@@ -20,8 +21,12 @@ import torch
 from torch import Tensor
 
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
+from anymamba.training.config import TextFormat
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that no UTF-8 character begins with
+_LINES = (".jsonl", ".ndjson")
+_PACKED = (".gz", ".tgz", ".bz2", ".xz", ".lzma", ".zst", ".lz4", ".br", ".zip", ".7z", ".tar", ".parquet", ".arrow")
+_BEGINNINGS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"7z\xbc\xaf", b"PAR1", b"ARROW1")
 
 
 class Document(NamedTuple):
@@ -62,13 +67,21 @@ class Document(NamedTuple):
             return file.read() if end is None else file.read(end - begin)
 
 
-def find_documents(sources: tuple[str, ...], jsonl_field: str) -> list[Document]:
-    """The documents of files, directories, glob patterns, JSONL files, stdin ("-") and "stdlib", ordered by source.
+def find_documents(
+    sources: tuple[str, ...], field: str, format: TextFormat = "auto", stdin: bytes = b""
+) -> list[Document]:
+    """The documents of files, directories, glob patterns, stdin ("-") and "stdlib", ordered by source.
 
     A file that is found again, through another source or a link, is taken once, under the first name.
 
+    Args:
+        sources: where the text is.
+        field: of a JSON object that holds the text.
+        format: "text": each file is a document, as it is; "jsonl": each line of each; "auto": as its name says.
+        stdin: what came from there.
+
     Raises:
-        ValueError: a source does not exist, has no files, or is no JSONL where its name says so.
+        ValueError: a source does not exist, has no files, or is not what it should be: JSON lines, or unpacked text.
     """
     found: dict[Path | None, list[Document]] = {}
     for source in sources:
@@ -76,7 +89,10 @@ def find_documents(sources: tuple[str, ...], jsonl_field: str) -> list[Document]
         for file in _files_of(source):
             paths.append(path := None if file.path is None else file.path.resolve())
             if path not in found:
-                found[path] = list(_documents_of(file, jsonl_field))
+                if format != "text":
+                    _expect_unpacked(file, stdin)
+                has_lines = format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES)
+                found[path] = list(_lines_of(file, field, stdin)) if has_lines else [file]
         if not any(found[path] for path in paths):
             raise ValueError(f"{source}: no text files there")
     return [document for documents in found.values() for document in documents]
@@ -170,12 +186,18 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
             yield Document(name.as_posix(), path)
 
 
-def _documents_of(document: Document, field: str) -> Iterator[Document]:
-    if document.path is None or document.path.suffix != ".jsonl":
-        yield document
-        return
+def _expect_unpacked(document: Document, stdin: bytes) -> None:
+    """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
+    if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
+        raise ValueError(
+            f"{document.path or 'stdin'}: compressed or binary, not text; unpack it or leave it out "
+            '(data.format = "text" would learn its bytes as they are)'
+        )
+
+
+def _lines_of(document: Document, field: str, stdin: bytes) -> Iterator[Document]:
     begin = 0
-    with document.path.open("rb") as file:
+    with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
         for number, line in enumerate(file, 1):
             name, end = f"{document.name}:{number}", begin + len(line)
             if line.strip() and (text := _line_text(name, line, field)):

@@ -88,7 +88,7 @@ def prepare(
         ValueError: a source cannot be read, has no text, or is too short, or the directory is that of other text.
     """
     stdin = read_stdin() if "-" in config.sources else b""
-    documents = find_documents(config.sources, config.jsonl_field)
+    documents = find_documents(config.sources, config.jsonl_field, config.format, stdin)
     key, sides = _key(config, documents, stdin), split(documents, config.held_out, stdin)
     tell(
         "; ".join(_described(side, stdin, what) for side, what in zip(sides, ("to train on", "held out"), strict=True))
