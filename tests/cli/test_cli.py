@@ -68,6 +68,23 @@ class TestGenerate:
         assert run("generate", model, "--file", tmp_path / "prompt", "--max-new-tokens", 9)[1] == expected
         assert run("generate", model, "--max-new-tokens", 9, stdin=b"Gr\xc3\xbc\xff")[1] == expected
 
+    @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+    def test_one_newline_at_the_end_is_the_terminals_and_a_files_own(self, run, model, tmp_path, end):
+        expected = continuation(model, b"the\ncat", 9) + "\n"
+        assert run("generate", model, "--max-new-tokens", 9, stdin=b"the\ncat" + end)[1] == expected
+        more = continuation(model, b"cat" + end, 9) + "\n"
+        assert run("generate", model, "--max-new-tokens", 9, stdin=b"cat" + end + end)[1] == more
+        (tmp_path / "prompt").write_bytes(b"cat" + end)
+        assert run("generate", model, "--file", tmp_path / "prompt", "--max-new-tokens", 9)[1] == more
+
+    def test_a_filter_or_a_seed_asks_for_draws(self, run, model):
+        def text(*flags):
+            return run("generate", model, "--prompt", "Hello", "--max-new-tokens", 20, *flags)[1]
+
+        assert text("--seed", 3) == text("--seed", 3, "--temperature", 1)
+        assert text("--seed", 3, "--top-k", 40) == text("--seed", 3, "--top-k", 40, "--temperature", 1)
+        assert text("--seed", 3, "--top-k", 40, "--temperature", 0) == text() != text("--seed", 3)
+
     def test_options_reach_the_sampler(self, run, model):
         options = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 3}
         flags = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
@@ -85,12 +102,18 @@ class TestGenerate:
     def test_interactive_turns_share_the_state(self, run, model):
         code, out, err = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"one\ntwo\n")
         lm = MambaLM.from_pretrained(model)
-        first = lm.generate(torch.tensor([list(b"one\n")]), 6, return_state=True)
-        second = lm.generate(torch.tensor([list(b"two\n")]), 6, cache=first.state)
+        first = lm.generate(torch.tensor([list(b"one")]), 6, return_state=True)
+        second = lm.generate(torch.tensor([list(b"two")]), 6, cache=first.state)
         decode = ByteTokenizer().decode
         assert code == 0
         assert out == decode(first.rows()[0]) + "\n" + decode(second.rows()[0]) + "\n"
-        assert "read 8 tokens" in err
+        assert "read 6 tokens" in err
+
+    def test_an_empty_line_goes_on_with_the_text(self, run, model):
+        code, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"\none\n\n")
+        (tokens,) = MambaLM.from_pretrained(model).generate(torch.tensor([list(b"one")]), 12).rows()
+        decode = ByteTokenizer().decode
+        assert (code, out) == (0, decode(tokens[:6]) + "\n" + decode(tokens[6:]) + "\n")
 
     @pytest.mark.parametrize("runs", [2, 3, 9])
     def test_an_interrupt_leaves_the_state_behind_a_whole_token(self, run, model, tmp_path, interrupted, runs):
@@ -116,8 +139,8 @@ class TestGenerate:
         interrupted(4)
         code, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"one\ntwo\n")
         lm, decode = MambaLM.from_pretrained(model), ByteTokenizer().decode
-        first = lm.generate(torch.tensor([list(b"one\n")]), 4, return_state=True)
-        second = lm.generate(torch.tensor([list(b"two\n")]), 6, cache=first.state)
+        first = lm.generate(torch.tensor([list(b"one")]), 4, return_state=True)
+        second = lm.generate(torch.tensor([list(b"two")]), 6, cache=first.state)
         assert (code, out) == (0, decode(first.rows()[0]) + "\n" + decode(second.rows()[0]) + "\n")
 
     def test_a_second_interrupt_stops_at_once_and_saves_no_half_state(self, run, model, tmp_path, interrupted):

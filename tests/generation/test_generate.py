@@ -1,8 +1,12 @@
+import inspect
+
+import numpy as np
 import pytest
 import torch
 
 from anymamba import GenerationState, LMCache, MambaLM, generate, stream
 from anymamba.generation import start
+from anymamba.models import LMOutput
 from tests.models.cases import FAMILIES, GOLDEN, golden, small_lm
 from tests.models.test_lm_cache import bad_rows_cases, rows_cases
 
@@ -288,8 +292,80 @@ def test_generation_needs_no_gradient_and_leaves_gradients_on():
         (lambda m: m.generate(torch.tensor([[1]]), 3, stop=[[]]), "a stop sequence must have at least one token"),
         (lambda m: m.generate(torch.tensor([[1]]), 3, segment_len=0), "segment_len must be at least 1, got 0"),
         (lambda m: generate(m, torch.tensor([[1]]), 3, top_p=2.0), "top_p must be above 0"),
+        (lambda m: m.generate(torch.tensor([[1]]), 3, stop=[500]), r"between 0 and 60, got \[500\]"),
+        (lambda m: m.generate(torch.tensor([[1]]), 3, stop=61), r"between 0 and 60, got \[61\]"),
+        (lambda m: m.generate(torch.tensor([[1]]), 3, stop=[(1, -1)]), r"between 0 and 60, got \[1, -1\]"),
+        (
+            lambda m: m.generate(None, 3, cache=start(m, torch.tensor([[1]])), mask=torch.tensor([1])),
+            "got a mask alone",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(call, message, unchecked):
     with pytest.raises(ValueError, match=message):
         call(small_lm())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, r"input_ids must be a tensor \(b, t\), got list; torch.tensor\(\[ids\]\)"),
+        ({"input_ids": "text"}, "input_ids must be a tensor .*got str; .*a tokenizer ids of a text"),
+        ({"stop": "text"}, "got the text 'text': encode it with the tokenizer"),
+        ({"stop": [3, "text"]}, "got the text 'text': encode it with the tokenizer"),
+        ({"stop": 1.5}, "stop must be token ids, or sequences of them, got 1.5"),
+        ({"stop": [[[1]]]}, r"stop must be token ids, or sequences of them, got \[1\]"),
+        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, got 2.5"),
+        ({"segment_len": 2.5}, "segment_len must be a whole number, got 2.5"),
+        ({"cache": (1, 2)}, "a GenerationState or an LMCache, got tuple"),
+        ({"cache": LMOutput(torch.ones(1, 1, 64), None, small_lm().init_cache(1))}, "got LMOutput; pass its .cache"),
+        ({"cache": small_lm().generate(torch.ones(1, 1).long(), 1, return_state=True)}, "got Generation; .*its .state"),
+    ],
+    ids=repr,
+)
+def test_arguments_of_another_type_are_refused_by_name(options, message, unchecked):
+    with pytest.raises(TypeError, match=message):
+        small_lm().generate(**{"input_ids": torch.tensor([[1]]), "max_new_tokens": 3, **options})
+
+
+def test_a_filter_or_a_seed_asks_for_draws():
+    model, ids = small_lm(), torch.randint(61, (1, 5))
+    greedy = model.generate(ids, 30).tokens
+    for options in ({"seed": 7}, {"seed": 7, "top_k": 40}, {"seed": 7, "top_p": 0.9}, {"seed": 7, "min_p": 0.1}):
+        drawn = model.generate(ids, 30, **options).tokens
+        assert torch.equal(drawn, model.generate(ids, 30, temperature=1.0, **options).tokens)
+        assert not torch.equal(drawn, greedy)
+        assert torch.equal(model.generate(ids, 30, temperature=0.0, **options).tokens, greedy)
+    for options in ({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert not torch.equal(model.generate(ids, 30, **options).tokens, greedy)
+
+
+def test_stop_tokens_may_be_any_integers(unchecked):
+    model, ids = small_lm(), torch.randint(61, (1, 5))
+    third = model.generate(ids, 9, seed=1).rows()[0][2]
+    expected = model.generate(ids, 9, seed=1, stop=third).rows()
+    for stop in (torch.tensor(third), torch.tensor([third]), [torch.tensor(third)], np.array([third]), {third}):
+        assert model.generate(ids, 9, seed=1, stop=stop).rows() == expected
+
+
+def test_torchs_seed_has_no_part_in_draws():
+    model, ids, drawn = small_lm(), torch.randint(61, (1, 5)), []
+    for seed in (None, None, 7, 7):
+        torch.manual_seed(0)
+        drawn.append(model.generate(ids, 30, temperature=1.0, seed=seed).rows())
+    assert drawn[0] != drawn[1]
+    assert drawn[2] == drawn[3]
+
+
+def test_every_door_to_generation_has_the_same_arguments():
+    def arguments(function):
+        found = inspect.signature(function).parameters.values()
+        return {p.name: (p.default, p.kind) for p in found if p.name not in ("self", "model", "return_state")}
+
+    assert arguments(MambaLM.generate) == arguments(generate) == arguments(stream)
+    text = inspect.getdoc(MambaLM.generate)
+    assert all(f"{name}: " in text for name in [*arguments(generate), "return_state"])
+    assert inspect.signature(MambaLM.generate).return_annotation == "Generation"

@@ -1,11 +1,15 @@
 import json
+import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
+from anymamba.generation import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
+from tests.models.cases import small_lm
 
 TEXT = "héllo wörld 日本語 👍🏽 ẞ\nfoo  bar"
 
@@ -106,6 +110,15 @@ def test_the_tokenizer_of_a_model_is_found(byte_level, tmp_path):
     assert isinstance(load_tokenizer(byte_level / "tokenizer.json", tmp_path, 256 + 44), FileTokenizer)
 
 
+def test_a_tokenizer_alone_needs_no_model(byte_level):
+    for name in (byte_level, str(byte_level), byte_level / "tokenizer.json", "bytes"):
+        tokenizer = load_tokenizer(name)
+        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert FileTokenizer(str(byte_level / "tokenizer.json")).end == [0]
+    with pytest.raises(ValueError, match="expected a name, or the directory of a model, got neither"):
+        load_tokenizer()
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
     with pytest.raises(ValueError, match=r"does not belong to the model: it has .* tokens, the model 100"):
         load_tokenizer(byte_level, tmp_path, 100)
@@ -114,6 +127,20 @@ def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json: not a readable tokenizer"):
         load_tokenizer(None, tmp_path, 1000)
+
+
+def test_the_documents_example_goes_from_text_to_text(byte_level, tmp_path, monkeypatch, capsys):
+    """The first one of docs/language_models.md that has a tokenizer, with the files it names."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(byte_level, "path/to/checkpoint")
+    small_lm(vocab_size=300).save_pretrained("path/to/checkpoint")
+    page = (Path(__file__).parents[2] / "docs" / "language_models.md").read_text(encoding="utf-8")
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "load_tokenizer" in code]
+    exec(example, variables := {})
+    tokenizer, printed = variables["tokenizer"], capsys.readouterr().out
+    assert printed.startswith(tokenizer.decode(variables["out"].rows()[0]) + "\n")
+    assert variables["state"].counts.item() == variables["out"].lengths.item()
+    assert Path("story.safetensors").is_file()
 
 
 def test_without_the_library_the_extra_is_named(byte_level, monkeypatch):

@@ -24,16 +24,24 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("generate", help="continue a text")
     add_model_arguments(parser)
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
-    text.add_argument("--file", metavar="FILE", help="read the text to continue from a file")
-    text.add_argument("--interactive", action="store_true", help="a prompt a line from stdin, the state kept between")
+    text.add_argument(
+        "--prompt", metavar="TEXT", help="the text to continue (default: stdin, without a newline at its end)"
+    )
+    text.add_argument("--file", metavar="FILE", help="continue the text of a file, as it is, with a newline at its end")
+    text.add_argument(
+        "--interactive",
+        action="store_true",
+        help="a prompt a line from stdin, without its newline, the state kept between; an empty line goes on",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="default: 0, the most likely token; 1 with a seed or filter"
+    )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from those that together reach P")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="draw from those at least P as likely")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    parser.add_argument("--seed", type=int, metavar="N", help="make draws repeatable")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw, and draw the same each time")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
     parser.add_argument("--ignore-end", action="store_true", help="do not stop at the tokenizer's end token")
     parser.add_argument("--load-state", metavar="FILE", help="go on from a saved state")
@@ -72,7 +80,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
             line = stdin_bytes().readline()
             if not line:
                 return
-            yield decode_text("stdin", line, tokenizer)
+            yield decode_text("stdin", _without_newline(line), tokenizer)
     elif args.prompt is not None:
         yield decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
     elif args.file is not None:
@@ -80,7 +88,12 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
     elif args.load_state and stdin_bytes().isatty():
         yield ""
     else:
-        yield decode_text("stdin", stdin_bytes().read(), tokenizer)
+        yield decode_text("stdin", _without_newline(stdin_bytes().read()), tokenizer)
+
+
+def _without_newline(text: bytes) -> bytes:
+    """The text as it was meant: terminals and `echo` end it with a newline."""
+    return text.removesuffix(b"\n").removesuffix(b"\r") if text.endswith(b"\n") else text
 
 
 class _Session:
@@ -90,6 +103,7 @@ class _Session:
         self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, state: GenerationState | None
     ) -> None:
         self.args, self.model, self.tokenizer, self.state = args, model, tokenizer, state
+        self.ends = [] if args.ignore_end else [i for i in tokenizer.end if i < model.config.vocab_size]
         self.read = self.written = 0
         self.reading = self.writing = 0.0
 
@@ -97,6 +111,8 @@ class _Session:
         """Read the prompt and print the continuation; an interrupt ends the turn behind a whole token."""
         ids = self.tokenizer.encode(prompt)
         if not ids and self.state is None:
+            if self.args.interactive:
+                return
             raise ValueError("the prompt is empty: pass --prompt, --file, or a text on stdin")
         began = perf_counter()
         tokens = stream(
@@ -109,7 +125,7 @@ class _Session:
             min_p=self.args.min_p,
             repetition_penalty=self.args.repetition_penalty,
             seed=self.args.seed,
-            stop=None if self.args.ignore_end else self.tokenizer.end,
+            stop=self.ends,
             cache=self.state,
         )
         self.read += len(ids)
@@ -137,11 +153,10 @@ class _Session:
 
     def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> None:
         text, output = TextStream(self.tokenizer), _UntilStop(self.args.stop)
-        ends = () if self.args.ignore_end else self.tokenizer.end
         for (token,) in tokens:
             assert token is not None
             self.written += 1
-            if token not in ends:
+            if token not in self.ends:
                 print(output.push(text.push(token)), end="", flush=True)
             if output.stopped:
                 return

@@ -7,3 +7,8 @@ from anymamba.generation.generate import stream as stream
 from anymamba.generation.prefill import start as start
 from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.state import GenerationState as GenerationState
+from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer
+from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer
+from anymamba.generation.tokenizers import TextStream as TextStream
+from anymamba.generation.tokenizers import Tokenizer as Tokenizer
+from anymamba.generation.tokenizers import load_tokenizer as load_tokenizer

@@ -5,8 +5,9 @@ Letters: b batch, t time, n new tokens, v vocabulary.
 
 from __future__ import annotations
 
+import operator
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from anymamba.generation.prefill import SEGMENT_LEN, start
-from anymamba.generation.sampling import Sampling, choose, split_keys, uniform
+from anymamba.generation.sampling import Sampling, choose, expect_whole, split_keys, uniform
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 
-Stop = int | Sequence[int | Sequence[int]] | None
+Stop = int | Sequence[int | Sequence[int]] | Tensor | None
 
 
 class Generation(NamedTuple):
@@ -178,7 +179,7 @@ def stream(
     input_ids: Int[Tensor, "b t"] | None = None,
     max_new_tokens: int = 128,
     *,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
@@ -195,13 +196,15 @@ def stream(
         model: the language model.
         input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
         max_new_tokens: the most tokens to give each row.
-        temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn.
+        temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If not
+            given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
         top_k: draw from the k most likely tokens only.
         top_p: draw from the most likely tokens that together reach this probability.
         min_p: draw from tokens at least this many times as likely as the most likely.
         repetition_penalty: above 1, makes tokens less likely that a row has had before.
         stop: token ids, or sequences of them, behind which a row stops.
-        seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch.
+        seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch, nor on
+            `torch.manual_seed`. A new one each time if not given.
         mask: for prompts of different lengths, True for real tokens (b, t), padding anywhere; or lengths (b,) of rows
             that are padded at the end.
         cache: where the rows go on from: a cache of the model, or the state of an earlier generation.
@@ -211,14 +214,21 @@ def stream(
         An iterator of lists of tokens.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
     """
+    if temperature is None:
+        draws = seed is not None or top_k is not None or top_p != 1 or min_p != 0
+        temperature = 1.0 if draws else 0.0
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
+    if seed is not None:
+        expect_whole("seed", seed)
+    expect_whole("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    sequences = _stop_sequences(stop)
+    sequences = _stop_sequences(stop, model.config.vocab_size)
     state = start(model, input_ids, cache, mask=mask, segment_len=segment_len)
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
     return TokenStream(
@@ -227,7 +237,7 @@ def stream(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop=sequences,
-        seed=secrets.randbits(63) if seed is None else seed,
+        seed=secrets.randbits(63) if seed is None else int(seed),
     )
 
 
@@ -236,22 +246,41 @@ def generate(
     input_ids: Int[Tensor, "b t"] | None = None,
     max_new_tokens: int = 128,
     *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Stop = None,
+    seed: int | None = None,
+    mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    cache: LMCache | GenerationState | None = None,
+    segment_len: int = SEGMENT_LEN,
     return_state: bool = False,
-    **options: Any,
 ) -> Generation:
-    """Continue token sequences.
+    """Continue token sequences: `stream`, which has the other arguments, to its end.
 
     Args:
-        model: the language model.
-        input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
-        max_new_tokens: the most tokens to give each row.
         return_state: also return where the rows stand, which takes one more step of the model.
-        options: those of `stream`.
 
     Returns:
         The new tokens, how many of them count in each row, and the state if it was asked for.
     """
-    tokens = stream(model, input_ids, max_new_tokens, **options)
+    tokens = stream(
+        model,
+        input_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        seed=seed,
+        mask=mask,
+        cache=cache,
+        segment_len=segment_len,
+    )
     rows: list[list[int]] = [[] for _ in range(tokens._batch_size)]
     for step in tokens:
         for row, token in zip(rows, step, strict=True):
@@ -267,9 +296,30 @@ def generate(
     )
 
 
-def _stop_sequences(stop: Stop) -> list[tuple[int, ...]]:
-    entries: Sequence[int | Sequence[int]] = [] if stop is None else [stop] if isinstance(stop, int) else stop
-    sequences = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in entries]
-    if not all(sequences):
-        raise ValueError("a stop sequence must have at least one token, got an empty one")
+def _stop_sequences(stop: Stop, vocab_size: int) -> list[tuple[int, ...]]:
+    """Every stop sequence as its token ids, checked."""
+    sequences = [tuple(_token(token) for token in _several(entry)) for entry in _several(stop)]
+    for sequence in sequences:
+        if not sequence:
+            raise ValueError("a stop sequence must have at least one token, got an empty one")
+        if not all(0 <= token < vocab_size for token in sequence):
+            raise ValueError(f"stop tokens must be between 0 and {vocab_size - 1}, got {list(sequence)}")
     return sequences
+
+
+def _several(entry: Any) -> Iterable[Any]:
+    """One or several, as several; None as none."""
+    if entry is None:
+        return []
+    if isinstance(entry, Tensor):
+        entry = entry.tolist()
+    return entry if isinstance(entry, Iterable) and not isinstance(entry, str | bytes) else [entry]
+
+
+def _token(entry: Any) -> int:
+    if isinstance(entry, str | bytes):
+        raise TypeError(f"stop must be token ids, got the text {entry!r}: encode it with the tokenizer")
+    try:
+        return operator.index(entry)
+    except TypeError:
+        raise TypeError(f"stop must be token ids, or sequences of them, got {entry!r}") from None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.blocks.padding import Padding
-from anymamba.generation.sampling import row_key
+from anymamba.generation.sampling import expect_whole, row_key
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -41,10 +41,15 @@ def start(
         Where the rows stand behind their prompts.
 
     Raises:
+        TypeError: prompts or a cache of another type.
         ValueError: a row without tokens, or ids out of range.
     """
+    _expect_cache(cache)
+    expect_whole("segment_len", segment_len)
     earlier = cache if isinstance(cache, GenerationState) else None
     if input_ids is None:
+        if mask is not None:
+            raise ValueError("a mask goes with the prompts it belongs to (input_ids), got a mask alone")
         if earlier is None:
             raise ValueError("generation needs a prompt (input_ids), or the state of an earlier generation as cache")
         return earlier
@@ -104,6 +109,13 @@ def prefill(
     return logits[back], LMCache.cat(caches).rows(back)
 
 
+def _expect_cache(cache: object) -> None:
+    if cache is None or isinstance(cache, LMCache | GenerationState):
+        return
+    hints = [f"; pass its .{name}" for name in ("state", "cache") if getattr(cache, name, None) is not None]
+    raise TypeError(f"cache must be a GenerationState or an LMCache, got {type(cache).__name__}{''.join(hints[:1])}")
+
+
 def _batch(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Rows as one batch (b, t), with their lengths (b,) if they differ."""
     lengths = [len(part) for part in parts]
@@ -114,6 +126,11 @@ def _batch(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 def _prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
     """The real tokens of each row, on the model's device, checked."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor (b, t), got {type(input_ids).__name__}; torch.tensor([ids]) makes one of a "
+            "list of ids, and a tokenizer ids of a text"
+        )
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"input_ids must be integers of shape (b, t), got {input_ids.dtype} of shape {tuple(input_ids.shape)}"

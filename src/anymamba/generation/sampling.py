@@ -9,6 +9,7 @@ Letters: b batch, v vocabulary.
 from __future__ import annotations
 
 import hashlib
+import numbers
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,12 @@ class Sampling:
     min_p: float = 0.0  # only those at least min_p times as likely as the most likely
 
     def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
+        """Refuse what is no number, and values outside their ranges."""
+        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+            if not isinstance(value := getattr(self, name), numbers.Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if self.top_k is not None:
+            expect_whole("top_k", self.top_k)
         checks = (
             ("repetition_penalty", "positive", self.repetition_penalty > 0),
             ("temperature", "0 (greedy) or positive", 0 <= self.temperature < float("inf")),
@@ -46,6 +52,12 @@ class Sampling:
         for name, expected, fine in checks:
             if not fine:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+
+
+def expect_whole(name: str, value: Any) -> None:
+    """Raise TypeError for what is not a whole number."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 
 def choose(

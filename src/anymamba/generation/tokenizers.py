@@ -55,12 +55,13 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json, read by the `tokenizers` library."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the file, and the end token from files beside it.
 
         Raises:
             ValueError: the file is missing or damaged, or the library is not installed.
         """
+        path = Path(path)
         try:
             from tokenizers import Tokenizer as Reader
         except ImportError as error:
@@ -105,33 +106,38 @@ def _end_tokens(directory: Path) -> Iterable[str | int]:
 
 
 def load_tokenizer(
-    name: str | os.PathLike[str] | None, directory: str | os.PathLike[str], vocab_size: int
+    name: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a model.
+    """The tokenizer of that name, or that of a model.
 
     Args:
         name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one beside the weights, or the
             byte tokenizer for a vocabulary of 256.
-        directory: of the model.
-        vocab_size: rows of the model's embedding.
+        directory: of the model, for a name of None.
+        vocab_size: rows of the model's embedding, to check that the tokenizer belongs to it.
 
     Raises:
         ValueError: there is no tokenizer, or it has more tokens than the model.
     """
     tokenizer: Tokenizer
-    beside = Path(directory) / "tokenizer.json"
-    if name == "bytes" or (name is None and not beside.is_file() and vocab_size == 256):
+    if name is None and directory is None:
+        raise ValueError("load_tokenizer: expected a name, or the directory of a model, got neither")
+    beside = None if directory is None else Path(directory) / "tokenizer.json"
+    found = beside is not None and beside.is_file()
+    if name == "bytes" or (name is None and not found and vocab_size == 256):
         tokenizer = ByteTokenizer()
     elif name is not None:
         tokenizer = FileTokenizer(_tokenizer_file(name))
-    elif beside.is_file():
+    elif beside is not None and found:
         tokenizer = FileTokenizer(beside)
     else:
         raise ValueError(
             f"{directory}: no tokenizer.json beside the weights; pass one with --tokenizer, "
             '"bytes" for a model of bytes, or the hub id of a repository that has it'
         )
-    if tokenizer.vocab_size > vocab_size:
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer does not belong to the model: it has {tokenizer.vocab_size} tokens, the model {vocab_size}"
         )

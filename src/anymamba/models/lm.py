@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import os
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
 from anymamba.scan.numerics import state_dtype
+
+if TYPE_CHECKING:
+    from anymamba.generation import Generation, GenerationState
 
 
 class LMOutput(NamedTuple):
@@ -307,12 +311,71 @@ class MambaLM(nn.Module):
 
         save_model(self, directory, format)
 
-    def generate(self, input_ids: Int[Tensor, "b t"] | None = None, max_new_tokens: int = 128, **options: Any) -> Any:
-        """Continue token sequences: `anymamba.generation.generate` with this model."""
+    def generate(
+        self,
+        input_ids: Int[Tensor, "b t"] | None = None,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: int | Sequence[int | Sequence[int]] | Tensor | None = None,
+        seed: int | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        cache: LMCache | GenerationState | None = None,
+        segment_len: int = 2048,
+        return_state: bool = False,
+    ) -> Generation:
+        """Continue token sequences.
+
+        Args:
+            input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
+            max_new_tokens: the most tokens to give each row.
+            temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If
+                not given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
+            top_k: draw from the k most likely tokens only.
+            top_p: draw from the most likely tokens that together reach this probability.
+            min_p: draw from tokens at least this many times as likely as the most likely.
+            repetition_penalty: above 1, makes tokens less likely that a row has had before.
+            stop: token ids, or sequences of them, behind which a row stops.
+            seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch, nor on
+                `torch.manual_seed`. A new one each time if not given.
+            mask: for prompts of different lengths, True for real tokens (b, t), padding anywhere; or lengths (b,) of
+                rows that are padded at the end.
+            cache: where the rows go on from: a cache of this model, or the state of an earlier generation.
+            segment_len: tokens of a prompt that are computed at once.
+            return_state: also return where the rows stand, which takes one more step of the model.
+
+        Returns:
+            `tokens` (b, n), 0 behind the end of rows that stopped early; `lengths` (b,), how many of them count, the
+            stop token included; `state`, a `GenerationState` to go on from if it was asked for, else None; and
+            `rows()`, the tokens that count as lists.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
+        """
         # Generation is a room above the models; this method is a door to it, opened when it is called.
         from anymamba.generation import generate
 
-        return generate(self, input_ids, max_new_tokens, **options)
+        return generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop=stop,
+            seed=seed,
+            mask=mask,
+            cache=cache,
+            segment_len=segment_len,
+            return_state=return_state,
+        )
 
     def _initialise(self) -> None:
         """Embedding N(0, 0.02); projections into the residual stream divided by √layers; their biases zero."""
