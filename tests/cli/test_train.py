@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -252,3 +253,41 @@ def test_help_names_every_field(run):
     assert code == 0
     for name in ("--optimiser.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
         assert name in out
+    out = " ".join(out.split())
+    for values in ("Mamba2, Mamba3", "packed, stream", "cosine, wsd, constant", "adamw, muon", "float32, bfloat16"):
+        assert f"({values}" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer.lr", "1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
+        (["--optimizer.lr=1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
+        (["--lr", "1"], "--optimiser.lr"),
+        (["a.toml", "b.toml"], "b.toml: one argument too many"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused_with_those_that_are_near(run, flags, message):
+    code, out, err = run("train", *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        (b"Call me Ishmael. Some years ago - never mind" * 40, "Call me Ishmael. Some years ago"),
+        (b"\n\t\xff\x00to\n\nand fro" * 100, "to and fro to and fro to and fro"),
+        (b"\xff\x00" * 1000, " "),
+        (b"x" * 1000, "x" * 32),
+    ],
+)
+def test_samples_begin_as_the_text_does(run, config, tmp_path, text, prompt):
+    (tmp_path / "one.txt").write_bytes(text)
+    half = ["--data.sources", tmp_path / "one.txt", "--data.held_out", 0.5, "--schedule.steps", 1]
+    code, out, _ = run("train", config, "--out", tmp_path / "run", *half)
+    assert code == 0
+    assert f"--prompt {shlex.quote(prompt)} " in out
+    assert (tmp_path / "run" / "samples" / "step-00000001.txt").read_text().startswith(prompt)
+    out = run("train", config, "--out", tmp_path / "other", *half, "--evaluation.prompt", "x y")[1]
+    assert "--prompt 'x y' " in out

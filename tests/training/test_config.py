@@ -1,6 +1,7 @@
 import pytest
 
 from anymamba.training import TrainingConfig, read_config
+from anymamba.training.values import choices
 
 
 def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
@@ -88,3 +89,11 @@ def test_a_bad_override_says_what_is_wrong(name, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such file"):
         read_config(tmp_path / "nowhere")
+
+
+def test_the_values_that_a_field_allows_are_known():
+    hints = TrainingConfig.hints()
+    assert hints.keys() == TrainingConfig.fields_by_name().keys()
+    assert choices(hints["model.family"]) == ("Mamba2", "Mamba3")
+    assert choices(hints["schedule.kind"]) == ("cosine", "wsd", "constant")
+    assert choices(hints["data.sources"]) == choices(hints["seed"]) == ()

@@ -126,6 +126,22 @@ def test_elsewhere_there_are_plain_lines(terminal, dumb, monkeypatch):
     assert "step 20: a sample" in lines
 
 
+def test_an_evaluation_is_shown_in_place_of_the_time_left(terminal, monkeypatch):
+    def look(steps):
+        display = Display(steps=40, done=0, every=10)
+        display.evaluating()  # nothing, before there is a step
+        display.at(Row(40, 64, 4.0, 1e-3, 0.1, 0.5, {}), 64)
+        display.evaluating()
+
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    look(40)
+    assert stream.getvalue().splitlines()[1:] == ["step 40: evaluating"]
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules[__name__], "show", look)
+    lines = screen(terminal(), 100)
+    assert re.fullmatch(r"━+  step 40/40   evaluating", lines[0])
+
+
 def test_a_run_without_a_step_leaves_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     Display(steps=3, done=3, every=1).close()

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from anymamba.allocator import keep_freed_memory
 from anymamba.cli import convert, evaluate, generate, info, train
+from anymamba.training.values import expect_known
 from anymamba.version import __version__
 
 _COMMANDS = (train, generate, convert, info, evaluate)
@@ -21,9 +22,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all commands."""
     parser = argparse.ArgumentParser(prog="anymamba", description="Mamba-2 and Mamba-3 on any machine.")
     parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for command in _COMMANDS:
         command.add_parser(commands)
+    parser.set_defaults(options={name: list(c._option_string_actions) for name, c in commands.choices.items()})
     return parser
 
 
@@ -37,11 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when
         interrupted.
     """
-    args = build_parser().parse_args(arguments)
+    args, unknown = build_parser().parse_known_args(arguments)
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
+            _expect_none(unknown, args.options[args.command])
             args.run(args)
         except BrokenPipeError:
             # Whoever read our output has enough. The interpreter must not fail when it flushes.
@@ -60,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
     return 0
+
+
+def _expect_none(unknown: list[str], options: list[str]) -> None:
+    """Refuse arguments that a command does not have, with those that are near."""
+    for argument in unknown:
+        if argument.startswith("-"):
+            expect_known(argument.partition("=")[0], options, "", "option")
+    if unknown:
+        raise ValueError(f"{unknown[0]}: one argument too many")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

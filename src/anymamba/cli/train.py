@@ -11,6 +11,7 @@ from typing import Any
 from anymamba.training.config import TrainingConfig, read_config
 from anymamba.training.language import LanguageTask, resume, train
 from anymamba.training.loop import Trainer
+from anymamba.training.values import choices
 
 
 def add_parser(commands: Any) -> None:
@@ -26,9 +27,11 @@ def add_parser(commands: Any) -> None:
     where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
     where.add_argument("--resume", metavar="DIR", help="go on with the run in a directory")
     fields = parser.add_argument_group("fields of the config")
+    hints = TrainingConfig.hints()
     for name, field in TrainingConfig.fields_by_name().items():
+        allowed = f" ({', '.join(choices(hints[name]))})" if choices(hints[name]) else ""
         default = "" if callable(field.default_factory) else f" (default: {_shown(field.default)})"
-        text = (field.metadata["help"] + default).replace("%", "%%")
+        text = (field.metadata["help"] + allowed + default).replace("%", "%%")
         fields.add_argument(f"--{name}", metavar="VALUE", dest=f"field:{name}", help=text)
     parser.set_defaults(run=run)
 
@@ -59,7 +62,7 @@ def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
         model, xz = trainer.task.held_out
         print(f"held-out text: {model:.4f} bits per byte, xz -9 {xz:.4f}")
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
-    print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.config.evaluation.prompt)} --temperature 0.8")
+    print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")
     print(f"anymamba eval {where} FILE")
 
 

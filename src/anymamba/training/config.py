@@ -23,7 +23,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TextFormat = Literal["auto", "text", "jsonl"]
 C = TypeVar("C", bound="RunConfig")
 
 
@@ -111,7 +110,7 @@ class DataSection:
     """Where the text comes from and how it becomes rows."""
 
     sources: tuple[str, ...] = option(("stdlib",), 'files, directories, glob patterns, "-" for stdin, or "stdlib"')
-    format: TextFormat = option(
+    format: Literal["auto", "text", "jsonl"] = option(
         "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
     )
     tokenizer: str | None = option(
@@ -122,7 +121,7 @@ class DataSection:
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
     held_out: float = option(0.02, "share of the text that is kept from training, at most")
-    held_out_bytes: int = option(262144, "the most held-out text that is kept for evaluation")
+    held_out_bytes: int = option(65536, "the most held-out text that is kept for evaluation")
     shards: str | None = option(None, "directory of the tokenised text; none: data/ in the output directory")
     shard_tokens: int = option(2**24, "tokens of a shard, about")
 
@@ -232,7 +231,11 @@ class EvaluationSection:
 class TextEvaluationSection(EvaluationSection):
     """What is looked at on the way, and a sample."""
 
-    prompt: str = option("def ", "that the sample of each evaluation begins with", free=True)
+    prompt: str | None = option(
+        None,
+        'that the sample of each evaluation begins with; none: "def " for stdlib, or as the held-out text',
+        free=True,
+    )
     sample_tokens: int = option(200, "length of the sample; 0: none", free=True)
     temperature: float = option(0.8, "of the sample", free=True)
 
@@ -294,7 +297,7 @@ class RunConfig:
         Raises:
             ValueError: an unknown name, or a value that cannot work.
         """
-        values, hints = self.to_dict(), _hints(type(self))
+        values, hints = self.to_dict(), self.hints()
         for name, text in overrides.items():
             expect_known(name, hints, "--")
             section, _, key = name.rpartition(".")
@@ -321,6 +324,17 @@ class RunConfig:
                 found.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
             else:
                 found[name] = next(f for f in dataclasses.fields(cls) if f.name == name)
+        return found
+
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """The annotation of every field by its dotted name."""
+        found: dict[str, Any] = {}
+        for name, kind in _annotations(cls).items():
+            if dataclasses.is_dataclass(kind):
+                found.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
+            else:
+                found[name] = kind
         return found
 
 
@@ -360,16 +374,6 @@ def _annotations(config: type[RunConfig]) -> dict[str, Any]:
     kinds = get_type_hints(config)
     names = dict.fromkeys(name for kind in config.__mro__ for name in inspect.get_annotations(kind))
     return {name: kinds[name] for name in names}
-
-
-def _hints(config: type[RunConfig]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, kind in _annotations(config).items():
-        if dataclasses.is_dataclass(kind):
-            found.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
-        else:
-            found[name] = kind
-    return found
 
 
 def _get(config: Any, name: str) -> Any:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
-from anymamba.training.config import TextFormat
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that no UTF-8 character begins with
 _LINES = (".jsonl", ".ndjson")
@@ -67,9 +66,7 @@ class Document(NamedTuple):
             return file.read() if end is None else file.read(end - begin)
 
 
-def find_documents(
-    sources: tuple[str, ...], field: str, format: TextFormat = "auto", stdin: bytes = b""
-) -> list[Document]:
+def find_documents(sources: tuple[str, ...], field: str, format: str = "auto", stdin: bytes = b"") -> list[Document]:
     """The documents of files, directories, glob patterns, stdin ("-") and "stdlib", ordered by source.
 
     A file that is found again, through another source or a link, is taken once, under the first name.

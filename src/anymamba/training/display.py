@@ -44,6 +44,15 @@ class Display:
         elif row.step % self._every == 0 or row.step == self._steps:
             self.tell("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._facts(row)]))
 
+    def evaluating(self) -> None:
+        """Show that the model is looked at, which may take longer than a step."""
+        if self._row is None:
+            return
+        if self._live:
+            self._draw(self._row, "evaluating")
+        else:
+            self.tell(f"step {self._row.step}: evaluating")
+
     def score(self, values: Mapping[str, float]) -> None:
         """What the last evaluation found, by name."""
         self._scores = _GAP.join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
@@ -68,12 +77,12 @@ class Display:
         speed = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"
         return [speed, f"{_clock(pace * (self._steps - row.step))} left", memory()]
 
-    def _draw(self, row: Row) -> None:
-        """Draw the two live lines over those that are there."""
+    def _draw(self, row: Row, doing: str = "") -> None:
+        """Draw the two live lines over those that are there, with what is being done in place of the time left."""
         self._shown, width = perf_counter(), _columns() - 1
         speed, left, used = self._facts(row)
         plain = not _can_write(_BLOCKS + "━╸─")
-        counts = f"  step {row.step}/{self._steps}{_GAP}{left}"
+        counts = f"  step {row.step}/{self._steps}{_GAP}{doing or left}"
         bar = _bar(row.step / self._steps, max(0, width - len(counts)), plain)
         loss = f"loss {row.loss:.4f}" + ("" if plain else f" {_spark(self._losses.values(16))}")
         facts = [loss, *filter(None, (self._scores, speed, used))]

@@ -16,6 +16,8 @@ from anymamba.training.shards import Corpus
 from anymamba.training.step import batch_nats
 
 _SEGMENT = 2048  # tokens that are computed at once
+_LOOKED_AT = 256  # tokens of the held-out text in which a prompt is looked for
+_PROMPT = 32  # its characters, at most
 
 
 class HeldOut(NamedTuple):
@@ -45,11 +47,19 @@ def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype) -> HeldOut:
     return HeldOut(nats / math.log(2) / size, 8 * corpus.xz_bytes / size)
 
 
-def sample(model: MambaLM, tokenizer: Tokenizer, config: TextEvaluationSection, seed: int) -> str:
+def beginning(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """The first words of the held-out text, a space if there are none that can be printed."""
+    tokens = corpus.held_out
+    text = tokenizer.decode(tokens.read(0, min(_LOOKED_AT, tokens.total)).tolist())
+    words = " ".join("".join(x if x.isprintable() and x != "\ufffd" else " " for x in text).split())
+    return (words if len(words) <= _PROMPT else words[: _PROMPT + 1].rpartition(" ")[0] or words[:_PROMPT]) or " "
+
+
+def sample(model: MambaLM, tokenizer: Tokenizer, prompt: str, config: TextEvaluationSection, seed: int) -> str:
     """The prompt and what the model writes behind it."""
-    ids = tokenizer.encode(config.prompt)
+    ids = tokenizer.encode(prompt)
     if not ids or not config.sample_tokens:
         return ""
-    prompt = torch.tensor([ids], device=model.device)
-    new = generate(model, prompt, config.sample_tokens, temperature=config.temperature, seed=seed, stop=tokenizer.end)
+    ids_bt = torch.tensor([ids], device=model.device)
+    new = generate(model, ids_bt, config.sample_tokens, temperature=config.temperature, seed=seed, stop=tokenizer.end)
     return tokenizer.decode([*ids, *new.rows()[0]])

@@ -18,7 +18,7 @@ from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
-from anymamba.training.evaluation import HeldOut, evaluate, sample
+from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.layers import expect_compiler
 from anymamba.training.loop import Trainer, expect_no_run, find_device, reopen
 from anymamba.training.report import plot_losses
@@ -111,6 +111,13 @@ class LanguageTask(Task[Batch]):
         """The checksum of the tokenised text."""
         return self.corpus.checksum
 
+    @property
+    def prompt(self) -> str:
+        """What samples begin with."""
+        if self.config.evaluation.prompt is not None:
+            return self.config.evaluation.prompt
+        return "def " if self.config.data.sources == ("stdlib",) else beginning(self.corpus, self._tokenizer)
+
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """The language model to begin with, or a new one for the tokenizer's vocabulary."""
         if self._init is None:
@@ -134,7 +141,7 @@ class LanguageTask(Task[Batch]):
         """Score the held-out text, and write a sample."""
         self.held_out = found = evaluate(model, self.corpus, dtype)
         lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte (xz -9: {found.xz_bits_per_byte:.4f})"]
-        if text := sample(model, self._tokenizer, self.config.evaluation, self.config.seed):
+        if text := sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed):
             samples = self._directory / "samples"
             samples.mkdir(exist_ok=True)
             with replacing(samples / f"step-{step:08d}.txt") as temporary:

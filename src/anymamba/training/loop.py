@@ -258,6 +258,7 @@ class Trainer(Generic[T]):
         )
 
     def _evaluate(self, display: Display) -> dict[str, float]:
+        display.evaluating()
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.solved = found.solved
         display.tell(found.text)

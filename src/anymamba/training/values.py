@@ -13,14 +13,21 @@ else:
     import tomli as tomllib
 
 
-def expect_known(name: str, names: Iterable[str], where: str) -> None:
-    """Refuse a name that is not among `names`, with those that are near; `where` stands before it."""
+def expect_known(name: str, names: Iterable[str], where: str, what: str = "field") -> None:
+    """Refuse a name that is not among `names` of `what`, with those that are near; `where` stands before it."""
     names = list(names)
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        near += [x for x in names if x.rpartition(".")[2] == name.rpartition(".")[2] and x not in near]
+        last = name.rpartition(".")[2].lstrip("-")
+        near = [x for x in names if x.rpartition(".")[2].lstrip("-") == last]
+        near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(names)}"
-        raise ValueError(f"{where}{name}: no such field{hint}")
+        raise ValueError(f"{where}{name}: no such {what}{hint}")
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """The texts that an annotation allows, if they are named."""
+    hints = [hint, *get_args(hint)]
+    return next((get_args(option) for option in hints if get_origin(option) is Literal), ())
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
