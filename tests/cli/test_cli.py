@@ -1,10 +1,12 @@
 import math
+import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -333,8 +335,29 @@ class TestEval:
         assert code == 2
         assert f"at least two tokens is needed, got {len(content)}" in err
 
-    def test_a_file_that_is_not_there_is_refused(self, run, model):
-        assert run("eval", model, "nowhere")[0] == 2
+    @pytest.mark.parametrize(
+        ("file", "message"),
+        [
+            ("nowhere", "nowhere: no such file"),
+            (".", ".: expected a file, got a directory"),
+            ("/dev/null", "/dev/null: a text of at least two tokens is needed, got 0"),
+            ("-", "stdin: a text of at least two tokens is needed, got 0"),
+        ],
+    )
+    def test_what_is_no_text_is_named(self, run, model, file, message):
+        code, out, err = run("eval", model, file)
+        assert (code, out, err) == (2, "", f"anymamba: {message}\n")
+
+    def test_stdin_and_pipes_are_scored_as_files_are(self, run, model, tmp_path):
+        text = "Grün und grün.\n".encode() * 30
+        (tmp_path / "text").write_bytes(text)
+        _, expected, _ = run("eval", model, tmp_path / "text")
+        assert run("eval", model, "-", stdin=text)[1] == expected
+        os.mkfifo(tmp_path / "pipe")
+        writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(text,))
+        writer.start()
+        assert run("eval", model, tmp_path / "pipe")[1] == expected
+        writer.join()
 
 
 class TestAll:

@@ -138,6 +138,18 @@ def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, t
     assert not (tmp_path / "run").exists()
 
 
+def test_an_interrupt_before_the_first_step_says_that_nothing_is_saved(run, config, tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anymamba.training.language.prepare", interrupted)
+    code, out, err = run("train", config, "--out", tmp_path / "run")
+    assert (code, out) == (130, "")
+    assert err.startswith("stopped before the first step: there is nothing to save")
+    monkeypatch.undo()
+    assert run("train", config, "--out", tmp_path / "run", "--schedule.steps", 2)[0] == 0
+
+
 def test_text_from_stdin_is_needed_once(run, tmp_path):
     flags = ["--data.sources", "-", "--model.d_model", 16, "--model.n_layer", 1, "--batch.tokens", 64]
     flags += ["--batch.length", 16, "--schedule.steps", 2, "--evaluation.sample_tokens", 0, "--out", tmp_path / "run"]

@@ -60,20 +60,31 @@ def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:
 
 def read_file(path: str) -> bytes:
     """The bytes of a file."""
+    with open_file(path) as file:
+        content: bytes = file.read()
+    return content
+
+
+def open_file(path: str) -> Any:
+    """A file, a pipe or a device, open for reading.
+
+    Raises:
+        ValueError: it is a directory, or not there.
+    """
     file = Path(path)
-    if not file.is_file():
+    if file.is_dir() or not file.exists():
         raise ValueError(f"{path}: {'expected a file, got a directory' if file.is_dir() else 'no such file'}")
-    return file.read_bytes()
+    return file.open("rb")
 
 
-def stdin_bytes() -> Any:
-    """The standard input.
+def stdin_bytes(instead: str = "pass --prompt or --file") -> Any:
+    """The standard input; `instead` is what to do where there is none.
 
     Raises:
         ValueError: there is none.
     """
     if sys.stdin is None:
-        raise ValueError("stdin is closed: pass --prompt or --file")
+        raise ValueError(f"stdin is closed: {instead}")
     return sys.stdin.buffer
 
 
@@ -81,9 +92,9 @@ class Progress:
     """A bar on stderr, if that is a terminal."""
 
     def __init__(self, total: int) -> None:
-        """Start at 0 of `total`."""
+        """Start at 0 of `total`; 0: nobody knows how much, and there is no bar."""
         self._total, self._shown = max(1, total), -1
-        self._visible = sys.stderr.isatty()
+        self._visible = sys.stderr.isatty() and total > 0
 
     def at(self, done: int, note: str = "") -> None:
         """Show how much is done."""

@@ -40,17 +40,25 @@ def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
     values = {name: getattr(args, f"field:{name}") for name in TrainingConfig.fields_by_name()}
     overrides = {name: value for name, value in values.items() if value is not None}
-    if args.resume is not None:
-        if args.config is not None:
-            raise ValueError(f"--resume goes on with the config of the run; got also {args.config}")
-        trainer = resume(Path(args.resume), overrides, _tell)
-        _tell(f"going on behind step {trainer.step}")
-    else:
-        trainer = train(read_config(args.config, overrides), Path(args.out), _tell)
+    try:
+        trainer = _prepared(args, overrides)
+    except KeyboardInterrupt:
+        _tell("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
+        raise
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
     _tell(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
+
+
+def _prepared(args: argparse.Namespace, overrides: dict[str, str]) -> Trainer[LanguageTask]:
+    if args.resume is None:
+        return train(read_config(args.config, overrides), Path(args.out), _tell)
+    if args.config is not None:
+        raise ValueError(f"--resume goes on with the config of the run; got also {args.config}")
+    trainer = resume(Path(args.resume), overrides, _tell)
+    _tell(f"going on behind step {trainer.step}")
+    return trainer
 
 
 def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
