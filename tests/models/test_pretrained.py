@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from anymamba import MambaLM
 from anymamba.files import read_json
 from anymamba.models.pretrained import open_checkpoint
+from anymamba.models.weights import weight_file
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -221,7 +222,16 @@ def test_loading_takes_the_memory_of_the_weights_once_and_mapped_ones_take_none(
     assert mapped[0] < 0.2 * mapped[2]
     for kept, peak, weights in copied:
         assert kept < 1.2 * weights
-        assert peak < 1.2 * weights + 2**24  # and the largest tensor's pages
+        assert peak < 1.2 * weights + 2**24
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
+    with weight_file(directory / "model.safetensors") as file:
+        os.truncate(file.path, file.path.stat().st_size - 1)
+        for name, stored in file.entries().items():
+            last, dtype = name, stored.dtype
+        with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
+            file.read(last, dtype, mapped=False)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])

@@ -1,12 +1,13 @@
 """Weights on disk: what each file holds, and every tensor straight from the file in the dtype that is asked for.
 
-Files are mapped into memory, and tensors are copied from them, so that a file may change or go. A view of the file
-takes no memory, but changes with the file; where the file was cut short, reading the view ends the process. Pickles are
-opened with torch's restricted reader, which builds tensors and runs no code.
+Tensors are read into memory of their own, so that a file may change or go. A view of a mapped file takes no memory, but
+changes with the file; where the file was cut short, looking at the view ends the process. Pickles are opened with the
+restricted reader of torch, which builds tensors and runs no code.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -22,19 +23,6 @@ from anymamba.files import open_tensors, read_json
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class _Copied:
-    """Counts copied bytes: pages of a file that were read stay in memory until the file is let go."""
-
-    def __init__(self, path: Path) -> None:
-        self._limit = max(2**22, path.stat().st_size // 40) if path.is_file() else 0
-        self._bytes = 0
-
-    def too_many(self, more: int) -> bool:
-        """Add to the count; whether it is time to let the file go, and to count again."""
-        self._bytes = 0 if (over := self._bytes + more > self._limit) else self._bytes + more
-        return over
-
-
 class Stored(NamedTuple):
     """A tensor in a file."""
 
@@ -43,22 +31,26 @@ class Stored(NamedTuple):
 
 
 class SafetensorsFile:
-    """One mapped file; a context in which tensors can be read."""
+    """One file; a context in which tensors can be read."""
 
     def __init__(self, path: Path) -> None:
         """Remember the path."""
         self.path = path
-        self._copied = _Copied(path)
         self._stack = ExitStack()
+        self._kept: Tensor | None = None
 
     def __enter__(self) -> SafetensorsFile:
-        """Map the file."""
+        """Map the file, which checks its header, and open it to read."""
         self._file = self._stack.enter_context(open_tensors(self.path))
+        self._bytes = self._stack.enter_context(self.path.open("rb"))
+        size = int.from_bytes(self._bytes.read(8), "little")
+        self._header, self._start = json.loads(self._bytes.read(size)), 8 + size
         return self
 
     def __exit__(self, *error: object) -> None:
         """Let go of the file. Tensors that are views of it keep it mapped."""
         del self._file
+        self._kept = None
         self._stack.close()
 
     def entries(self) -> dict[str, Stored]:
@@ -77,13 +69,40 @@ class SafetensorsFile:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
         """One tensor: a copy, or if `mapped` a view of the file where it is already as asked for."""
-        view: Tensor = self._file.get_tensor(name)
-        tensor = view.to(device, dtype, copy=not mapped)
-        if not mapped and self._copied.too_many(view.nbytes):
-            del view
-            self.__exit__()
-            self.__enter__()
-        return tensor
+        if mapped:
+            view: Tensor = self._file.get_tensor(name).to(device, dtype)
+            return view
+        entry = self._header[name]
+        begin, end = entry["data_offsets"]
+        stored, on_cpu = DTYPES[entry["dtype"]], device is None or device.type == "cpu"
+        raw = torch.empty(end - begin, dtype=torch.uint8) if on_cpu and stored == dtype else self._scratch(end - begin)
+        self._bytes.seek(self._start + begin)
+        found = self._bytes.readinto(raw.numpy().data)
+        if found != end - begin:
+            raise ValueError(
+                f"{self.path}: {name} should have {end - begin} bytes, got {found}: the file was cut short"
+            )
+        return raw.view(stored).view(entry["shape"]).to(device, dtype)
+
+    def _scratch(self, size: int) -> Tensor:
+        """Memory for what is converted or moved, the same for all: holes between tensors would stay taken."""
+        if self._kept is None:
+            offsets = [entry["data_offsets"] for name, entry in self._header.items() if name != "__metadata__"]
+            self._kept = torch.empty(max(end - begin for begin, end in offsets), dtype=torch.uint8)
+        return self._kept[:size]
+
+
+class _Copied:
+    """Counts copied bytes: pages of a file that were read stay in memory until the file is let go."""
+
+    def __init__(self, path: Path) -> None:
+        self._limit = max(2**22, path.stat().st_size // 40) if path.is_file() else 0
+        self._bytes = 0
+
+    def too_many(self, more: int) -> bool:
+        """Add to the count; whether it is time to let the file go, and to count again."""
+        self._bytes = 0 if (over := self._bytes + more > self._limit) else self._bytes + more
+        return over
 
 
 class PickleFile:
