@@ -266,8 +266,9 @@ def test_help_names_every_field(run):
     for name in ("--optimiser.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
         assert name in out
     out = " ".join(out.split())
-    for values in ("Mamba2, Mamba3", "packed, stream", "cosine, wsd, constant", "adamw, muon", "float32, bfloat16"):
-        assert f"({values}" in out
+    assert "--model.family {Mamba2,Mamba3} family of the blocks" in out
+    for values in ("packed,stream", "cosine,wsd,constant", "adamw,muon", "float32,bfloat16,float64"):
+        assert f"{{{values}}}" in out
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ def add_parser(commands: Any) -> None:
     fields = parser.add_argument_group("fields of the config")
     hints = TrainingConfig.hints()
     for name, field in TrainingConfig.fields_by_name().items():
-        allowed = f" ({', '.join(choices(hints[name]))})" if choices(hints[name]) else ""
+        allowed = f"{{{','.join(choices(hints[name]))}}}" if choices(hints[name]) else "VALUE"
         default = "" if callable(field.default_factory) else f" (default: {_shown(field.default)})"
-        text = (field.metadata["help"] + allowed + default).replace("%", "%%")
-        fields.add_argument(f"--{name}", metavar="VALUE", dest=f"field:{name}", help=text)
+        text = (field.metadata["help"] + default).replace("%", "%%")
+        fields.add_argument(f"--{name}", metavar=allowed, dest=f"field:{name}", help=text)
     parser.set_defaults(run=run)
 
 

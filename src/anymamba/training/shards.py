@@ -116,8 +116,9 @@ def _is_complete(index: dict[str, Any], key: str) -> bool:
 
 
 def _described(documents: list[Document], stdin: bytes, what: str) -> str:
-    size = sum(document.size(stdin) for document in documents)
-    return f"{what}: {len(documents):,} {'document' if len(documents) == 1 else 'documents'}, {size:,} bytes"
+    size, count = sum(document.size(stdin) for document in documents), len(documents)
+    cut = " (of one the end)" if any(document.begin for document in documents) else ""
+    return f"{what}: {count:,} {'document' if count == 1 else 'documents'}{cut}, {size:,} bytes"
 
 
 def open_corpus(directory: Path) -> Corpus:
