@@ -135,6 +135,8 @@ def _prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Ten
         raise ValueError(
             f"input_ids must be integers of shape (b, t), got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
         )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a tensor (b, t) or lengths (b,), got {type(mask).__name__}")
     b, t = input_ids.shape
     if mask is None:
         prompts = list(input_ids)

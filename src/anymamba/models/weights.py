@@ -8,6 +8,7 @@ restricted reader of torch, which builds tensors and runs no code.
 from __future__ import annotations
 
 import json
+import mmap
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -85,10 +86,11 @@ class SafetensorsFile:
         return raw.view(stored).view(entry["shape"]).to(device, dtype)
 
     def _scratch(self, size: int) -> Tensor:
-        """Memory for what is converted or moved, the same for all: holes between tensors would stay taken."""
+        """Memory for what is converted or moved, the same for all, and not malloc's: its holes would stay taken."""
         if self._kept is None:
             offsets = [entry["data_offsets"] for name, entry in self._header.items() if name != "__metadata__"]
-            self._kept = torch.empty(max(end - begin for begin, end in offsets), dtype=torch.uint8)
+            pages = mmap.mmap(-1, max(1, *(end - begin for begin, end in offsets)))
+            self._kept = torch.frombuffer(pages, dtype=torch.uint8)
         return self._kept[:size]
 
 
