@@ -90,6 +90,8 @@ def define_operator(
     def call(*arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
             _expect_no_tangents(name, arguments)
+        if not torch.compiler.is_compiling():
+            _expect_no_functional_gradient(name)
         return (forward if is_plain(arguments) else forward_op)(*arguments)
 
     return call
@@ -124,6 +126,13 @@ def _expect_no_tangents(name: str, arguments: tuple[Any, ...]) -> None:
     """An operator drops tangents; that must not happen in silence."""
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
         raise NotImplementedError(f"anymamba::{name} has no forward-mode derivative (jvp), only a backward")
+
+
+def _expect_no_functional_gradient(name: str) -> None:
+    """torch has no rule for operators like ours there, and would say so in its own terms."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+        raise NotImplementedError(f"anymamba::{name} has no torch.func.grad; use torch.autograd.grad or backward()")
 
 
 def cache_blocks(x: Tensor, steps: int, row: int) -> Iterator[tuple[int, int]]:

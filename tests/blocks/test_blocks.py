@@ -322,3 +322,10 @@ def test_seams_are_where_the_projection_is_cut(options):
     assert rows["B"] == rows["C"] == block.config.ngroups * block.rank * block.d_state
     assert {part.name for part in parts if not part.is_matrix} == rows.keys() & {"dt", "A", "trap"}
     assert [name for name in rows if name not in ("z0", "x0")][:5] == ["z", "x", "B", "C", "dt"]
+
+
+@pytest.mark.parametrize("options", FEW)
+def test_functional_gradients_are_refused_by_name(options):
+    block = make_block(options, torch.float32)
+    with pytest.raises(NotImplementedError, match=r"has no torch.func.grad; use torch.autograd.grad"):
+        torch.func.grad(lambda x: block(x).sum())(torch.randn(1, 4, block.config.d_model))

@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
-from anymamba import Mamba2, Mamba2Cache
+from anymamba import Mamba2, Mamba2Cache, Mamba3
 from tests.blocks.families import FEW, make_block
 
 
@@ -40,6 +41,7 @@ def test_to_keeps_the_state_wide(cache):
     assert (half.conv.dtype, half.ssm.dtype) == (torch.bfloat16, torch.float32)
     double = cache.to(dtype=torch.float64)
     assert (double.conv.dtype, double.ssm.dtype) == (torch.float64, torch.float64)
+    assert cache.to(torch.bfloat16).conv.dtype == torch.bfloat16
     assert cache.to("meta").ssm.device.type == "meta"
 
 
@@ -49,6 +51,39 @@ def test_rows_selects_and_repeats(cache, index):
     expected = cache.ssm[[index] if isinstance(index, int) else index]
     assert torch.equal(rows.ssm, expected)
     assert rows.batch_size == expected.shape[0]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("index", [np.int64(1), torch.tensor(1), -2], ids=str)
+def test_one_row_is_a_batch_of_one(cache, index):
+    assert torch.equal(cache.rows(index).ssm, cache.ssm[1:2])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_rows_that_are_none_are_refused(cache):
+    assert torch.equal(cache.rows((0, 2)).ssm, cache.ssm[[0, 2]])
+    for index in (3, [0, -4], torch.tensor([7])):
+        with pytest.raises(IndexError, match="there are 3 rows, 0 to 2"):
+            cache.rows(index)
+    for index in (1.0, "1", [True], torch.tensor([[0]])):
+        with pytest.raises(TypeError, match="expected a row's number"):
+            cache.rows(index)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_cat_puts_rows_one_after_another(name):
+    block = make_block(name, torch.float32)
+    _, cache = block.prefill(torch.randn(3, 4, block.config.d_model))
+    joined = type(cache).cat([cache.rows([2]), cache.rows([0, 1])])
+    for found, expected in zip(joined.tensors(), cache.rows([2, 0, 1]).tensors(), strict=True):
+        assert torch.equal(found, expected)
+    assert joined.notes() == cache.notes()
+
+
+def test_caches_of_two_pathways_are_not_joined():
+    block = Mamba3(16, d_state=8, headdim=8)
+    with pytest.raises(ValueError, match="of one kind"):
+        type(block.init_cache(1)).cat([block.init_cache(1), block.init_cache(1, pathway="double")])
 
 
 def test_save_and_load_give_the_same_bits(cache, tmp_path):

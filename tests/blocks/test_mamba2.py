@@ -1,9 +1,10 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from anymamba import Mamba2, Mamba2Cache, Mamba2Config
+from anymamba import Mamba2, Mamba2Cache, Mamba2Config, Mamba3
 from tests.blocks.families import SMALL
 
 
@@ -74,8 +75,30 @@ def test_a_config_that_cannot_work_is_refused(fields, message):
 def test_a_config_and_fields_together_are_refused():
     with pytest.raises(TypeError, match=r"not both; got also \['headdim'\]"):
         Mamba2(Mamba2Config(**SMALL), headdim=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'd_stat'"):
+    with pytest.raises(TypeError, match="has no field 'd_stat'; did you mean d_state"):
         Mamba2(16, d_stat=8)
+
+
+def test_options_of_the_official_kernels_are_ignored():
+    assert Mamba2(16, headdim=8, layer_idx=3, use_mem_eff_path=True).config == Mamba2Config(d_model=16, headdim=8)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("field", "value"), [("d_model", 16.0), ("headdim", "8"), ("d_state", True)])
+def test_sizes_are_whole_numbers(field, value):
+    with pytest.raises(TypeError, match=f"{field} must be a whole number, got {value!r}"):
+        Mamba2(**{**SMALL, field: value})
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "value"), [("x", np.zeros((2, 5, 16))), ("mask", [5, 3]), ("cu_seqlens", [0, 5]), ("cache", None)]
+)
+def test_what_is_no_tensor_is_refused_by_name(name, value):
+    value = Mamba3(16, d_state=8, headdim=8).init_cache(2) if name == "cache" else value
+    arguments = {"x": torch.randn(2, 5, 16), name: value}
+    with pytest.raises(TypeError, match=f"{name} must be a .*, got {type(value).__name__}"):
+        make_block(torch.float32).prefill(**arguments)
 
 
 @pytest.mark.usefixtures("unchecked")

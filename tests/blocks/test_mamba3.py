@@ -323,6 +323,8 @@ def test_initialisation_is_the_official_one():
         ({"rope_fraction": 1.5}, "rope_fraction must be between 0 and 1, got 1.5"),
         ({"d_state": 9}, "d_state must be a multiple of 2 for complex rotation, got 9"),
         ({"d_state": 6, "rotation": "quaternion"}, "d_state must be a multiple of 4 for quaternion rotation, got 6"),
+        ({"d_state": 2}, r"rope_fraction · d_state must be 0 or at least 2, .* got 0.5 · 2"),
+        ({"d_state": 4, "rotation": "quaternion"}, "rope_fraction · d_state must be 0 or at least 4"),
         ({"rotation": "octonion"}, "rotation must be complex, quaternion or fixed, got 'octonion'"),
         ({"a_activation": "relu"}, "a_activation must be heavy_tail or softplus, got 'relu'"),
         ({"mimo_rank": 0}, "mimo_rank must be at least 1, got 0"),

@@ -198,3 +198,11 @@ def test_a_library_may_be_named_by_a_relative_path():
         [sys.executable, "-c", code], cwd=path.parent, env=environment, capture_output=True, text=True, check=True
     )
     assert str(path.resolve()) in done.stdout
+
+
+def test_a_mistake_in_the_environment_is_one_line_and_exit_code_2():
+    environment = {**os.environ, "ANYMAMBA_KERNELS": "no"}
+    command = [sys.executable, "-m", "anymamba", "info"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "anymamba: ANYMAMBA_KERNELS must be one of on, off, got 'no'\n"

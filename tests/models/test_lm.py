@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from anymamba import MambaLM, SsdPath
 from anymamba.generation import start
@@ -271,3 +272,44 @@ def test_labels_out_of_range_are_refused_where_they_count(bad, last_only):
 def test_bad_input_is_refused_by_name(call, error, message, unchecked):
     with pytest.raises(error, match=message):
         call(small_lm())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_step_names_what_was_passed_wrongly():
+    model = small_lm()
+    for wrong in ([1, 2], ids(2, 1)):
+        with pytest.raises(ValueError, match=r"input_ids must be a tensor \(b,\), one token a row, got"):
+            model.step(wrong)
+    with pytest.raises(TypeError, match="cache must be an LMCache, got Tensor"):
+        model.step(ids(1, 2)[0], torch.zeros(2))
+
+
+@families
+@torch.no_grad()
+def test_hooks_on_layers_and_blocks_see_every_call(family):
+    model, seen = small_lm(family), []
+    for module in (model.backbone.layers[0], model.backbone.layers[0].mixer):
+        module.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    out = model(torch.tensor([[1, 2, 3]]))
+    model.step(torch.tensor([4]), out.cache)
+    assert seen == [type(model.backbone.layers[0].mixer).__name__, "ResidualLayer"] * 2
+
+
+@torch.no_grad()
+def test_a_block_may_be_wrapped():
+    class Doubled(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+            self.init_cache = block.init_cache
+
+        def forward(self, x, cache=None, **options):
+            y, cache = self.block(x, cache, **options)
+            return 2 * y, cache
+
+    model, tokens = small_lm(), ids(1, 3)
+    before = model(tokens).logits
+    model.backbone.layers[0].mixer = Doubled(model.backbone.layers[0].mixer)
+    whole = model(tokens).logits
+    assert not torch.allclose(before, whole)
+    assert_near(model.step(tokens[:, 2], model(tokens[:, :2]).cache)[0], whole[:, 2], 1e-5)

@@ -59,15 +59,24 @@ class Block(nn.Module):
         return int(self.config.rank)
 
     def forward(
-        self,
-        x: Float[Tensor, "b t d"],
-        *,
-        path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """`prefill` from a fresh start, without the cache: (b, t, d) -> (b, t, d)."""
-        return self.prefill(x, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
+        self, x: Float[Tensor, "b *t d"], cache: Any = None, *, return_cache: bool = False, **options: Any
+    ) -> Any:
+        """`prefill` without the new cache: (b, t, d) -> (b, t, d).
+
+        Args:
+            x: inputs.
+            cache: where to go on from; a fresh start if not given.
+            return_cache: return y and the new cache; x may then be one token (b, d) too, for `step`. Models call their
+                blocks so, for hooks and wrappers to see every call.
+            options: `path`, `cu_seqlens` and `mask` of `prefill`.
+        """
+        if not return_cache:
+            return self.prefill(x, cache, **options)[0]
+        if x.ndim != 2:
+            return self.prefill(x, cache, **options)
+        if options:
+            raise TypeError(f"{type(self).__name__}: one token (b, d) takes none of {sorted(options)}")
+        return self.step(x, cache)
 
     def prefill(
         self,
@@ -79,6 +88,10 @@ class Block(nn.Module):
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """Run the block over a sequence of any length, from any cache to a new one."""
+        raise NotImplementedError
+
+    def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
+        """Run the block over one token."""
         raise NotImplementedError
 
     def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
@@ -60,11 +61,7 @@ class Mamba2Config:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
-        for name in ("d_model", "d_state", "d_conv", "headdim", "ngroups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Mamba2Config: {name} must be at least 1, got {getattr(self, name)}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"Mamba2Config: chunk_size must be None or at least 1, got {self.chunk_size}")
+        expect_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
             raise ValueError(
                 f"Mamba2Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
@@ -141,12 +138,7 @@ class Mamba2(Block):
     ) -> None:
         """Create and initialise the parameters."""
         super().__init__()
-        if isinstance(config, Mamba2Config):
-            if fields:
-                raise TypeError(f"Mamba2: give a config or its fields, not both; got also {sorted(fields)}")
-        else:
-            config = Mamba2Config(**fields) if config is None else Mamba2Config(d_model=config, **fields)
-        self.config = config
+        self.config = config = make_config(Mamba2Config, config, fields)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         c, heads, width = config, config.nheads, config.ssm_width
         self.mlp_width = c.d_inner - width
@@ -350,6 +342,8 @@ class Mamba2(Block):
         if cache is None:
             return self.init_cache(rows, xbc.dtype)
         c, where = self.config, f"Mamba2.{method}"
+        if not isinstance(cache, Mamba2Cache):
+            raise TypeError(f"{where}: cache must be a Mamba2Cache, got {type(cache).__name__}")
         sizes = {"b": rows, "v": c.conv_dim, "w": c.d_conv, "h": c.nheads, "p": c.headdim, "n": c.d_state}
         expect_shape(where, "cache.conv", cache.conv, "b v w", sizes)
         expect_shape(where, "cache.ssm", cache.ssm, "b h p n", sizes)

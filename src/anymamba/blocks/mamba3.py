@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, Part
 from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
 from anymamba.blocks.norms import GatedRMSNorm, RMSNorm
@@ -82,11 +83,7 @@ class Mamba3Config:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
-        for name in ("d_model", "d_state", "headdim", "ngroups", "mimo_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Mamba3Config: {name} must be at least 1, got {getattr(self, name)}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"Mamba3Config: chunk_size must be None or at least 1, got {self.chunk_size}")
+        expect_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
             raise ValueError(
                 f"Mamba3Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
@@ -103,6 +100,11 @@ class Mamba3Config:
         if self.rope_fraction > 0 and self.d_state % unit:
             raise ValueError(
                 f"Mamba3Config: d_state must be a multiple of {unit} for {self.rotation} rotation, got {self.d_state}"
+            )
+        if self.rope_fraction > 0 and int(self.d_state * self.rope_fraction) < unit:
+            raise ValueError(
+                f"Mamba3Config: rope_fraction · d_state must be 0 or at least {unit}, the channels that turn together, "
+                f"got {self.rope_fraction} · {self.d_state}"
             )
         if self.a_activation not in ("heavy_tail", "softplus"):
             raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
@@ -201,12 +203,7 @@ class Mamba3(Block):
     ) -> None:
         """Create and initialise the parameters."""
         super().__init__()
-        if isinstance(config, Mamba3Config):
-            if fields:
-                raise TypeError(f"Mamba3: give a config or its fields, not both; got also {sorted(fields)}")
-        else:
-            config = Mamba3Config(**fields) if config is None else Mamba3Config(d_model=config, **fields)
-        self.config = config
+        self.config = config = make_config(Mamba3Config, config, fields)
         self.rotation = config.make_rotation()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
@@ -589,6 +586,8 @@ class Mamba3(Block):
         if cache is None:
             return self.init_cache(rows, projected.dtype)
         c, where = self.config, f"Mamba3.{method}"
+        if not isinstance(cache, Mamba3Cache):
+            raise TypeError(f"{where}: cache must be a Mamba3Cache, got {type(cache).__name__}")
         sizes = {"b": rows, "r": c.rank, "h": c.nheads, "p": c.headdim, "n": c.d_state}
         wide = state_dtype(projected.dtype)
         expect_shape(where, "cache.ssm", cache.ssm, "b h p n", sizes)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anymamba.scan.checks import values_are_cheap
+from anymamba.scan.checks import expect_tensor, values_are_cheap
 
 
 class Padding(NamedTuple):
@@ -31,6 +31,7 @@ class Padding(NamedTuple):
     @staticmethod
     def of(where: str, mask: Tensor, b: int, t: int, device: torch.device) -> Padding:
         """Read a boolean mask (b, t), True for real tokens, or the lengths (b,) of rows that are padded at the end."""
+        expect_tensor(where, "mask", mask)
         if mask.device != device:
             raise ValueError(f"{where}: mask must be on {device}, got {mask.device}")
         time = torch.arange(t, device=device)

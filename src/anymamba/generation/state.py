@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anymamba.models.cache import Fingerprinted, LMCache, Rows, cache_from, load_state, row_index, save_state
+from anymamba.blocks.cache import Rows, row_index
+from anymamba.models.cache import Fingerprinted, LMCache, cache_from, load_state, save_state
 
 _KIND = "GenerationState"
 

@@ -38,6 +38,7 @@ class Library(NamedTuple):
     handle: ctypes.CDLL | None
     reason: str
     isa: str = ""  # the vector instructions in use: baseline, avx2 or avx512
+    mistaken: bool = False  # the reason is a mistake in the environment, and nothing is computed with it
     threads: bool = False  # whether it was built with OpenMP; without, it runs on one thread
 
 
@@ -54,7 +55,7 @@ def _candidates() -> list[Path]:
 def _load() -> Library:
     for name, known in _VALUES.items():
         if (value := os.environ.get(name, "")) not in ("", *known):
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            return Library(None, f"{name} must be one of {', '.join(known)}, got {value!r}", mistaken=True)
     if os.environ.get("ANYMAMBA_KERNELS") == "off":
         return Library(None, "switched off by ANYMAMBA_KERNELS=off")
     path = next((place for place in _candidates() if place.exists()), None)
@@ -69,7 +70,7 @@ def _load() -> Library:
     if not _is_ours(handle):
         return Library(None, f"{path} is of another version: reinstall the package")
     handle.anymamba_isa.restype, handle.anymamba_has_threads.restype = ctypes.c_char_p, ctypes.c_bool
-    return Library(handle, "", handle.anymamba_isa().decode(), handle.anymamba_has_threads())
+    return Library(handle, "", handle.anymamba_isa().decode(), threads=handle.anymamba_has_threads())
 
 
 def _is_ours(handle: ctypes.CDLL) -> bool:
@@ -85,7 +86,13 @@ LIBRARY = _load()
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str:
-    """Why there is no kernel for tensors of `dtype` on `device`; empty where there is one."""
+    """Why there is no kernel for tensors of `dtype` on `device`; empty where there is one.
+
+    Raises:
+        ValueError: a variable of the environment has a value that it cannot have.
+    """
+    if LIBRARY.mistaken:
+        raise ValueError(LIBRARY.reason)
     if device.type != "cpu":
         return f"there is none for device {device.type}"
     if dtype not in _DTYPES:

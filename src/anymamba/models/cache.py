@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.cache import CacheMethods, Rows, row_index
 from anymamba.files import open_tensors, write_tensors
-
-Rows = Tensor | Sequence[int] | slice | int
 
 
 @runtime_checkable
@@ -74,7 +71,8 @@ class LMCache(NamedTuple):
     @staticmethod
     def cat(caches: Iterable[LMCache]) -> LMCache:
         """The rows of several caches, one after another."""
-        return LMCache(tuple(_cat(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)))
+        by_layer = zip(*(cache.layers for cache in caches), strict=True)
+        return LMCache(tuple(type(layers[0]).cat(layers) for layers in by_layer))
 
     def with_tensors(self, tensors: list[Tensor]) -> LMCache:
         """The same cache with other tensors, layer after layer."""
@@ -114,40 +112,6 @@ class LMCache(NamedTuple):
         """
         tensors, notes = load_state(path, "LMCache", model)
         return cache_from(path, model, tensors, notes)
-
-
-def row_index(index: Rows, size: int) -> Tensor | list[int] | slice:
-    """An index of rows that keeps the batch dimension, checked against the `size` of the batch."""
-    if isinstance(index, slice):
-        return index
-    if isinstance(index, Tensor) and index.ndim == 1 and index.dtype in (torch.int32, torch.int64):
-        chosen: Tensor | list[int] = index
-        # Elsewhere than on the CPU the numbers would have to be waited for; torch checks them there.
-        known = [] if torch.compiler.is_compiling() or index.device.type != "cpu" else index.tolist()
-    else:
-        if isinstance(index, Tensor) and index.ndim == 1:
-            index = index.tolist()
-        try:
-            chosen = known = [_whole(i) for i in (index if isinstance(index, Sequence) else [index])]
-        except TypeError:
-            raise TypeError(
-                f"rows: expected a row's number, several in a list or a tensor (n,), or a slice, got {index!r}"
-            ) from None
-    if wrong := [i for i in known if not -size <= i < size]:
-        raise IndexError(f"rows: there are {size} rows, 0 to {size - 1}, got {wrong[0]}")
-    return chosen
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)  # type: ignore[arg-type]
-
-
-def _cat(layers: tuple[Any, ...]) -> Any:
-    first = layers[0]
-    fields = zip(first, *layers[1:], strict=True)
-    return type(first)(*(torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0] for xs in fields))
 
 
 def save_state(

@@ -7,13 +7,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from anymamba.blocks.config import IGNORED_OPTIONS
 from anymamba.models.families import Family, family
 
 # Entries of `ssm_cfg` that tune the official kernels. They are kept and written back, and change no result.
 # `chunk_size` is among them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
-_KERNEL_OPTIONS = frozenset(
-    {"use_mem_eff_path", "use_fast_path", "chunk_size", "process_group", "sequence_parallel", "layer_idx"}
-)
+_KERNEL_OPTIONS = IGNORED_OPTIONS | {"chunk_size"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ Letters: b batch, t time, d d_model, f MLP width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,19 +95,17 @@ class ResidualLayer(nn.Module):
             self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
 
     def forward(
-        self, residual: Float[Tensor, "b t d"], cache: CacheMethods | None = None, **options: Any
-    ) -> tuple[Float[Tensor, "b t d"], CacheMethods]:
-        """Run over a sequence, from any cache to a new one; `options` are those of the block's `prefill`."""
-        return self._around(residual, lambda x: self.mixer.prefill(x, cache, **options))
-
-    def step(
-        self, residual: Float[Tensor, "b d"], cache: CacheMethods | None = None
-    ) -> tuple[Float[Tensor, "b d"], CacheMethods]:
-        """Run over one token."""
-        return self._around(residual, lambda x: self.mixer.step(x, cache))
+        self, residual: Float[Tensor, "b *t d"], cache: CacheMethods | None = None, **options: Any
+    ) -> tuple[Float[Tensor, "b *t d"], CacheMethods]:
+        """Run over a sequence (b, t, d) or a token (b, d), from any cache to a new one; `options` are the block's."""
+        hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
+        residual = residual + hidden
+        if self.mlp is not None:
+            residual = residual + self.mlp(self.norm2(residual))
+        return residual, cache
 
     def record(self, program: Program, residual: int) -> None:
-        """Record `step` for the compiled kernels: slot `residual` moves on."""
+        """Record one token for the compiled kernels: slot `residual` moves on."""
         width = program.input_width
         hidden = program.norm(residual, program.watch.child(self, "norm", RMSNorm), width)
         program.watch.child(self, "mixer", type(self.mixer))
@@ -120,15 +117,6 @@ class ResidualLayer(nn.Module):
             hidden = program.norm(residual, program.watch.child(self, "norm2", RMSNorm), width)
             program.watch.child(self, "mlp", GatedMLP).record(program, hidden, width, to=residual)
             program.release(hidden)
-
-    def _around(
-        self, residual: Tensor, mixer: Callable[[Tensor], tuple[Tensor, CacheMethods]]
-    ) -> tuple[Tensor, CacheMethods]:
-        hidden, cache = mixer(self.norm(residual))
-        residual = residual + hidden
-        if self.mlp is not None:
-            residual = residual + self.mlp(self.norm2(residual))
-        return residual, cache
 
 
 def make_norm(config: MambaLMConfig, **factory: Any) -> RMSNorm | LayerNorm:

@@ -94,7 +94,7 @@ class Backbone(nn.Module):
         """`step` behind the embedding, (b, d)."""
         new = []
         for layer, layer_cache in zip(self.layers, self._layer_caches(cache), strict=True):
-            residual, layer_cache = layer.step(residual, layer_cache)  # type: ignore[operator]
+            residual, layer_cache = layer(residual, layer_cache)
             new.append(layer_cache)
         return self.norm_f(residual), LMCache(tuple(new))
 
@@ -215,6 +215,10 @@ class MambaLM(nn.Module):
         Returns:
             The logits of the next token (b, v), and the new cache.
         """
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 1:
+            found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token a row, got {found}")
+        expect_cache(cache)
         residual_bd = self.backbone._embed(input_ids)
         if (done := self._step_compiled(residual_bd, cache, in_place)) is not None:
             return done

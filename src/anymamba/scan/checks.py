@@ -11,8 +11,15 @@ from anymamba.operators import is_observed
 from anymamba.scan.numerics import state_dtype
 
 
+def expect_tensor(where: str, name: str, x: object) -> None:
+    """Raise `TypeError` unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{where}: {name} must be a tensor, got {type(x).__name__}")
+
+
 def expect_shape(where: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """Match the shape of `x` with `letters` ("b t h"), adding unseen letters to `sizes`, or raise `ValueError`."""
+    expect_tensor(where, name, x)
     names, before = letters.split(), dict(sizes)
     fits = x.ndim == len(names) and all(
         sizes.setdefault(letter, size) == size for letter, size in zip(names, x.shape, strict=True)
@@ -37,6 +44,7 @@ def values_are_cheap(x: Tensor) -> bool:
 
 def check_cu_seqlens(where: str, cu_seqlens: Tensor, batch: int, t: int, device: torch.device) -> None:
     """Raise unless `cu_seqlens` = (0, ..., t), integer and strictly increasing, on `device`, on a batch of one."""
+    expect_tensor(where, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{where}: cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -53,6 +53,8 @@ def ssd(
     expect_shape("ssd", "A", A, "h", sizes)
     expect_shape("ssd", "B", B, "b t g n", sizes)
     expect_shape("ssd", "C", C, "b t g n", sizes)
+    expect_like("ssd", "B", B, x.dtype, x.device)
+    expect_like("ssd", "C", C, x.dtype, x.device)
     wide = state_dtype(x.dtype)
     expect_like("ssd", "dt", dt, wide, x.device)
     expect_like("ssd", "A", A, wide, x.device)
