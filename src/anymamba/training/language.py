@@ -156,9 +156,8 @@ class LanguageTask(Task[Batch]):
             copy_companions(self._directory, directory)
 
     def read_model(self, model: MambaLM, tensors: dict[str, Tensor]) -> None:
-        """Set the weights; a tied head is not in the file."""
-        tied = {"lm_head.weight": tensors["backbone.embedding.weight"]} if model.config.tie_embeddings else {}
-        model.load_state_dict({**tensors, **tied})
+        """Set the weights."""
+        model.load_state_dict(tensors)
 
     def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor]:
         """The states of all streams in one cache."""
