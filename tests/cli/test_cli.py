@@ -35,6 +35,7 @@ def continuation(directory, prompt, n, **options):
 @pytest.fixture
 def interrupted(monkeypatch):
     """Make Ctrl-C come, once or more often, when the model's head has run a number of times."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in the background ignore it
 
     def arrange(runs, times=1):
         load = generate.load
@@ -55,7 +56,8 @@ def interrupted(monkeypatch):
 
         monkeypatch.setattr(generate, "load", loaded)
 
-    return arrange
+    yield arrange
+    signal.signal(signal.SIGINT, before)
 
 
 class TestGenerate:

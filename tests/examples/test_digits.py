@@ -90,7 +90,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
     for command, message in [
         (["--family", "mamba1"], "invalid choice"),
         ([], "--family"),
-        (["--family", "mamba2", "--seed", "-1"], "seed must be at least 0, got -1"),
+        (["--family", "mamba2", "--seed", "-1"], "seed must be at least 0 and below 2^63, got -1"),
         (["--family", "mamba2", "--steps", "0"], "steps must be at least 1, got 0"),
     ]:
         with pytest.raises(SystemExit, match="2"):

@@ -238,7 +238,7 @@ def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     [
         ([], "--task"),
         (["--task", "parity"], "invalid choice: 'parity'"),
-        (["--task", "rotor", "--seeds", "-1"], "seed must be at least 0, got -1"),
+        (["--task", "rotor", "--seeds", "-1"], "seed must be at least 0 and below 2^63, got -1"),
         (["--task", "rotor", "--steps", "0"], "steps must be at least 1, got 0"),
     ],
 )
