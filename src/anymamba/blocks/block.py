@@ -59,24 +59,31 @@ class Block(nn.Module):
         return int(self.config.rank)
 
     def forward(
-        self, x: Float[Tensor, "b *t d"], cache: Any = None, *, return_cache: bool = False, **options: Any
+        self,
+        x: Float[Tensor, "b *t d"],
+        cache: Any = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        return_cache: bool = False,
     ) -> Any:
         """`prefill` without the new cache: (b, t, d) -> (b, t, d).
 
         Args:
             x: inputs.
             cache: where to go on from; a fresh start if not given.
+            path: as for `prefill`, like the next two.
+            cu_seqlens: boundaries of packed sequences.
+            mask: of padded batches.
             return_cache: return y and the new cache; x may then be one token (b, d) too, for `step`. Models call their
                 blocks so, for hooks and wrappers to see every call.
-            options: `path`, `cu_seqlens` and `mask` of `prefill`.
         """
-        if not return_cache:
-            return self.prefill(x, cache, **options)[0]
-        if x.ndim != 2:
-            return self.prefill(x, cache, **options)
-        if options:
-            raise TypeError(f"{type(self).__name__}: one token (b, d) takes none of {sorted(options)}")
-        return self.step(x, cache)
+        plain = path is None and cu_seqlens is None and mask is None
+        if return_cache and x.ndim == 2 and plain:
+            return self.step(x, cache)
+        y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
+        return (y, new) if return_cache else y
 
     def prefill(
         self,

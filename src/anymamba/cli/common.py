@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anymamba.devices import find_device
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
@@ -33,19 +34,9 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    directory, device = resolve(args.model), device_named(args.device)
+    directory, device = resolve(args.model), find_device(args.device, "--device")
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device)
     return model, load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
-
-
-def device_named(name: str) -> torch.device:
-    """The device of that name, if there is one."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: not available here ({str(error).splitlines()[0]})") from error
-    return device
 
 
 def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymamba.devices import find_device
 from anymamba.files import locked, replacing
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.cache import LMCache
@@ -20,7 +21,7 @@ from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.layers import expect_compiler
-from anymamba.training.loop import Trainer, expect_no_run, find_device, reopen
+from anymamba.training.loop import Trainer, expect_no_run, reopen
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.step import batch_nats, carried_from
@@ -59,7 +60,7 @@ def settled(config: TrainingConfig) -> TrainingConfig:
     Raises:
         ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
     """
-    device, name = find_device(config.device), config.data.tokenizer
+    device, name = find_device(config.device, "device ="), config.data.tokenizer
     if config.precision.compile:
         expect_compiler(device)
     if config.model.init is None:

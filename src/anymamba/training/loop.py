@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from anymamba.devices import find_device
 from anymamba.files import locked
 from anymamba.interrupts import interrupts
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
@@ -32,20 +33,6 @@ _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T", bound=Task[Any])
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device = {name}: not available here ({str(error).splitlines()[0]})") from error
-    return device
 
 
 def expect_no_run(directory: Path) -> None:
@@ -126,7 +113,7 @@ class Trainer(Generic[T]):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.precision.dtype]
-        self._device = find_device(config.device)
+        self._device = find_device(config.device, "device =")
         self.step, self.tokens, self.solved = 0, 0, False
         self.evaluated: Evaluation | None = None
         self._carried: list[Any] = []
