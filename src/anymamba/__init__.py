@@ -14,5 +14,6 @@ from anymamba.models import LMCache as LMCache
 from anymamba.models import MambaLM as MambaLM
 from anymamba.models import MambaLMConfig as MambaLMConfig
 from anymamba.scan import SsdPath as SsdPath
+from anymamba.scan import selective_scan as selective_scan
 from anymamba.scan import ssd as ssd
 from anymamba.version import __version__ as __version__

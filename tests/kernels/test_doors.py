@@ -18,6 +18,8 @@ from anymamba.blocks.turned_scan import turned_scan
 from anymamba.kernels import library
 from anymamba.scan import scan
 from tests.models.cases import small_lm
+from tests.scan.test_selective import NAMES as SELECTIVE
+from tests.scan.test_selective import make_inputs as make_selective
 from tests.support import assert_near
 
 pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
@@ -53,6 +55,36 @@ def test_many_packed_sequences_have_their_own_windows():
     alone, alone_new = conv(x.transpose(0, 1), windows)
     assert torch.equal(packed, alone.transpose(0, 1))
     assert torch.equal(new, alone_new)
+
+
+def test_the_selective_scan_refuses_what_does_not_fit():
+    x, dt, a, b, c, d, z, state = (make_selective(t=5)[name] for name in SELECTIVE)
+    operator = torch.ops.anymamba.selective_scan_fused
+    for wrong in (
+        (x, dt[:, :4], a, b, c, d, z, state, None),
+        (x, dt, a[:3], b, c, d, z, state, None),
+        (x, dt, a, b[..., :2], c, d, z, state, None),
+        (x, dt, a, b, c, d[:1], z, state, None),
+        (x, dt, a, b, c, d, z[:1], state, None),
+        (x, dt, a, b, c, d, z, state[:1], None),
+        (x, dt, a, b, c, d, z, state, torch.tensor([0, 2, 5])),
+        (x[:1], dt[:1], a, b[:1], c[:1], d, z[:1], state, torch.tensor([0, 9, 5])),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            operator(*wrong)
+    for wrong in ((x, dt.to(BFLOAT), a, b, c, d, z, state), (x, dt, a.float(), b, c, d, z, state)):
+        with pytest.raises(TypeError, match=r"must be torch\.float64"):
+            operator(*wrong, None)
+
+
+def test_the_selective_scan_passes_opcheck():
+    inputs = [make_selective(t=5, i=3, n=2)[name].requires_grad_() for name in SELECTIVE]
+    packed = [make_selective(t=5, i=3, n=2, bounds=[0, 2, 5])[name].requires_grad_() for name in SELECTIVE]
+    for name, last in (("selective_scan", (2,)), ("selective_scan_fused", ())):
+        operator = getattr(torch.ops.anymamba, name).default
+        torch.library.opcheck(operator, (*inputs, None, *last))
+        torch.library.opcheck(operator, (*inputs[:5], None, None, inputs[7], None, *last))
+        torch.library.opcheck(operator, (*packed, torch.tensor([0, 2, 5]), *last))
 
 
 def test_norm_and_gate_refuse_another_dtype_or_half_the_weights():

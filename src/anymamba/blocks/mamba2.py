@@ -269,11 +269,11 @@ class Mamba2(Block):
         if type(self) is not Mamba2:
             raise NotCovered
         c: Mamba2Config = program.watch.value(self, "config")
-        conv = program.watch.child(self, "conv1d", CausalConv)
         z0 = projected
         x0 = z0 + self.mlp_width
         z = x0 + self.mlp_width
         xbc = z + c.ssm_width
+        act = program.conv(xbc, self, "conv1d", CausalConv, c.conv_dim, c.d_conv)
         y = program.slot(c.d_inner)
         ssm_y = y + self.mlp_width
         program.mamba2(
@@ -281,18 +281,13 @@ class Mamba2(Block):
             head_width=c.headdim,
             groups=c.ngroups,
             state=c.d_state,
-            conv_width=c.d_conv,
             skip_per_channel=c.D_has_hdim,
             dt_min=c.dt_limit[0],
             dt_max=c.dt_limit[1],
-            xbc=xbc,
             dt=xbc + c.conv_dim,
-            act=program.slot(c.conv_dim),
+            act=act,
             to=ssm_y,
-            cache_window=program.cached(c.conv_dim, c.d_conv),
             cache_state=program.cached(c.nheads, c.headdim, c.d_state, dtype=program.wide),
-            conv_weight=program.parameter(conv, "weight", c.conv_dim, 1, c.d_conv),
-            conv_bias=program.parameter(conv, "bias", c.conv_dim, optional=True),
             dt_bias=program.parameter(self, "dt_bias", c.nheads),
             a_log=program.parameter(self, "A_log", c.nheads),
             skip=program.parameter(self, "D", c.ssm_width if c.D_has_hdim else c.nheads),

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from anymamba.kernels import library
 from anymamba.kernels.cpu.structures import (
+    ConvPhase,
     EdgePhase,
     GatePhase,
     LinearPhase,
+    Mamba1Phase,
     Mamba2Phase,
     Mamba3Phase,
     NormPhase,
@@ -34,8 +36,8 @@ OUTPUT = -1  # in place of a slot
 _ALIGNED = 16  # elements
 
 _CPU = torch.device("cpu")
-# `PhaseKind` of csrc/decode_args.h; a family has two phases, which share one structure.
-_READ, _NORM, _GATE, _LINEAR, _MAMBA2, _MAMBA3, _WRITE = 0, 1, 2, 3, (4, 5), (6, 7), 8
+# `PhaseKind` of csrc/decode_args.h; Mamba-3 has two phases, which share one structure.
+_READ, _NORM, _GATE, _LINEAR, _CONV, _MAMBA2, _MAMBA3, _MAMBA1, _WRITE = 0, 1, 2, 3, 4, 5, (6, 7), 8, 9
 
 
 class Program:
@@ -156,10 +158,28 @@ class Program:
         self._add(_GATE, GatePhase(width=width, x=x, z=z, to=to))
         return to
 
+    def conv(self, x: int, owner: nn.Module, name: str, kind: type, channels: int, width: int) -> int:
+        """The submodule `name`, a causal convolution with SiLU of type `kind`, with the next tensor of the cache."""
+        conv = self.watch.child(owner, name, kind)
+        phase = ConvPhase(
+            channels=channels,
+            width=width,
+            x=x,
+            to=(to := self.slot(channels)),
+            cache_window=self.cached(channels, width),
+            weight=self.parameter(conv, "weight", channels, 1, width),
+            bias=self.parameter(conv, "bias", channels, optional=True),
+        )
+        self._add(_CONV, phase)
+        return to
+
+    def mamba1(self, **fields: Any) -> None:
+        """State, readout and gate (`Mamba1Phase`)."""
+        self._add(_MAMBA1, Mamba1Phase(**fields))
+
     def mamba2(self, **fields: Any) -> None:
-        """Convolution, state and readout (`Mamba2Phase`)."""
-        self._add(_MAMBA2[0], phase := Mamba2Phase(**fields))
-        self._add(_MAMBA2[1], phase)
+        """State and readout (`Mamba2Phase`)."""
+        self._add(_MAMBA2, Mamba2Phase(**fields))
 
     def mamba3(self, **fields: Any) -> None:
         """Keys, state, readout and gate (`Mamba3Phase`)."""

@@ -111,6 +111,23 @@ class GateArgs(ctypes.Structure):
     )
 
 
+class SelectiveArgs(ctypes.Structure):
+    """Of csrc/selective_args.h."""
+
+    _fields_ = (
+        *_numbers("dtype threads batch time channels state sequences"),
+        *_pointers("bounds"),
+        *_strided("x", 2),
+        *_strided("dt", 2),
+        *_strided("z", 2),
+        *_strided("b", 2),
+        *_strided("c", 2),
+        *_pointers("rates skip initial_state y final_state"),
+        *_strided("dy", 2),
+        *_pointers("dfinal_state dx ddt dz db dc drates dskip dinitial_state"),
+    )
+
+
 class Parameter(ctypes.Structure):
     """Of csrc/decode_args.h, as all that follow."""
 
@@ -156,14 +173,26 @@ class LinearPhase(ctypes.Structure):
     _fields_ = (*_numbers("in_ out x to add"), *_parameters("weight bias"))
 
 
+class ConvPhase(ctypes.Structure):
+    """The causal convolution."""
+
+    _fields_ = (*_numbers("channels width x to cache_window"), *_parameters("weight bias"))
+
+
+class Mamba1Phase(ctypes.Structure):
+    """Mamba-1 between its projections."""
+
+    _fields_ = (*_numbers("channels state x dt z b c to cache_state"), *_parameters("a_log skip"))
+
+
 class Mamba2Phase(ctypes.Structure):
-    """Mamba-2 between its projections and before its norm."""
+    """Mamba-2 between its convolution and its norm."""
 
     _fields_ = (
-        *_numbers("heads head_width groups state conv_width skip_per_channel"),
+        *_numbers("heads head_width groups state skip_per_channel"),
         *_floats("dt_min dt_max"),
-        *_numbers("xbc dt act to cache_window cache_state"),
-        *_parameters("conv_weight conv_bias dt_bias a_log skip"),
+        *_numbers("dt act to cache_state"),
+        *_parameters("dt_bias a_log skip"),
     )
 
 
@@ -199,18 +228,22 @@ STRUCTURES = {
         NormArgs,
         PrepareArgs,
         GateArgs,
+        SelectiveArgs,
         Parameter,
         Phase,
         EdgePhase,
         NormPhase,
         GatePhase,
         LinearPhase,
+        ConvPhase,
+        Mamba1Phase,
         Mamba2Phase,
         Mamba3Phase,
         ProgramArgs,
     )
 }
+_KERNELS = ("scan", "conv", "norm", "prepare", "gate", "selective")
 FUNCTIONS = (
-    *(f"{kernel}_{way}" for kernel in ("scan", "conv", "norm", "prepare", "gate") for way in ("forward", "backward")),
+    *(f"{kernel}_{way}" for kernel in _KERNELS for way in ("forward", "backward")),
     "run_program",
 )

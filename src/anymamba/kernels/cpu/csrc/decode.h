@@ -3,6 +3,8 @@
 
 #include "linear.h"
 #include "norm.h"
+#include "step_conv.h"
+#include "step_mamba1.h"
 #include "step_mamba2.h"
 #include "step_mamba3.h"
 #include "token.h"
@@ -105,8 +107,11 @@ size_t phase_scratch(const Phase& phase) {
     }
     case kLinear:
       return kDotRows * static_cast<size_t>(args_of<LinearPhase>(phase).in) * sizeof(T);
-    case kMamba2Conv:
-    case kMamba2Heads:
+    case kConv:
+      return conv_scratch<T>(args_of<ConvPhase>(phase));
+    case kMamba1:
+      return mamba1_scratch<T>(args_of<Mamba1Phase>(phase));
+    case kMamba2:
       return mamba2_scratch<T>(args_of<Mamba2Phase>(phase));
     case kMamba3Keys:
     case kMamba3Heads:
@@ -136,9 +141,11 @@ void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
       return gate_rows(token, args_of<GatePhase>(phase));
     case kLinear:
       return project_any(token, args_of<LinearPhase>(phase), scratch);
-    case kMamba2Conv:
-      return mamba2_conv(token, args_of<Mamba2Phase>(phase), scratch);
-    case kMamba2Heads:
+    case kConv:
+      return convolve(token, args_of<ConvPhase>(phase), scratch);
+    case kMamba1:
+      return mamba1_states(token, args_of<Mamba1Phase>(phase), scratch);
+    case kMamba2:
       return mamba2_heads(token, args_of<Mamba2Phase>(phase), scratch);
     case kMamba3Keys:
       return mamba3_keys(token, args_of<Mamba3Phase>(phase), scratch);

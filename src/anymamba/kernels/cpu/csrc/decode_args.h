@@ -18,11 +18,12 @@ enum PhaseKind : int64_t {
   kNorm = 1,
   kGate = 2,
   kLinear = 3,
-  kMamba2Conv = 4,
-  kMamba2Heads = 5,
+  kConv = 4,
+  kMamba2 = 5,
   kMamba3Keys = 6,
   kMamba3Heads = 7,
-  kWrite = 8,
+  kMamba1 = 8,
+  kWrite = 9,
 };
 
 extern "C" struct Phase {
@@ -56,15 +57,31 @@ extern "C" struct LinearPhase {
   Parameter bias;    // (out)
 };
 
-// Mamba-2 between its projections and before its norm. `window` and `state` are places in the cache.
+// to = silu of the causal convolution of x, whose window in the cache moves on by one
+extern "C" struct ConvPhase {
+  int64_t channels, width, x, to, cache_window;
+  Parameter weight;  // (channels, 1, width)
+  Parameter bias;    // (channels)
+};
+
+// Mamba-1 between its projections, the gate included; the places of a state in the cache.
+extern "C" struct Mamba1Phase {
+  int64_t channels, state;
+  int64_t x, dt, z, b, c;  // slots; dt is before its softplus
+  int64_t to;              // slot of the gated output, (channels)
+  int64_t cache_state;
+  Parameter a_log, skip;
+};
+
+// Mamba-2 between its convolution and its norm.
 extern "C" struct Mamba2Phase {
-  int64_t heads, head_width, groups, state, conv_width, skip_per_channel;
+  int64_t heads, head_width, groups, state, skip_per_channel;
   double dt_min, dt_max;
-  int64_t xbc, dt;  // slots of the projection
-  int64_t act;      // slot of the convolution's output: x, B, C
-  int64_t to;       // slot of y, (heads, head_width)
-  int64_t cache_window, cache_state;
-  Parameter conv_weight, conv_bias, dt_bias, a_log, skip;
+  int64_t dt;   // slot of the projection
+  int64_t act;  // slot of the convolution's output: x, B, C
+  int64_t to;   // slot of y, (heads, head_width)
+  int64_t cache_state;
+  Parameter dt_bias, a_log, skip;
 };
 
 // Mamba-3 between its projections, the gate and the norm included.

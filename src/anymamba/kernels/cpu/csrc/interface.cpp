@@ -88,12 +88,15 @@ int64_t anymamba_size_of(const char* structure) {
   ANYMAMBA_SIZE_OF(NormArgs)
   ANYMAMBA_SIZE_OF(PrepareArgs)
   ANYMAMBA_SIZE_OF(GateArgs)
+  ANYMAMBA_SIZE_OF(SelectiveArgs)
   ANYMAMBA_SIZE_OF(Parameter)
   ANYMAMBA_SIZE_OF(Phase)
   ANYMAMBA_SIZE_OF(EdgePhase)
   ANYMAMBA_SIZE_OF(NormPhase)
   ANYMAMBA_SIZE_OF(GatePhase)
   ANYMAMBA_SIZE_OF(LinearPhase)
+  ANYMAMBA_SIZE_OF(ConvPhase)
+  ANYMAMBA_SIZE_OF(Mamba1Phase)
   ANYMAMBA_SIZE_OF(Mamba2Phase)
   ANYMAMBA_SIZE_OF(Mamba3Phase)
   ANYMAMBA_SIZE_OF(ProgramArgs)
@@ -124,5 +127,7 @@ int anymamba_prepare_forward(const PrepareArgs* args) { return status(choice().k
 int anymamba_prepare_backward(const PrepareArgs* args) { return status(choice().kernels->prepare_backward(*args)); }
 int anymamba_gate_forward(const GateArgs* args) { return status(choice().kernels->gate_forward(*args)); }
 int anymamba_gate_backward(const GateArgs* args) { return status(choice().kernels->gate_backward(*args)); }
+int anymamba_selective_forward(const SelectiveArgs* args) { return status(choice().kernels->selective_forward(*args)); }
+int anymamba_selective_backward(const SelectiveArgs* args) { return status(choice().kernels->selective_backward(*args)); }
 #pragma GCC visibility pop
 }

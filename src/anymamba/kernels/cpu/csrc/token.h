@@ -42,6 +42,16 @@ inline T read_parameter(const Parameter& parameter, int64_t at) {
   return *read_parameter(&buffer, parameter, at, 1);
 }
 
+// `n` numbers with zeros behind them up to a whole vector.
+template <typename T>
+const T* padded(T* buffer, const T* source, int64_t n) {
+  const int64_t width = round_up<T>(static_cast<int>(n));
+  if (width == n) return source;
+  std::memcpy(buffer, source, n * sizeof(T));
+  for (int64_t i = n; i < width; ++i) buffer[i] = 0;
+  return buffer;
+}
+
 template <typename T>
 inline T softplus(T x) {
   return x > T(20) ? x : static_cast<T>(std::log1p(std::exp(x)));

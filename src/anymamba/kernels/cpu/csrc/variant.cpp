@@ -6,6 +6,7 @@
 #include "prepare.h"
 #include "scan_backward.h"
 #include "scan_forward.h"
+#include "selective.h"
 #include "variant.h"
 
 namespace ANYMAMBA_ISA {
@@ -29,6 +30,8 @@ const Kernels kernels = {
     by_dtype<PrepareArgs, prepare_backward<float>, prepare_backward<double>>,
     by_dtype<GateArgs, gate_forward<float>, gate_forward<double>>,
     by_dtype<GateArgs, gate_backward<float>, gate_backward<double>>,
+    by_dtype<SelectiveArgs, selective_forward<float>, selective_forward<double>>,
+    by_dtype<SelectiveArgs, selective_backward<float>, selective_backward<double>>,
 };
 
 }  // namespace ANYMAMBA_ISA

@@ -5,6 +5,7 @@
 #include "decode_args.h"
 #include "mamba3_args.h"
 #include "scan_args.h"
+#include "selective_args.h"
 
 struct Kernels {
   bool (*scan_forward)(const ScanArgs&);
@@ -18,4 +19,6 @@ struct Kernels {
   bool (*prepare_backward)(const PrepareArgs&);
   bool (*gate_forward)(const GateArgs&);
   bool (*gate_backward)(const GateArgs&);
+  bool (*selective_forward)(const SelectiveArgs&);
+  bool (*selective_backward)(const SelectiveArgs&);
 };
