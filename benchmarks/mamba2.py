@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.blocks.mamba2 import Mamba2
-from anymamba.blocks.mamba3 import Mamba3
 from anymamba.scan import SsdPath, ssd
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.peers import TransformersMamba2
@@ -104,7 +103,7 @@ def transformers_mixer(shape: BlockShape) -> nn.Module:
 class OnPath(nn.Module):
     """A block on one path of the scan, and for Mamba-3 on one pathway."""
 
-    def __init__(self, block: Mamba2 | Mamba3, path: SsdPath, **fresh: Any) -> None:
+    def __init__(self, block: nn.Module, path: SsdPath, **fresh: Any) -> None:
         """Hold the block; `fresh` goes to its `init_cache`."""
         super().__init__()
         self.block, self.path, self.fresh = block, path, fresh

@@ -12,7 +12,44 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class TransformersMamba2:
+class _Stepping:
+    """A mixer of transformers as something with `prefill` and `step`."""
+
+    transformers: Any
+    config: Any
+    mixer: nn.Module
+
+    def prefill(self, x: Tensor) -> tuple[Tensor, Any]:
+        """(b, t, d) -> (b, t, d) and a new cache."""
+        cache = self.transformers.DynamicCache(config=self.config)
+        y: Tensor = self.mixer(x, cache_params=cache)
+        return y, cache
+
+    def step(self, x_bd: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """(b, d) -> (b, d) and `cache`, which is advanced in place."""
+        y_btd: Tensor = self.mixer(x_bd.unsqueeze(1), cache_params=cache)
+        return y_btd.squeeze(1), cache
+
+
+class TransformersMamba1(_Stepping):
+    """The Mamba-1 block of Hugging Face `transformers`.
+
+    Attributes:
+        mixer: the block itself, (b, t, d) -> (b, t, d). Its parameters have the official names.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], *, d_model: int, d_state: int) -> None:
+        """Build the block with expand = 2, and load `weights`."""
+        self.transformers = import_module("transformers")
+        modeling = import_module("transformers.models.mamba.modeling_mamba")
+        self.config = self.transformers.MambaConfig(
+            hidden_size=d_model, state_size=d_state, expand=2, conv_kernel=4, num_hidden_layers=1
+        )
+        self.mixer = modeling.MambaMixer(self.config, layer_idx=0)
+        self.mixer.load_state_dict(dict(weights), strict=True)
+
+
+class TransformersMamba2(_Stepping):
     """The Mamba-2 block of Hugging Face `transformers`, with its own default chunk length.
 
     The norm's epsilon and the limits of dt are set to those of the official block and of ours.
@@ -38,16 +75,5 @@ class TransformersMamba2:
             layer_norm_epsilon=1e-5,
             time_step_limit=(0.0, float("inf")),
         )
-        self.mixer: nn.Module = modeling.Mamba2Mixer(self.config, layer_idx=0)
+        self.mixer = modeling.Mamba2Mixer(self.config, layer_idx=0)
         self.mixer.load_state_dict(dict(weights), strict=True)
-
-    def prefill(self, x: Tensor) -> tuple[Tensor, Any]:
-        """(b, t, d) -> (b, t, d) and a new cache."""
-        cache = self.transformers.DynamicCache(config=self.config)
-        y: Tensor = self.mixer(x, cache_params=cache)
-        return y, cache
-
-    def step(self, x_bd: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """(b, d) -> (b, d) and `cache`, which is advanced in place."""
-        y_btd: Tensor = self.mixer(x_bd.unsqueeze(1), cache_params=cache)
-        return y_btd.squeeze(1), cache

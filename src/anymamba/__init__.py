@@ -1,6 +1,9 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
 from anymamba.allocator import keep_freed_memory as keep_freed_memory
+from anymamba.blocks.mamba1 import Mamba1 as Mamba1
+from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
+from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config
 from anymamba.blocks.mamba2 import Mamba2 as Mamba2
 from anymamba.blocks.mamba2 import Mamba2Cache as Mamba2Cache
 from anymamba.blocks.mamba2 import Mamba2Config as Mamba2Config

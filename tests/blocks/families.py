@@ -2,11 +2,16 @@
 
 import torch
 
-from anymamba import Mamba2, Mamba3
+from anymamba import Mamba1, Mamba2, Mamba3
 from anymamba.blocks.rotation import QuaternionRotation
+from tests.scan import cases
 
 SMALL = {"d_model": 16, "d_state": 8, "headdim": 8}
+SIZES = {Mamba1: {"d_model": 16, "d_state": 8}, Mamba2: SMALL, Mamba3: SMALL}
 OPTIONS = {
+    "mamba1": (Mamba1, {}),
+    "mamba1 odd sizes": (Mamba1, {"expand": 2.25, "d_state": 5, "dt_rank": 3, "d_conv": 3}),
+    "mamba1 biases": (Mamba1, {"bias": True, "conv_bias": False, "dt_init": "constant"}),
     "mamba2": (Mamba2, {}),
     "mamba2 without convolution history": (Mamba2, {"d_conv": 1}),
     "mamba2 groups": (Mamba2, {"ngroups": 2}),
@@ -38,15 +43,29 @@ OPTIONS = {
 }
 FEW = {
     name: OPTIONS[name]
-    for name in ("mamba2 groups", "mamba2 biases", "mamba3", "mamba3 quaternion", "mamba3 mimo 2", "mamba3 mimo 3")
+    for name in (
+        "mamba1",
+        "mamba2 groups",
+        "mamba2 biases",
+        "mamba3",
+        "mamba3 quaternion",
+        "mamba3 mimo 2",
+        "mamba3 mimo 3",
+    )
 }
-PATHWAYS = {Mamba2: [{}], Mamba3: [{"pathway": "single"}, {"pathway": "double"}]}
+PATHWAYS = {Mamba1: [{}], Mamba2: [{}], Mamba3: [{"pathway": "single"}, {"pathway": "double"}]}
+ALGORITHMS = {
+    Mamba1: [name for name in cases.ALGORITHMS if name not in ("minimal", "serial")],
+    Mamba2: cases.ALGORITHMS,
+    Mamba3: cases.ALGORITHMS,
+}
+FEW_BY_ALGORITHM = [(options, name) for options, (family, _) in FEW.items() for name in ALGORITHMS[family]]
 
 
 def make_block(options, dtype=torch.float64):
     """A block with all parameters away from their initial ones and zeros, so that each plays a part."""
     family, fields = OPTIONS[options]
-    block = family(**{**SMALL, **fields}, dtype=dtype)
+    block = family(**{**SIZES[family], **fields}, dtype=dtype)
     for name, parameter in block.named_parameters():
         if name in ("B_bias", "C_bias", "D", "init_states", "norm.weight") or "mimo" in name or "_norm" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)

@@ -5,9 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba import Mamba3, SsdPath
-from tests.blocks.families import FEW, OPTIONS, PATHWAYS, make_block, random_cache, results, tensors_of, unroll
-from tests.scan.cases import ALGORITHMS
+from anymamba import Mamba1, Mamba3, SsdPath
+from tests.blocks.families import (
+    ALGORITHMS,
+    FEW,
+    FEW_BY_ALGORITHM,
+    OPTIONS,
+    PATHWAYS,
+    make_block,
+    random_cache,
+    results,
+    tensors_of,
+    unroll,
+)
 from tests.support import FLOOR, assert_all_near, assert_near
 
 
@@ -22,8 +32,8 @@ def test_prefill_equals_unrolled_steps(options, start):
             cache = block.init_cache(2, pathway="double")
             cache = cache._replace(**{n: t.detach().clone().requires_grad_() for n, t in tensors_of(cache).items()})
         stepped = results(block, x, cache, unroll)
-        for algorithm in ALGORITHMS:
-            path = SsdPath(algorithm, None if block.config.chunk_size else 4)
+        for algorithm in ALGORITHMS[type(block)]:
+            path = SsdPath(algorithm, None if getattr(block.config, "chunk_size", None) else 4)
             prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
             assert_all_near(prefilled, stepped, FLOOR[torch.float64])
 
@@ -149,8 +159,7 @@ def test_lengths_are_a_right_padded_mask(options):
         assert torch.equal(field, getattr(by_mask, name)), name
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("options", FEW)
+@pytest.mark.parametrize(("options", "algorithm"), FEW_BY_ALGORITHM)
 def test_packed_sequences_equal_separate_ones(options, algorithm):
     block = make_block(options)
     bounds = [0, 1, 3, 12, 20]
@@ -166,8 +175,7 @@ def test_packed_sequences_equal_separate_ones(options, algorithm):
                 assert_near(getattr(new, name)[row : row + 1], field, FLOOR[torch.float64], name)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("options", FEW)
+@pytest.mark.parametrize(("options", "algorithm"), FEW_BY_ALGORITHM)
 def test_a_packed_sequence_moves_no_bit_of_another(options, algorithm):
     block = make_block(options, torch.float32)
     bounds, others = torch.tensor([0, 4, 5, 13, 20]), [*range(5), *range(13, 20)]
@@ -228,8 +236,10 @@ def test_autocast_trains_and_streams(options):
 def test_the_state_does_not_follow_autocast(options):
     block = make_block(options, torch.float32)
     cache, x = random_cache(block, 2), torch.randn(2, 16)
-    projected = block.in_proj(x)  # what autocast may narrow
-    block.in_proj.register_forward_hook(lambda *_: projected)
+    projected = {}  # what autocast may narrow: all projections give what they gave the first time
+    for name in ("in_proj", "x_proj", "dt_proj"):
+        if projection := getattr(block, name, None):
+            projection.register_forward_hook(lambda _, __, y, name=name: projected.setdefault(name, y))
     _, expected = block.step(x, cache)
     with torch.autocast("cpu", torch.bfloat16):
         _, found = block.step(x, cache)
@@ -272,7 +282,9 @@ def test_extreme_inputs_give_finite_outputs_and_gradients(options):
         assert all(torch.isfinite(p.grad).all() for p in block.parameters())
 
 
-@pytest.mark.parametrize(("options", "widths"), [("mamba2", 4.2), ("mamba3", 6.5), ("mamba3 quaternion", 7.5)])
+@pytest.mark.parametrize(
+    ("options", "widths"), [("mamba1", 4.2), ("mamba2", 4.2), ("mamba3", 6.5), ("mamba3 quaternion", 7.5)]
+)
 def test_the_block_keeps_for_backward_a_few_activations_and_no_square_of_the_chunk(options, widths):
     """Bytes that autograd keeps per token, in widths of the in-projection."""
     block = make_block(options, torch.float32)
@@ -290,7 +302,7 @@ def test_the_block_keeps_for_backward_a_few_activations_and_no_square_of_the_chu
     assert per_token < widths * block.in_proj.out_features
 
 
-@pytest.mark.parametrize("options", ["mamba2 gate only", "mamba3", "mamba3 mimo 2"])
+@pytest.mark.parametrize("options", ["mamba1", "mamba2 gate only", "mamba3", "mamba3 mimo 2"])
 def test_projections_are_called_as_modules(options):
     """Adapters and quantised layers replace the projections; a block that read their weights would bypass them."""
 
@@ -315,6 +327,10 @@ def test_projections_are_called_as_modules(options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_seams_are_where_the_projection_is_cut(options):
     block = make_block(options)
+    if isinstance(block, Mamba1):
+        rows = {name: [part.rows for part in parts] for name, parts in block.seams().items()}
+        assert rows == {"in_proj": [block.config.d_inner] * 2, "x_proj": [block.config.rank, *[block.d_state] * 2]}
+        return
     (parts,) = block.seams().values()
     assert sum(part.rows for part in parts) == block.in_proj.out_features
     rows = {part.name: part.rows for part in parts}

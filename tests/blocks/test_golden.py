@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from anymamba import Mamba2, Mamba3, SsdPath
-from tests.scan.cases import ALGORITHMS
+from anymamba import Mamba1, Mamba2, Mamba3, SsdPath
+from tests.blocks.families import ALGORITHMS
 from tests.support import assert_near
 
-FILES = sorted((Path(__file__).parents[1] / "golden").glob("mamba[23]_*.safetensors"))
+FAMILIES = {"mamba1": Mamba1, "mamba2": Mamba2, "mamba3": Mamba3}
+FILES = sorted((Path(__file__).parents[1] / "golden").glob("mamba[123]_*.safetensors"))
 
 
 def read(file):
@@ -23,14 +24,14 @@ def read(file):
         config.pop(switch, None)
     if "dt_limit" in config:
         config["dt_limit"] = tuple(config["dt_limit"])
-    block = (Mamba2 if file.stem.startswith("mamba2") else Mamba3)(**config)
+    block = FAMILIES[file.stem[:6]](**config)
     parameters = {name[6:]: x for name, x in tensors.items() if name.startswith("param.")}
     block.load_state_dict(parameters, strict=True)
     return block, tensors
 
 
 def test_all_recorded_options_are_here():
-    assert len(FILES) == 16
+    assert len(FILES) == 17
 
 
 def assert_states(cache, golden, tolerance=5e-6):
@@ -44,9 +45,11 @@ def assert_states(cache, golden, tolerance=5e-6):
         assert difference.abs().max() <= tolerance, name
 
 
+CASES = [(file, name) for file in FILES for name in ALGORITHMS[FAMILIES[file.stem[:6]]]]
+
+
 @pytest.mark.parametrize("pathway", ["single", "double"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(("file", "algorithm"), CASES, ids=lambda case: getattr(case, "stem", case))
 def test_outputs_states_and_gradients_are_the_official_ones(file, algorithm, pathway):
     block, golden = read(file)
     cache = block.init_cache(2, pathway=pathway) if isinstance(block, Mamba3) else None

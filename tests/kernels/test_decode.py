@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from anymamba import Mamba2, Mamba3, MambaLM
+from anymamba import Mamba1, Mamba2, Mamba3, MambaLM
 from anymamba.blocks.rotation import ComplexRotation
 from anymamba.kernels import library
 from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, Decoder
@@ -24,6 +24,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NOWHERE = "switched off by the test"
 # Large enough for threads, with awkward sizes.
 LARGE = {
+    "mamba1": (Mamba1, {"d_model": 102, "d_state": 21, "dt_rank": 5}),
     "mamba2": (Mamba2, {"d_model": 102, "d_state": 21, "headdim": 17, "ngroups": 3}),
     "mamba3": (Mamba3, {"d_model": 102, "d_state": 22, "headdim": 17, "ngroups": 3}),
     "mamba3 mimo": (Mamba3, {"d_model": 102, "d_state": 22, "headdim": 17, "is_mimo": True, "mimo_rank": 3}),
@@ -474,9 +475,9 @@ def test_a_model_that_is_gone_is_freed():
 @torch.no_grad()
 @pytest.mark.parametrize("width", [8, 32])
 def test_an_input_of_another_width_is_refused(width, unchecked):
-    for kind in (Mamba2, Mamba3):
+    for options in ("mamba1", "mamba2", "mamba3"):
         with pytest.raises(ValueError, match=rf"x must have shape \(b, d=16\), got \(2, {width}\)"):
-            kind(d_model=16, d_state=8, headdim=8).step(torch.ones(2, width))
+            make_block(options, torch.float32).step(torch.ones(2, width))
 
 
 @torch.no_grad()
@@ -501,9 +502,9 @@ def test_hooks_on_every_module_are_called():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [Mamba2, Mamba3])
-def test_the_default_device_is_not_where_kernels_write(kind):
-    block, x = kind(d_model=16, d_state=8, headdim=8), torch.randn(2, 5, 16)
+@pytest.mark.parametrize("options", ["mamba1", "mamba2", "mamba3"])
+def test_the_default_device_is_not_where_kernels_write(options):
+    block, x = make_block(options, torch.float32), torch.randn(2, 5, 16)
     y, cache = block.prefill(x)
     y_next, _ = block.step(x[:, 0], cache)
     with torch.device("meta"):

@@ -10,10 +10,19 @@ from anymamba import MambaLM
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 # Reference directories with weights.
-LM_GOLDENS = ["lm_mamba2", "lm_mamba2_mlp_untied", "lm_hf_mamba2", "lm_mamba3_siso", "lm_mamba3_mimo"]
+LM_GOLDENS = [
+    "lm_mamba1",
+    "lm_hf_mamba",
+    "lm_mamba2",
+    "lm_mamba2_mlp_untied",
+    "lm_hf_mamba2",
+    "lm_mamba3_siso",
+    "lm_mamba3_mimo",
+]
 
 # One small model of each family; every test of generation runs on all of them.
 FAMILIES = {
+    "Mamba1": {"layer": "Mamba1", "d_state": 8},
     "Mamba2": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "ngroups": 2},
     "Mamba3": {"layer": "Mamba3", "d_state": 16, "headdim": 8, "ngroups": 2},
     "Mamba3 MIMO": {"layer": "Mamba3", "d_state": 16, "headdim": 8, "is_mimo": True, "mimo_rank": 2},

@@ -38,7 +38,10 @@ def test_lists_of_a_json_file_become_tuples():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ssm_cfg": {}}, "Mamba-1, which .* is not supported yet: expected one of Mamba2, Mamba3"),
+        ({"ssm_cfg": {"headdim": 8}}, r"Mamba1 does not know: \['headdim'\]"),
+        ({"ssm_cfg": {"dt_rank": "some"}}, 'dt_rank must be "auto" or a whole number, at least 1, got .some'),
+        ({"ssm_cfg": {"dt_rank": 1.5}}, "must be int | Literal.*got 1.5"),
+        ({"ssm_cfg": {"dt_init": "zero"}}, 'dt_init must be "random" or "constant"'),
         ({"ssm_cfg": {"layer": "Mamba9"}}, "must be one of .*'Mamba9'"),
         ({"ssm_cfg": {"layer": "Mamba2", "heads": 3}}, r"does not know: \['heads'\]"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 7}}, "headdim must divide"),

@@ -24,7 +24,8 @@ def test_logits_are_those_of_the_reference(name):
     model, g = MambaLM.from_pretrained(GOLDEN / name), golden(name)
     logits = model(g["input_ids"]).logits
     assert logits.shape == g["logits"].shape
-    assert (logits - g["logits"]).abs().max() < 1e-5
+    tolerance = 1e-4 if name == "lm_hf_mamba" else 1e-5  # both its float32 and ours are 5e-5 away from float64
+    assert (logits - g["logits"]).abs().max() < tolerance
 
 
 @families

@@ -96,7 +96,7 @@ def test_codestral_files_have_the_prefix_and_params(tmp_path):
 def test_a_format_refuses_what_it_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match=r"transformers format cannot hold .*'d_intermediate': 0.*'d_intermediate': 7"):
         small_lm(d_intermediate=7).save_pretrained(tmp_path, format="transformers")
-    with pytest.raises(ValueError, match=r"transformers format cannot hold .*'Mamba2'.*'Mamba3'"):
+    with pytest.raises(ValueError, match=r"transformers format cannot hold .* knows Mamba1, Mamba2 blocks, got Mamba3"):
         small_lm("Mamba3").save_pretrained(tmp_path, format="transformers")
     with pytest.raises(ValueError, match=r"Codestral format cannot hold .*'d_state': 128.*'d_state': 16"):
         small_lm().save_pretrained(tmp_path, format="codestral")
@@ -375,9 +375,12 @@ class TestDamage:
         (directory / "model.safetensors").unlink()
         self.refused(directory, "expected weights in one of model.safetensors, pytorch_model.bin, found none")
 
-    @pytest.mark.parametrize("name", ["lm_mamba1", "lm_hf_mamba"])
-    def test_mamba1(self, name):
-        self.refused(GOLDEN / name, "Mamba-1.* not supported yet")
+    def test_a_mamba1_that_is_another_model(self, tmp_path):
+        shutil.copytree(GOLDEN / "lm_hf_mamba", tmp_path, dirs_exist_ok=True)
+        edit_json(tmp_path / "config.json", intermediate_size=65)
+        self.refused(tmp_path, "intermediate_size must be .* = 64, got 65")
+        edit_json(tmp_path / "config.json", intermediate_size=64, model_type="falcon_mamba")
+        self.refused(tmp_path, "Falcon-Mamba, whose blocks norm B, C and dt, is not supported")
 
     def test_a_file_or_nothing(self, directory):
         self.refused(directory / "config.json", "expected a directory .*got a file")

@@ -5,10 +5,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from anymamba import Mamba2, Mamba3
+from anymamba import Mamba1, Mamba2, Mamba3
 from tests.support import FLOOR, assert_near
 
 BLOCKS = {
+    "mamba1": lambda: Mamba1(d_model=16, d_state=8),
     "mamba2": lambda: Mamba2(d_model=16, d_state=8, headdim=8),
     "mamba3": lambda: Mamba3(d_model=16, d_state=8, headdim=8),
     "mamba3 mimo": lambda: Mamba3(d_model=16, d_state=8, headdim=8, is_mimo=True, mimo_rank=2),

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from anymamba import Mamba2, Mamba3, SsdPath
+from anymamba import Mamba1, Mamba2, Mamba3, SsdPath
 from anymamba.scan import scan
 from tests.scan.cases import ALGORITHMS, BY_HAND, make_inputs
 from tests.support import FLOOR, assert_near
@@ -38,6 +38,7 @@ def test_compile_takes_the_whole_scan(algorithm):
 
 
 BLOCKS = {
+    "mamba1": lambda: Mamba1(d_model=16, d_state=8),
     "mamba2": lambda: Mamba2(d_model=16, d_state=8, headdim=8, ngroups=2),
     "mamba3": lambda: Mamba3(d_model=16, d_state=8, headdim=8, ngroups=2),
     "mamba3 mimo": lambda: Mamba3(d_model=16, d_state=8, headdim=8, is_mimo=True, mimo_rank=2),

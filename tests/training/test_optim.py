@@ -45,11 +45,11 @@ def decayed_names(model, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_projections_are_decayed(family):
-    block = {**FAMILIES[family], "learnable_init_states": True}
+    block = {**FAMILIES[family], **({} if family == "Mamba1" else {"learnable_init_states": True})}
     model = small_lm(family, ssm_cfg=block, d_intermediate=128)
+    projections = ["in_proj", "out_proj"] + ["x_proj", "dt_proj"] * (family == "Mamba1")
     assert {name.rpartition("layers.")[2][2:] for name in decayed_names(model)} == {
-        "mixer.in_proj.weight",
-        "mixer.out_proj.weight",
+        *(f"mixer.{name}.weight" for name in projections),
         "mlp.fc1.weight",
         "mlp.fc2.weight",
     }
@@ -115,7 +115,8 @@ def test_muon_turns_the_parts_of_a_projection_each_by_itself(family, d_intermedi
 @pytest.mark.parametrize("family", FAMILIES)
 def test_muon_moves_a_fused_projection_as_separate_ones(family):
     model = small_lm(family, torch.float64)
-    weight, parts = model.backbone.layers[0].mixer.in_proj.weight, model.backbone.layers[0].mixer.seams()["in_proj"]
+    mixer, name = model.backbone.layers[0].mixer, "x_proj" if family == "Mamba1" else "in_proj"
+    weight, parts = mixer.get_submodule(name).weight, mixer.seams()[name]
     separate = [x.detach().clone() for x, part in zip(weight.split([p.rows for p in parts]), parts, strict=True)]
     muon = Muon([x for x, part in zip(separate, parts, strict=True) if part.is_matrix], lr=0.03, weight_decay=0.2)
     adam = torch.optim.AdamW(

@@ -111,7 +111,7 @@ def _typed(name: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     elif "bool" in wanted:
         fine = isinstance(value, bool)
     elif "Literal" in wanted:
-        fine = isinstance(value, str)
+        fine = isinstance(value, str) or (number and wanted.startswith("int"))
     else:
         fine = number or (value is None and "None" in wanted)
     if not fine:

@@ -45,13 +45,13 @@ class ModelSection:
     init: str | None = option(
         None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
     )
-    family: Literal["Mamba2", "Mamba3"] | None = option(None, "family of the blocks; none: Mamba3")
+    family: Literal["Mamba1", "Mamba2", "Mamba3"] | None = option(None, "family of the blocks; none: Mamba3")
     depth: int | None = option(
         None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many); none: 4"
     )
     n_layer: int | None = option(None, "layers, where the dial does not suit")
     d_model: int | None = option(None, "width of the residual stream, where the dial does not suit")
-    d_state: int | None = option(None, "state size of a head; none: 64")
+    d_state: int | None = option(None, "state size of a head; none: 64, or 16 for Mamba1's channels")
     headdim: int | None = option(None, "width of a head; none: 64, or a divisor of the width below that")
     d_intermediate: int | None = option(None, "width of an MLP behind each block; none or 0: no MLP")
     tie_embeddings: bool | None = option(None, "the head is the embedding; none: true")
@@ -67,15 +67,21 @@ class ModelSection:
         """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
         depth = self.depth or 4
         width = self.d_model or 64 * depth
-        headdim = self.headdim or next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
-        sizes = {"d_state": self.d_state or 64, "headdim": headdim}
+        family = self.family or "Mamba3"
+        if family == "Mamba1":
+            if self.headdim is not None:
+                raise ValueError(f"model.headdim: Mamba-1 has no heads, got {self.headdim}")
+            sizes = {"d_state": self.d_state or 16}
+        else:
+            headdim = self.headdim or next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
+            sizes = {"d_state": self.d_state or 64, "headdim": headdim}
         return MambaLMConfig(
             d_model=width,
             n_layer=self.n_layer or depth,
             vocab_size=vocab_size,
             d_intermediate=self.d_intermediate or 0,
             tie_embeddings=self.tie_embeddings is not False,
-            ssm_cfg={"layer": self.family or "Mamba3", **sizes, **self.block},
+            ssm_cfg={"layer": family, **sizes, **self.block},
         )
 
     def expect(self, found: MambaLMConfig) -> None:

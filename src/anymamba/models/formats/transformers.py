@@ -1,4 +1,4 @@
-"""The format of `transformers` (`Mamba2ForCausalLM`): its own config fields, and `embeddings` for `embedding`.
+"""The format of `transformers` (`MambaForCausalLM`, `Mamba2ForCausalLM`): its own config fields and names.
 
 Its vocabulary is counted with the padding. With more than one group, transformers normalises over all channels at once
 where the official block does so group by group; we compute what the weights were trained for, the official way.
@@ -7,41 +7,79 @@ where the official block does so group by group; we compute what the weights wer
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import read_float, require
 
-# transformers' field, ours, and the value that transformers takes where the file is silent.
-_MODEL_FIELDS = (
-    ("hidden_size", "d_model", 4096),
-    ("num_hidden_layers", "n_layer", 64),
-    ("vocab_size", "vocab_size", 32768),
-    ("residual_in_fp32", "residual_in_fp32", True),
-    ("tie_word_embeddings", "tie_embeddings", False),
-)
-_BLOCK_FIELDS = (
-    ("state_size", "d_state", 128),
-    ("head_dim", "headdim", 64),
+_Field = tuple[
+    str, str, Any
+]  # transformers' name, ours, and the value that transformers takes where the file is silent
+
+
+class _Kind(NamedTuple):
+    """A `model_type` of transformers."""
+
+    layer: str
+    architecture: str
+    model: tuple[_Field, ...]
+    block: tuple[_Field, ...]
+    fixed: dict[str, Any]  # of its file, the only values that it computes with
+    block_fixed: dict[str, Any]  # of our block, the only values that it knows
+
+
+def _model_fields(width: int, layers: int, vocabulary: int, tied: bool) -> tuple[_Field, ...]:
+    return (
+        ("hidden_size", "d_model", width),
+        ("num_hidden_layers", "n_layer", layers),
+        ("vocab_size", "vocab_size", vocabulary),
+        ("residual_in_fp32", "residual_in_fp32", True),
+        ("tie_word_embeddings", "tie_embeddings", tied),
+    )
+
+
+_BLOCK_FIELDS: tuple[_Field, ...] = (
     ("expand", "expand", 2),
     ("conv_kernel", "d_conv", 4),
-    ("n_groups", "ngroups", 8),
     ("use_bias", "bias", False),
     ("use_conv_bias", "conv_bias", True),
     ("time_step_min", "dt_min", 0.001),
     ("time_step_max", "dt_max", 0.1),
     ("time_step_floor", "dt_init_floor", 1e-4),
 )
-# Not norm_before_gate: transformers gates first whatever it says, and published configs say true.
-_FIXED = {"layer_norm_epsilon": 1e-5, "hidden_act": "silu", "rms_norm": True}
-_BLOCK_FIXED = {
-    "d_ssm": None,
-    "D_has_hdim": False,
-    "rmsnorm": True,
-    "norm_before_gate": False,
-    "learnable_init_states": False,
+_FIXED = {"layer_norm_epsilon": 1e-5, "hidden_act": "silu"}
+_KINDS = {
+    "mamba": _Kind(
+        "Mamba1",
+        "MambaForCausalLM",
+        _model_fields(768, 32, 50280, tied=True),
+        (
+            ("state_size", "d_state", 16),
+            ("time_step_rank", "dt_rank", "auto"),
+            ("time_step_scale", "dt_scale", 1.0),
+            ("time_step_init_scheme", "dt_init", "random"),
+            *_BLOCK_FIELDS,
+        ),
+        _FIXED,
+        {},
+    ),
+    "mamba2": _Kind(
+        "Mamba2",
+        "Mamba2ForCausalLM",
+        _model_fields(4096, 64, 32768, tied=False),
+        (("state_size", "d_state", 128), ("head_dim", "headdim", 64), ("n_groups", "ngroups", 8), *_BLOCK_FIELDS),
+        # Not norm_before_gate: transformers gates first whatever it says, and published configs say true.
+        {**_FIXED, "rms_norm": True},
+        {
+            "d_ssm": None,
+            "D_has_hdim": False,
+            "rmsnorm": True,
+            "norm_before_gate": False,
+            "learnable_init_states": False,
+        },
+    ),
 }
 
 
@@ -54,7 +92,7 @@ def _warn_of_groups(groups: int) -> None:
 
 
 class TransformersFormat:
-    """config.json of `Mamba2ForCausalLM`."""
+    """config.json of `MambaForCausalLM` and `Mamba2ForCausalLM`."""
 
     name: ClassVar[str] = "transformers"
     config_files: ClassVar[tuple[str, ...]] = ("config.json",)
@@ -66,55 +104,75 @@ class TransformersFormat:
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
         """Translate the fields; those without a counterpart are kept for writing."""
-        if (model_type := raw["model_type"]) in ("mamba", "falcon_mamba"):
-            raise ValueError("Mamba-1 models are not supported yet, only Mamba-2 in the transformers format")
-        if model_type != "mamba2":
-            raise ValueError(f'expected a transformers config with "model_type": "mamba2", got {model_type!r}')
-        for name, value in _FIXED.items():
+        if (model_type := raw["model_type"]) == "falcon_mamba":
+            raise ValueError("Falcon-Mamba, whose blocks norm B, C and dt, is not supported, only mamba and mamba2")
+        if model_type not in _KINDS:
+            expected = " or ".join(f'"{name}"' for name in _KINDS)
+            raise ValueError(f'expected a transformers config with "model_type": {expected}, got {model_type!r}')
+        kind = _KINDS[model_type]
+        for name, value in kind.fixed.items():
             if raw.get(name, value) != value:
-                raise ValueError(f"a transformers Mamba-2 model must have {name} = {value!r}, got {raw[name]!r}")
-        block = {ours: raw.get(theirs, default) for theirs, ours, default in _BLOCK_FIELDS}
-        limits = raw.get("time_step_limit", [0.0, "Infinity"])
-        block["dt_limit"] = tuple(float(read_float(x)) for x in limits)
-        if "chunk_size" in raw:
-            block["chunk_size"] = raw["chunk_size"]
-        used = {theirs for theirs, _, _ in (*_MODEL_FIELDS, *_BLOCK_FIELDS)} | {"time_step_limit", "chunk_size"}
+                raise ValueError(f"a transformers {model_type} model must have {name} = {value!r}, got {raw[name]!r}")
+        block = {ours: raw.get(theirs, default) for theirs, ours, default in kind.block}
+        used = {theirs for theirs, _, _ in (*kind.model, *kind.block)}
+        if kind.layer == "Mamba2":
+            block["dt_limit"] = tuple(float(read_float(x)) for x in raw.get("time_step_limit", [0.0, "Infinity"]))
+            if "chunk_size" in raw:
+                block["chunk_size"] = raw["chunk_size"]
+            used |= {"time_step_limit", "chunk_size"}
+        sizes: dict[str, Any] = {ours: raw.get(theirs, default) for theirs, ours, default in kind.model}
         config = MambaLMConfig(
-            **{ours: raw.get(theirs, default) for theirs, ours, default in _MODEL_FIELDS},
-            ssm_cfg={"layer": "Mamba2", **block},
+            **sizes,
+            ssm_cfg={"layer": kind.layer, **block},
             pad_vocab_size_multiple=1,
             extra={"transformers": {name: value for name, value in raw.items() if name not in used}},
         )
-        if (groups := config.block_config().ngroups) > 1:
-            _warn_of_groups(groups)
-        heads = config.block_config().nheads
-        if raw.get("num_heads", heads) != heads:
-            raise ValueError(f"num_heads must be expand · hidden_size / head_dim = {heads}, got {raw['num_heads']}")
+        made = config.block_config()
+        if kind.layer == "Mamba2":
+            if made.ngroups > 1:
+                _warn_of_groups(made.ngroups)
+            if raw.get("num_heads", made.nheads) != made.nheads:
+                raise ValueError(
+                    f"num_heads must be expand · hidden_size / head_dim = {made.nheads}, got {raw['num_heads']}"
+                )
+        elif raw.get("intermediate_size", made.d_inner) != made.d_inner:
+            raise ValueError(
+                f"intermediate_size must be expand · hidden_size = {made.d_inner}, got {raw['intermediate_size']}"
+            )
         return config
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """The inverse of `read_config`, for models that transformers can compute."""
-        require("the transformers format", config, {"layer": "Mamba2", "d_intermediate": 0, "rms_norm": True})
-        block = config.block_config()
-        require("the transformers format", config, {**_BLOCK_FIXED, "expand": int(block.expand)})
-        if block.ngroups > 1:
-            _warn_of_groups(block.ngroups)
-        silent = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        where = "the transformers format"
+        names = {kind.layer: name for name, kind in _KINDS.items()}
+        if config.layer not in names:
+            raise ValueError(f"{where} cannot hold this model: it knows {', '.join(names)} blocks, got {config.layer}")
+        kind, block = _KINDS[names[config.layer]], config.block_config()
+        fixed = {"d_intermediate": 0, "rms_norm": True, **kind.block_fixed, "expand": int(block.expand)}
+        require(where, config, fixed)
+        own: dict[str, Any] = {"intermediate_size": block.d_inner, "time_step_rank": getattr(block, "rank", None)}
+        if kind.layer == "Mamba2":
+            if block.ngroups > 1:
+                _warn_of_groups(block.ngroups)
+            own = {
+                "num_heads": block.nheads,
+                "time_step_limit": list(block.dt_limit),
+                "chunk_size": config.ssm_cfg.get("chunk_size") or 256,
+            }
         raw = {
-            **silent,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
             **config.extra.get("transformers", {}),
-            "architectures": ["Mamba2ForCausalLM"],
-            "model_type": "mamba2",
+            "architectures": [kind.architecture],
+            "model_type": names[config.layer],
             "dtype": str(dtype).removeprefix("torch."),
-            **{theirs: getattr(config, ours) for theirs, ours, _ in _MODEL_FIELDS},
-            **{theirs: getattr(block, ours) for theirs, ours, _ in _BLOCK_FIELDS},
-            "layer_norm_epsilon": _FIXED["layer_norm_epsilon"],
-            "hidden_act": _FIXED["hidden_act"],
+            **{theirs: getattr(config, ours) for theirs, ours, _ in kind.model},
+            **{theirs: getattr(block, ours) for theirs, ours, _ in kind.block},
+            **_FIXED,
             "expand": int(block.expand),
             "vocab_size": config.padded_vocab_size,
-            "num_heads": block.nheads,
-            "time_step_limit": list(block.dt_limit),
-            "chunk_size": config.ssm_cfg.get("chunk_size") or 256,
+            **own,
         }
         return dict(sorted(raw.items()))
 

@@ -1,0 +1,91 @@
+"""The cases of Mamba-1: a layer of mamba-130m, beside the block of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from anymamba import Mamba1, SsdPath
+from benchmarks.harness import Case, Contender
+from benchmarks.mamba2 import TINY, BlockShape, Mode, OnPath, set_up_block, set_up_step
+from benchmarks.peers import TransformersMamba1
+
+LAYER_130M = BlockShape(batch=1, t=2048, d_model=768, d_state=16, headdim=1)
+
+
+def our_block(shape: BlockShape) -> Mamba1:
+    """Our block, the same weights at every call; the skip is random too, so that it counts."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        block = Mamba1(d_model=shape.d_model, d_state=shape.d_state)
+        block.D.add_(0.1 * torch.randn_like(block.D))
+    return block
+
+
+def portable_block(shape: BlockShape) -> nn.Module:
+    """Our block on the portable path."""
+    return OnPath(our_block(shape), SsdPath.serial_recalculated())
+
+
+def transformers_block(shape: BlockShape) -> TransformersMamba1:
+    """The block of transformers with the weights of ours."""
+    return TransformersMamba1(our_block(shape).state_dict(), d_model=shape.d_model, d_state=shape.d_state)
+
+
+class Projections(nn.Module):
+    """The four projections of a block and nothing between them: (b, t, d) -> (b, t, d)."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        """Take the projections of our block."""
+        super().__init__()
+        self.block = our_block(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project in, select, and project out."""
+        block = self.block
+        inner = block.in_proj(x)[..., : block.config.d_inner]
+        out: Tensor = block.out_proj(block.dt_proj(block.x_proj(inner)[..., : block.config.rank]))
+        return out
+
+
+def block_case(mode: Mode) -> Case:
+    """Our block on its default and on its portable path, its projections alone, and the block of transformers."""
+    builders: tuple[tuple[str, Callable[[BlockShape], nn.Module], str, str], ...] = (
+        ("anymamba", our_block, "block", "anymamba"),
+        ("anymamba (portable)", portable_block, "block", "anymamba"),
+        ("projections alone", Projections, "projections", "anymamba"),
+        ("transformers", lambda shape: transformers_block(shape).mixer, "block", "transformers"),
+    )
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(set_up_block, build, mode, LAYER_130M),
+            tiny=partial(set_up_block, build, mode, TINY),
+            computes=computes,
+            library=library,
+            heavy=library == "transformers" and mode != "forward",
+        )
+        for name, build, computes, library in builders
+    )
+    return Case(name=f"mamba1/t{LAYER_130M.t}/{mode}", contenders=contenders, baseline="anymamba")
+
+
+def step_case() -> Case:
+    """One token from a cache."""
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(set_up_step, build, LAYER_130M),
+            tiny=partial(set_up_step, build, TINY),
+            computes="step",
+            library=name,
+        )
+        for name, build in (("anymamba", our_block), ("transformers", transformers_block))
+    )
+    return Case(name="mamba1/step", contenders=contenders, baseline="anymamba")
+
+
+CASES = (block_case("forward"), block_case("forward+backward"), step_case())

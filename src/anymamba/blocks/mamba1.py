@@ -1,0 +1,279 @@
+"""Mamba-1: config, cache and block (Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces").
+
+    x, z = in_proj(u)        x = silu(conv(x))        d, B, C = x_proj(x)        Δ = softplus(dt_proj(d))
+    h_t[i, n] = exp(Δ_t[i] A[i, n]) h_{t-1}[i, n] + Δ_t[i] x_t[i] B_t[n]        y_t = h_t C_t + D x_t
+    out = out_proj(y silu(z))
+
+| letter | b | t | d | i | n | w |
+|---|---|---|---|---|---|---|
+| | batch | time | d_model | channels | state | conv width |
+
+`prefill` from any cache, `step` unrolled from it, and any split of the sequence are the same function.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.blocks.block import Block, Part
+from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.config import expect_sizes, make_config
+from anymamba.blocks.conv import CausalConv
+from anymamba.blocks.initialisation import initial_dt_bias
+from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.watch import NotCovered
+from anymamba.scan import SsdPath, selective_scan, selective_step
+from anymamba.scan.checks import expect_like, expect_shape
+from anymamba.scan.numerics import state_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba1Config:
+    """Sizes and options of a Mamba-1 block, named as in the official implementation."""
+
+    d_model: int  # D, width of the residual stream
+    d_state: int = 16  # N, states of a channel
+    d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
+    expand: int | float = 2  # E / D
+    dt_rank: int | Literal["auto"] = "auto"  # numbers a token's step sizes are made of; "auto": D / 16, rounded up
+    dt_min: int | float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
+    dt_max: int | float = 0.1
+    dt_init: Literal["random", "constant"] = "random"  # dt_proj's weight: uniform in ±dt_scale/√dt_rank, or that
+    dt_scale: int | float = 1.0
+    dt_init_floor: int | float = 1e-4
+    conv_bias: bool = True
+    bias: bool = False  # of in_proj and out_proj
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        expect_sizes(self)
+        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
+            raise ValueError(
+                f"Mamba1Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
+            )
+        rank = self.dt_rank
+        if rank != "auto" and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+            raise ValueError(f'Mamba1Config: dt_rank must be "auto" or a whole number, at least 1, got {rank!r}')
+        if self.dt_init not in ("random", "constant"):
+            raise ValueError(f'Mamba1Config: dt_init must be "random" or "constant", got {self.dt_init!r}')
+        if not 0 < self.dt_min <= self.dt_max:
+            raise ValueError(f"Mamba1Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
+
+    @property
+    def d_inner(self) -> int:
+        """E = expand · d_model."""
+        return int(self.expand * self.d_model)
+
+    @property
+    def rank(self) -> int:
+        """`dt_rank` as a number."""
+        return math.ceil(self.d_model / 16) if self.dt_rank == "auto" else self.dt_rank
+
+
+class _Mamba1CacheFields(NamedTuple):
+    conv: Float[Tensor, "b i w"]
+    ssm: Float[Tensor, "b i n"]
+
+
+class Mamba1Cache(_Mamba1CacheFields, CacheMethods):
+    """What a block carries from one token to the next.
+
+    Attributes:
+        conv: the last `d_conv` inputs of the convolution, newest last, (b, i, w), in the activations' dtype.
+        ssm: the state, (b, i, n), float32 or wider.
+    """
+
+    __slots__ = ()
+    STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
+
+
+class Mamba1(Block):
+    """The Mamba-1 block. Parameter names, shapes and initialisation are the official ones.
+
+    Args:
+        config: a `Mamba1Config`, or d_model, with the other fields of `Mamba1Config` as keywords.
+        device: of the parameters.
+        dtype: of the parameters (A_log and D are float32 or wider, as officially).
+    """
+
+    def __init__(
+        self,
+        config: Mamba1Config | int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create and initialise the parameters."""
+        super().__init__()
+        self.config = c = make_config(Mamba1Config, config, fields)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
+        self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
+        self.x_proj = nn.Linear(c.d_inner, c.rank + 2 * c.d_state, bias=False, **factory)
+        self.dt_proj = nn.Linear(c.rank, c.d_inner, **factory)
+        bound = c.dt_scale / math.sqrt(c.rank)
+        if c.dt_init == "constant":
+            nn.init.constant_(self.dt_proj.weight, bound)
+        else:
+            nn.init.uniform_(self.dt_proj.weight, -bound, bound)
+        with torch.no_grad():
+            self.dt_proj.bias.copy_(initial_dt_bias(c.d_inner, c.dt_min, c.dt_max, c.dt_init_floor, **factory))
+        wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
+        self.A_log = nn.Parameter(torch.arange(1, c.d_state + 1, **wide).log().repeat(c.d_inner, 1))
+        self.D = nn.Parameter(torch.ones(c.d_inner, **wide))
+        self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
+        for parameter in (self.dt_proj.bias, self.A_log, self.D):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    @property
+    def headdim(self) -> int:
+        """Every channel is a head of its own."""
+        return 1
+
+    @property
+    def rank(self) -> int:
+        """MIMO rank: a channel has one input and one output."""
+        return 1
+
+    def _like(self) -> Tensor:
+        return self.conv1d.weight
+
+    def seams(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of `in_proj` and `x_proj`."""
+        c = self.config
+        return {
+            "in_proj": (Part("x", c.d_inner), Part("z", c.d_inner)),
+            "x_proj": (Part("dt", c.rank, is_matrix=False), Part("B", c.d_state), Part("C", c.d_state)),
+        }
+
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba1Cache:
+        """The cache of a fresh start: an empty window and a state of zeros.
+
+        Args:
+            batch_size: rows, or packed sequences.
+            dtype: of the activations; the parameters' if not given.
+        """
+        c, like = self.config, self.conv1d.weight
+        dtype = dtype or like.dtype
+        conv_biw = like.new_zeros((batch_size, c.d_inner, c.d_conv), dtype=dtype)
+        return Mamba1Cache(conv_biw, like.new_zeros((batch_size, c.d_inner, c.d_state), dtype=state_dtype(dtype)))
+
+    def prefill(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: Mamba1Cache | None = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " s1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Mamba1Cache]:
+        """Run the block over a sequence of any length, from any cache to a new one.
+
+        Args:
+            x: inputs, (b, t, d).
+            cache: where the rows (or packed sequences) go on from; a fresh start if not given.
+            path: the scan's algorithm, one of those that `anymamba.selective_scan` has; the fastest if not given.
+            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+                rows that are padded at the end. Outputs at the padding are zero.
+
+        Returns:
+            y (b, t, d), and the cache behind the last real token of each row.
+        """
+        x, rows, padding = self._enter(x, cu_seqlens, mask)
+        x_bti, z_bti = self.in_proj(x).chunk(2, dim=-1)
+        cache = self._checked_cache("prefill", cache, rows, x_bti)
+        x_bti, window = self.conv1d(x_bti, cache.conv, lengths=padding and padding.lengths, cu_seqlens=cu_seqlens)
+        dt_bti, b_btn, c_btn = self._selected(x_bti)
+        if padding is not None:
+            dt_bti = dt_bti.masked_fill(~padding.front.unsqueeze(-1), -math.inf)
+        y_bti, ssm = selective_scan(
+            x_bti,
+            dt_bti,
+            self._a(cache.ssm.dtype),
+            b_btn,
+            c_btn,
+            self.D,
+            z_bti,
+            initial_state=cache.ssm,
+            path=path,
+            cu_seqlens=cu_seqlens,
+        )
+        out_btd = self.out_proj(y_bti)
+        return (out_btd if padding is None else padding.restore(out_btd)), Mamba1Cache(window, ssm)
+
+    def step(
+        self, x: Float[Tensor, "b d"], cache: Mamba1Cache | None = None
+    ) -> tuple[Float[Tensor, "b d"], Mamba1Cache]:
+        """Run the block over one token.
+
+        Args:
+            x: inputs, (b, d).
+            cache: where the rows go on from; a fresh start if not given. It is not changed.
+
+        Returns:
+            y (b, d), and the new cache.
+        """
+        if (done := self._step_whole(x, cache)) is not None:
+            return done
+        (b,) = self._check_input("step", x, "b d")
+        projected = self.in_proj(x)
+        x_bi, z_bi = projected.chunk(2, dim=-1)
+        cache = self._checked_cache("step", cache, b, x_bi)
+        if (done := self._step_core(projected, cache)) is not None:
+            return self.out_proj(done[0]), done[1]
+        x_bi, window = self.conv1d.step(x_bi, cache.conv)
+        dt_bi, b_bn, c_bn = self._selected(x_bi)
+        y_bi, ssm = selective_step(x_bi, dt_bi, self._a(cache.ssm.dtype), b_bn, c_bn, self.D, z_bi, cache.ssm)
+        return self.out_proj(y_bi), Mamba1Cache(window, ssm)
+
+    def _record_core(self, program: Program, projected: int) -> int:
+        if type(self) is not Mamba1:
+            raise NotCovered
+        c: Mamba1Config = program.watch.value(self, "config")
+        x = program.conv(projected, self, "conv1d", CausalConv, c.d_inner, c.d_conv)
+        selected = program.linear(x, self, "x_proj", c.d_inner, c.rank + 2 * c.d_state)
+        y = program.slot(c.d_inner)
+        program.mamba1(
+            channels=c.d_inner,
+            state=c.d_state,
+            x=x,
+            dt=program.linear(selected, self, "dt_proj", c.rank, c.d_inner),
+            z=projected + c.d_inner,
+            b=selected + c.rank,
+            c=selected + c.rank + c.d_state,
+            to=y,
+            cache_state=program.cached(c.d_inner, c.d_state, dtype=program.wide),
+            a_log=program.parameter(self, "A_log", c.d_inner, c.d_state),
+            skip=program.parameter(self, "D", c.d_inner),
+        )
+        return y
+
+    def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., i) -> dt before its softplus (..., i), B (..., n), C (..., n)."""
+        c = self.config
+        low, b, cc = self.x_proj(x).split([c.rank, c.d_state, c.d_state], dim=-1)
+        return self.dt_proj(low), b, cc
+
+    def _a(self, dtype: torch.dtype) -> Tensor:
+        return -torch.exp(self.A_log.to(dtype))
+
+    def _checked_cache(self, method: str, cache: Mamba1Cache | None, rows: int, x: Tensor) -> Mamba1Cache:
+        if cache is None:
+            return self.init_cache(rows, x.dtype)
+        c, where = self.config, f"Mamba1.{method}"
+        if not isinstance(cache, Mamba1Cache):
+            raise TypeError(f"{where}: cache must be a Mamba1Cache, got {type(cache).__name__}")
+        sizes = {"b": rows, "i": c.d_inner, "w": c.d_conv, "n": c.d_state}
+        expect_shape(where, "cache.conv", cache.conv, "b i w", sizes)
+        expect_shape(where, "cache.ssm", cache.ssm, "b i n", sizes)
+        expect_like(where, "cache.conv", cache.conv, x.dtype, x.device)
+        expect_like(where, "cache.ssm", cache.ssm, state_dtype(x.dtype), x.device)
+        return cache
