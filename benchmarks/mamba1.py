@@ -47,7 +47,7 @@ class Projections(nn.Module):
         """Project in, select, and project out."""
         block = self.block
         inner = block.in_proj(x)[..., : block.config.d_inner]
-        out: Tensor = block.out_proj(block.dt_proj(block.x_proj(inner)[..., : block.config.rank]))
+        out: Tensor = block.out_proj(block.dt_proj(block.x_proj(inner)[..., : block.config.dt_width]))
         return out
 
 

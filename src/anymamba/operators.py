@@ -79,7 +79,8 @@ def define_operator(
     def second_order(*_: Any) -> None:
         raise RuntimeError(
             f"anymamba::{name} has no second derivative: its backward is derived by hand. Gradients of gradients are "
-            "there for the scan alone, anymamba.scan.scan with SsdPath.serial() or SsdPath.minimal(), not for blocks."
+            "there for the scans alone: anymamba.scan.scan with SsdPath.serial() or SsdPath.minimal(), selective_scan "
+            "with SsdPath.recurrent(); not for blocks."
         )
 
     forward_op.register_fake(fake)

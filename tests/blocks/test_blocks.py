@@ -329,7 +329,7 @@ def test_seams_are_where_the_projection_is_cut(options):
     block = make_block(options)
     if isinstance(block, Mamba1):
         rows = {name: [part.rows for part in parts] for name, parts in block.seams().items()}
-        assert rows == {"in_proj": [block.config.d_inner] * 2, "x_proj": [block.config.rank, *[block.d_state] * 2]}
+        assert rows == {"in_proj": [block.config.d_inner] * 2, "x_proj": [block.config.dt_width, *[block.d_state] * 2]}
         return
     (parts,) = block.seams().values()
     assert sum(part.rows for part in parts) == block.in_proj.out_features

@@ -23,6 +23,14 @@ def test_vocabulary_and_mlp_width_are_rounded_up():
     assert MambaLMConfig(**SMALL, vocab_size=50288, pad_vocab_size_multiple=16).padded_vocab_size == 50288
 
 
+def test_a_config_that_names_no_layer_is_of_mamba_1():
+    """As state-spaces/mamba-130m's, which names nothing."""
+    config = MambaLMConfig.from_dict({"d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}})
+    block = config.block_config()
+    assert (config.layer, config.padded_vocab_size) == ("Mamba1", 50280)
+    assert (block.d_inner, block.d_state, block.dt_width) == (1536, 16, 48)
+
+
 def test_options_of_the_official_kernels_change_nothing():
     ssm_cfg = {**FAMILIES["Mamba2"], "use_mem_eff_path": False, "chunk_size": 256}
     config = MambaLMConfig(**{**SMALL, "ssm_cfg": ssm_cfg})
@@ -40,7 +48,7 @@ def test_lists_of_a_json_file_become_tuples():
     [
         ({"ssm_cfg": {"headdim": 8}}, r"Mamba1 does not know: \['headdim'\]"),
         ({"ssm_cfg": {"dt_rank": "some"}}, 'dt_rank must be "auto" or a whole number, at least 1, got .some'),
-        ({"ssm_cfg": {"dt_rank": 1.5}}, "must be int | Literal.*got 1.5"),
+        ({"ssm_cfg": {"dt_rank": 1.5}}, r"must be int \| Literal.*got 1.5"),
         ({"ssm_cfg": {"dt_init": "zero"}}, 'dt_init must be "random" or "constant"'),
         ({"ssm_cfg": {"layer": "Mamba9"}}, "must be one of .*'Mamba9'"),
         ({"ssm_cfg": {"layer": "Mamba2", "heads": 3}}, r"does not know: \['heads'\]"),

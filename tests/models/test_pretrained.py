@@ -105,6 +105,16 @@ def test_a_format_refuses_what_it_cannot_hold(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_converted_config_may_carry_the_official_fields_too(tmp_path):
+    """As the published mamba-130m-hf does; what transformers reads counts."""
+    shutil.copytree(GOLDEN / "lm_hf_mamba", tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", d_model=32, n_layer=3, ssm_cfg={}, time_step_rank="auto")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.format.name == "transformers"
+    assert checkpoint.config.block_config().dt_width == 2
+    assert checkpoint.config.extra["transformers"]["n_layer"] == 3
+
+
 def test_groups_that_transformers_computes_otherwise_are_warned_of(tmp_path):
     with pytest.warns(UserWarning, match="in 2 groups"):
         small_lm().save_pretrained(tmp_path, format="transformers")

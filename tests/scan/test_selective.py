@@ -24,7 +24,7 @@ def make_inputs(b=2, t=11, i=6, n=5, bounds=None, dtype=torch.float64, scale=1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {
         "x": normal(b, t, i).to(dtype),
-        "dt": (scale * normal(b, t, i)).to(dtype),
+        "dt": (scale * normal(b, t, i)).to(wide),
         "A": -normal(i, n).exp().to(wide),
         "B": normal(b, t, n).to(dtype),
         "C": normal(b, t, n).to(dtype),
@@ -156,6 +156,32 @@ def test_bits_do_not_depend_on_threads_or_the_batch(threads):
     assert torch.equal(first, whole["y"][:1])
 
 
+@pytest.mark.parametrize("algorithm", ["recurrent", *BY_HAND])
+def test_an_empty_batch_is_an_empty_result(algorithm):
+    found = run(make_inputs(b=0), SsdPath(algorithm))
+    assert found["y"].shape == (0, 11, 6)
+    assert (found["grad of A"] == 0).all()
+
+
+def test_the_portable_backward_keeps_no_state_of_every_step():
+    """Sizes at which a block of one step alone would fill a CPU's cache."""
+    inputs = make_inputs(b=1, t=100, i=2**14, n=16, dtype=torch.float32)
+    kept = []
+    original = torch.Tensor.clone
+
+    def watched(x, *arguments, **keywords):
+        if x.shape == inputs["initial_state"].shape:
+            kept.append(x)
+        return original(x, *arguments, **keywords)
+
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    y, _ = selective_scan(**leaves, path=SsdPath.serial_recalculated())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", watched)
+        y.sum().backward()
+    assert 0 < len(kept) <= 10
+
+
 def test_strides_do_not_matter():
     inputs = make_inputs(i=8)
     both = torch.cat([inputs["x"], inputs["z"]], -1)
@@ -180,6 +206,8 @@ def test_matrix_products_do_not_compute_it(algorithm):
         ({"A": -torch.ones(6, 5)}, TypeError, "A must be torch.float64, got torch.float32"),
         ({"B": torch.zeros(2, 11, 4, dtype=torch.float64)}, ValueError, "B must have shape"),
         ({"C": torch.zeros(2, 11, 5)}, TypeError, "C must be torch.float64"),
+        ({"dt": torch.zeros(2, 11, 6)}, TypeError, "dt must be torch.float64"),
+        ({"D": torch.zeros(6, dtype=torch.int64)}, TypeError, "D must be of a floating-point dtype"),
         ({"D": torch.zeros(5)}, ValueError, r"D must have shape \(i=6\)"),
         ({"z": torch.zeros(2, 10, 6, dtype=torch.float64)}, ValueError, "z must have shape"),
         ({"initial_state": torch.zeros(1, 6, 5, dtype=torch.float64)}, ValueError, "initial_state must have shape"),

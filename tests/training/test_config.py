@@ -52,7 +52,7 @@ def test_only_fields_that_change_a_weight_count_as_changed():
         ("[optimiser]\nlr = 'fast'", "optimiser.lr must be float, got 'fast'"),
         ("seed = true", "seed must be int, got True"),
         ("model = 3", "model must be a table, got 3"),
-        ("[model]\nfamily = 'Mamba9'", "model.family must be one of Mamba2, Mamba3, got 'Mamba9'"),
+        ("[model]\nfamily = 'Mamba9'", "model.family must be one of Mamba1, Mamba2, Mamba3, got 'Mamba9'"),
         ("[batch]\ntokens = 100\nlength = 64", "batch.tokens must be a multiple of length · accumulation = 64 · 1"),
         ("[schedule]\nsteps = 0", "schedule.steps must be at least 1, got 0"),
         ("[data]\nheld_out = 1.5", "data.held_out must be above 0 and below 1, got 1.5"),
@@ -94,6 +94,13 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_values_that_a_field_allows_are_known():
     hints = TrainingConfig.hints()
     assert hints.keys() == TrainingConfig.fields_by_name().keys()
-    assert choices(hints["model.family"]) == ("Mamba2", "Mamba3")
+    assert choices(hints["model.family"]) == ("Mamba1", "Mamba2", "Mamba3")
     assert choices(hints["schedule.kind"]) == ("cosine", "wsd", "constant")
     assert choices(hints["data.sources"]) == choices(hints["seed"]) == ()
+
+
+def test_mamba_1_has_channels_and_no_heads():
+    block = read_config(None, {"model.family": "Mamba1"}).model.lm_config(256).block_config()
+    assert (block.d_state, block.d_inner) == (16, 512)
+    with pytest.raises(ValueError, match="Mamba-1 has no heads, got 8"):
+        read_config(None, {"model.family": "Mamba1", "model.headdim": "8"}).model.lm_config(256)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.padding import Padding
 from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.kernels.watch import NotCovered
@@ -129,7 +130,7 @@ class Block(nn.Module):
         like = self._like()
         if x.ndim != 2 or x.shape[1] != self.config.d_model or x.dtype != like.dtype:
             return None
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or not isinstance(cache, CacheMethods | None):
             return None
         cache = self.init_cache(x.shape[0]) if cache is None else cache
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -60,6 +61,8 @@ class Mamba1Config:
         rank = self.dt_rank
         if rank != "auto" and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise ValueError(f'Mamba1Config: dt_rank must be "auto" or a whole number, at least 1, got {rank!r}')
+        if isinstance(self.dt_scale, bool) or not isinstance(self.dt_scale, int | float) or self.dt_scale <= 0:
+            raise ValueError(f"Mamba1Config: dt_scale must be a positive number, got {self.dt_scale!r}")
         if self.dt_init not in ("random", "constant"):
             raise ValueError(f'Mamba1Config: dt_init must be "random" or "constant", got {self.dt_init!r}')
         if not 0 < self.dt_min <= self.dt_max:
@@ -71,7 +74,7 @@ class Mamba1Config:
         return int(self.expand * self.d_model)
 
     @property
-    def rank(self) -> int:
+    def dt_width(self) -> int:
         """`dt_rank` as a number."""
         return math.ceil(self.d_model / 16) if self.dt_rank == "auto" else self.dt_rank
 
@@ -91,6 +94,19 @@ class Mamba1Cache(_Mamba1CacheFields, CacheMethods):
 
     __slots__ = ()
     STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
+
+
+class StepProjection(nn.Linear):
+    """A projection to step sizes before their softplus. Its bias is added in float32 or wider.
+
+    The bias is most of the sum, and in bfloat16 it would have two digits.
+    """
+
+    def forward(self, x: Float[Tensor, "*batch r"]) -> Float[Tensor, "*batch i"]:
+        """(..., dt_rank) -> (..., i), float32 or wider."""
+        y = F.linear(x, self.weight)
+        wide = state_dtype(y.dtype)
+        return y.to(wide) if self.bias is None else y.to(wide) + self.bias.to(wide)
 
 
 class Mamba1(Block):
@@ -116,9 +132,9 @@ class Mamba1(Block):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
-        self.x_proj = nn.Linear(c.d_inner, c.rank + 2 * c.d_state, bias=False, **factory)
-        self.dt_proj = nn.Linear(c.rank, c.d_inner, **factory)
-        bound = c.dt_scale / math.sqrt(c.rank)
+        self.x_proj = nn.Linear(c.d_inner, c.dt_width + 2 * c.d_state, bias=False, **factory)
+        self.dt_proj = StepProjection(c.dt_width, c.d_inner, **factory)
+        bound = c.dt_scale / math.sqrt(c.dt_width)
         if c.dt_init == "constant":
             nn.init.constant_(self.dt_proj.weight, bound)
         else:
@@ -150,7 +166,7 @@ class Mamba1(Block):
         c = self.config
         return {
             "in_proj": (Part("x", c.d_inner), Part("z", c.d_inner)),
-            "x_proj": (Part("dt", c.rank, is_matrix=False), Part("B", c.d_state), Part("C", c.d_state)),
+            "x_proj": (Part("dt", c.dt_width, is_matrix=False), Part("B", c.d_state), Part("C", c.d_state)),
         }
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba1Cache:
@@ -239,16 +255,16 @@ class Mamba1(Block):
             raise NotCovered
         c: Mamba1Config = program.watch.value(self, "config")
         x = program.conv(projected, self, "conv1d", CausalConv, c.d_inner, c.d_conv)
-        selected = program.linear(x, self, "x_proj", c.d_inner, c.rank + 2 * c.d_state)
+        selected = program.linear(x, self, "x_proj", c.d_inner, c.dt_width + 2 * c.d_state)
         y = program.slot(c.d_inner)
         program.mamba1(
             channels=c.d_inner,
             state=c.d_state,
             x=x,
-            dt=program.linear(selected, self, "dt_proj", c.rank, c.d_inner),
+            dt=program.linear(selected, self, "dt_proj", c.dt_width, c.d_inner, kind=StepProjection),
             z=projected + c.d_inner,
-            b=selected + c.rank,
-            c=selected + c.rank + c.d_state,
+            b=selected + c.dt_width,
+            c=selected + c.dt_width + c.d_state,
             to=y,
             cache_state=program.cached(c.d_inner, c.d_state, dtype=program.wide),
             a_log=program.parameter(self, "A_log", c.d_inner, c.d_state),
@@ -257,10 +273,10 @@ class Mamba1(Block):
         return y
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., i) -> dt before its softplus (..., i), B (..., n), C (..., n)."""
+        """(..., i) -> dt before its softplus (..., i) in the dtype of the state, B (..., n), C (..., n)."""
         c = self.config
-        low, b, cc = self.x_proj(x).split([c.rank, c.d_state, c.d_state], dim=-1)
-        return self.dt_proj(low), b, cc
+        low, b, cc = self.x_proj(x).split([c.dt_width, c.d_state, c.d_state], dim=-1)
+        return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
 
     def _a(self, dtype: torch.dtype) -> Tensor:
         return -torch.exp(self.A_log.to(dtype))

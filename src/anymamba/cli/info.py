@@ -95,7 +95,7 @@ def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
     ]
 
 
-_BLOCK_FIELDS = ("d_state", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
+_BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
 
 
 def _working_bytes(model: MambaLM) -> int:

@@ -11,6 +11,7 @@ Letters: b batch, t time, i channels, n state, s sequences, l steps of a block.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def selective_scan(
 
     Args:
         x: inputs, (b, t, i).
-        dt: step sizes before their softplus, (b, t, i), in the dtype of `x`; -inf is no step.
+        dt: step sizes before their softplus, (b, t, i), in the dtype of `A`; -inf is no step.
         A: decay rates, (i, n), not positive, float32 (float64 for float64 `x`).
         B: input projections, (b, t, n).
         C: output projections, (b, t, n).
@@ -129,17 +130,19 @@ def _checked(
     if sizes["t"] < 1:
         raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
     for name, tensor, letters, dtype in (
-        ("dt", dt, "b t i", x.dtype),
+        ("dt", dt, "b t i", wide),
         ("A", a, "i n", wide),
         ("B", b, "b t n", x.dtype),
         ("C", c, "b t n", x.dtype),
-        ("D", d, "i", None),
+        ("D", d, "i", None),  # of any floating-point dtype
         ("z", z, "b t i", x.dtype),
     ):
-        if tensor is None and name in "Dz":
+        if tensor is None and name in ("D", "z"):
             continue
         expect_shape(where, name, tensor, letters, sizes)  # type: ignore[arg-type]
         expect_like(where, name, tensor, dtype or tensor.dtype, x.device)  # type: ignore[arg-type, union-attr]
+    if d is not None and not d.dtype.is_floating_point:
+        raise TypeError(f"{where}: D must be of a floating-point dtype, got {d.dtype}")
     if cu_seqlens is not None:
         check_cu_seqlens(where, cu_seqlens, sizes["b"], sizes["t"], x.device)
     if values_are_cheap(a) and a.numel() and (largest := a.detach().max().item()) > 0:
@@ -209,7 +212,8 @@ class _Block(NamedTuple):
     @staticmethod
     def of(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, steps: slice) -> _Block:
         """Compute the states from the one before the first step."""
-        raw, x, b, c = (part[:, steps].to(rates.dtype) for part in (dt, x, b, c))
+        raw = dt[:, steps]
+        x, b, c = (part[:, steps].to(rates.dtype) for part in (x, b, c))
         size = F.softplus(raw)
         a = decay_factor(size.unsqueeze(-1) * rates, rates.dtype)
         h = (size * x).unsqueeze(-1) * b.unsqueeze(2)
@@ -223,10 +227,10 @@ class _Block(NamedTuple):
         return y if skip is None else y.addcmul_(skip.to(y.dtype), self.x)
 
 
-def _blocks(x: Tensor, start: int, stop: int, n: int, chunk_len: int | None) -> list[slice]:
-    """Cut steps into blocks whose states stay in a CPU's cache."""
+def _blocks(x: Tensor, start: int, stop: int, n: int, chunk_len: int | None, least: int = 1) -> list[slice]:
+    """Cut steps into blocks of at least `least` whose states, if that is possible, stay in a CPU's cache."""
     most = CACHE_ELEMENTS if x.device.type == "cpu" else _ELSEWHERE_ELEMENTS
-    length = chunk_len or max(1, most // max(1, x.shape[0] * x.shape[2] * n))
+    length = chunk_len or max(least, most // max(1, x.shape[0] * x.shape[2] * n))
     return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
@@ -281,7 +285,8 @@ def _backward(
     da, dinitial = torch.zeros_like(a), torch.empty_like(initial_state)
     dskip = a.new_zeros(a.shape[0])
     for start, stop, rows in _sequences(x.shape[1], initial_state.shape[0], cu_seqlens):
-        blocks = _blocks(x, start, stop, a.shape[1], chunk_len)
+        # As many states are kept as a block has: memory grows with the root of the length.
+        blocks = _blocks(x, start, stop, a.shape[1], chunk_len, math.isqrt(stop - start))
         states = [initial_state[rows]]
         for steps in blocks[:-1]:
             states.append(_Block.of(x, dt, a, b, c, states[-1], steps).h[:, -1].clone())

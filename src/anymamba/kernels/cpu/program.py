@@ -110,9 +110,18 @@ class Program:
         return Parameter(data=x.data_ptr(), dtype=library.dtype_code(x.dtype))
 
     def linear(
-        self, x: int, owner: nn.Module, name: str, width: int, out: int, *, to: int | None = None, add: bool = False
+        self,
+        x: int,
+        owner: nn.Module,
+        name: str,
+        width: int,
+        out: int,
+        *,
+        to: int | None = None,
+        add: bool = False,
+        kind: type[nn.Linear] = nn.Linear,
     ) -> int:
-        """The submodule `name`, an `nn.Linear`, applied to slot `x`: in a new slot, or in `to`, or added to it.
+        """The submodule `name`, a projection, applied to slot `x`: in a new slot, or in `to`, or added to it.
 
         Args:
             x: slot of the input.
@@ -122,8 +131,9 @@ class Program:
             out: width of the output.
             to: where the output goes.
             add: add to what is there.
+            kind: its type.
         """
-        linear = self.watch.child(owner, name, nn.Linear)
+        linear = self.watch.child(owner, name, kind)
         weight, bias = self.parameter(linear, "weight", out, width), self.parameter(linear, "bias", out, optional=True)
         if linear.weight.dtype != self.dtype:
             raise NotCovered

@@ -44,7 +44,8 @@ def _run(
     strided = {"x": (x, i), "dt": (dt, i), "z": (z, i), "b": (b, n), "c": (c, n), "dy": (dy, i)}
     for field, (tensor, width) in strided.items():
         if tensor is not None:
-            tensors[field] = library.dense_last_axis(library.expect(field, tensor, (rows, t, width), x.dtype))
+            dtype = wide if field == "dt" else x.dtype
+            tensors[field] = library.dense_last_axis(library.expect(field, tensor, (rows, t, width), dtype))
             setattr(args, f"{field}_strides", tensors[field].stride()[:2])
     if d is not None:
         tensors["skip"] = library.expect("D", d, (i,)).to(wide).contiguous()

@@ -14,9 +14,8 @@ import torch
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import read_float, require
 
-_Field = tuple[
-    str, str, Any
-]  # transformers' name, ours, and the value that transformers takes where the file is silent
+# transformers' name, ours, and the value that transformers takes where the file is silent.
+_Field = tuple[str, str, Any]
 
 
 class _Kind(NamedTuple):
@@ -150,8 +149,10 @@ class TransformersFormat:
         kind, block = _KINDS[names[config.layer]], config.block_config()
         fixed = {"d_intermediate": 0, "rms_norm": True, **kind.block_fixed, "expand": int(block.expand)}
         require(where, config, fixed)
-        own: dict[str, Any] = {"intermediate_size": block.d_inner, "time_step_rank": getattr(block, "rank", None)}
-        if kind.layer == "Mamba2":
+        own: dict[str, Any]
+        if kind.layer == "Mamba1":
+            own = {"intermediate_size": block.d_inner, "time_step_rank": block.dt_width}
+        else:
             if block.ngroups > 1:
                 _warn_of_groups(block.ngroups)
             own = {

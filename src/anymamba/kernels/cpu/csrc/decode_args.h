@@ -64,7 +64,7 @@ extern "C" struct ConvPhase {
   Parameter bias;    // (channels)
 };
 
-// Mamba-1 between its projections, the gate included; the places of a state in the cache.
+// Mamba-1 behind its inner projections, the gate included.
 extern "C" struct Mamba1Phase {
   int64_t channels, state;
   int64_t x, dt, z, b, c;  // slots; dt is before its softplus

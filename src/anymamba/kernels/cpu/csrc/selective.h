@@ -63,27 +63,30 @@ struct SelectiveBlock {
     transpose(target, args.state, source, kWidth, static_cast<int>(args.state), static_cast<int>(count));
   }
 
-  // `width` numbers of a (batch, time, ...) tensor at step t, from column `at` on.
-  void read(T* target, const void* base, const int64_t* strides, int64_t t, int64_t at, int64_t width, int64_t padded) const {
-    const char* source = static_cast<const char*>(base) +
-                         (row * strides[0] + t * strides[1] + at) * static_cast<int64_t>(size_of(args.dtype));
-    read_row(target, source, args.dtype, static_cast<int>(width), static_cast<int>(padded));
+  // This block's channels of a (batch, time, channels) tensor at step t, with zeros behind them, and back.
+  void read_channels(T* target, const void* base, const int64_t* strides, int64_t t, int64_t dtype) const {
+    const int64_t at = row * strides[0] + t * strides[1] + first;
+    read_row(target, static_cast<const char*>(base) + at * static_cast<int64_t>(size_of(dtype)), dtype,
+             static_cast<int>(count), static_cast<int>(kWidth));
   }
-  void read_channels(T* target, const void* base, const int64_t* strides, int64_t t) const {
-    read(target, base, strides, t, first, count, kWidth);
+  void write_channels(void* base, const T* source, int64_t t, int64_t dtype) const {
+    const int64_t at = (row * args.time + t) * args.channels + first;
+    write_row(static_cast<char*>(base) + at * static_cast<int64_t>(size_of(dtype)), source, dtype,
+              static_cast<int>(count));
   }
-  void write_channels(void* base, const T* source, int64_t t) const {
-    write_row(static_cast<char*>(base) +
-                  ((row * args.time + t) * args.channels + first) * static_cast<int64_t>(size_of(args.dtype)),
-              source, args.dtype, static_cast<int>(count));
+  // A row of B or C.
+  void read_states(T* target, const void* base, const int64_t* strides, int64_t t) const {
+    const int64_t at = row * strides[0] + t * strides[1], n = args.state;
+    read_row(target, static_cast<const char*>(base) + at * static_cast<int64_t>(size_of(args.dtype)), args.dtype,
+             static_cast<int>(n), static_cast<int>(n));
   }
 
   // The inputs of step t, the step size behind its softplus.
   void read_step(int64_t t) {
-    read_channels(x, args.x, args.x_strides, t);
-    read_channels(dt, args.dt, args.dt_strides, t);
-    read(b, args.b, args.b_strides, t, 0, args.state, args.state);
-    read(c, args.c, args.c_strides, t, 0, args.state, args.state);
+    read_channels(x, args.x, args.x_strides, t, args.dtype);
+    read_channels(dt, args.dt, args.dt_strides, t, own_dtype<T>());
+    read_states(b, args.b, args.b_strides, t);
+    read_states(c, args.c, args.c_strides, t);
     for (int64_t i = 0; i < count; i += kLanes<T>) store(dt + i, softplus<T>(load(dt + i)));
   }
 
@@ -122,11 +125,11 @@ void selective_forward_task(const SelectiveArgs& args, int64_t task, void* scrat
       block.read_step(t);
       block.template advance<false>(h, nullptr, nullptr);
       if (args.z) {
-        block.read_channels(block.z, args.z, args.z_strides, t);
+        block.read_channels(block.z, args.z, args.z_strides, t, args.dtype);
         for (int64_t i = 0; i < block.count; i += kLanes<T>)
           store(block.out + i, load(block.out + i) * silu<T>(load(block.z + i)));
       }
-      block.write_channels(args.y, block.out, t);
+      block.write_channels(args.y, block.out, t, args.dtype);
     }
     block.write_columns(args.final_state, h, index);
   }
@@ -173,15 +176,15 @@ struct SelectiveBackward {
     for (int64_t t = stop - 1; t >= start; --t) {
       const int64_t at = (t - start) * size(args);
       block.read_step(t);
-      block.read_channels(dy, args.dy, args.dy_strides, t);
+      block.read_channels(dy, args.dy, args.dy_strides, t, args.dtype);
       gate(t, states + at);
       step(t > start ? states + at - size(args) : before, decays + at, states + at, shared + t * 2 * args.state);
-      block.read_channels(block.z, args.dt, args.dt_strides, t);  // once more, before its softplus
+      block.read_channels(block.z, args.dt, args.dt_strides, t, own_dtype<T>());  // once more, before its softplus
       for (int64_t i = 0; i < block.count; i += kLanes<T>)
         store(ddt + i, load(ddt + i) * sigmoid<T>(load(block.z + i)));
-      block.write_channels(args.dx, dx, t);
-      block.write_channels(args.ddt, ddt, t);
-      if (args.z) block.write_channels(args.dz, dz, t);
+      block.write_channels(args.dx, dx, t, args.dtype);
+      block.write_channels(args.ddt, ddt, t, own_dtype<T>());
+      if (args.z) block.write_channels(args.dz, dz, t, args.dtype);
     }
   }
 
@@ -189,7 +192,7 @@ struct SelectiveBackward {
   void gate(int64_t t, const T* state) {
     const SelectiveArgs& args = block.args;
     if (!args.z) return;
-    block.read_channels(block.z, args.z, args.z_strides, t);
+    block.read_channels(block.z, args.z, args.z_strides, t, args.dtype);
     for (int64_t i = 0; i < block.count; i += kLanes<T>) {
       Vec<T> y = load(block.skip + i) * load(block.x + i);
       for (int64_t n = 0; n < args.state; ++n) y += load(state + n * kSelectiveChannels + i) * block.c[n];

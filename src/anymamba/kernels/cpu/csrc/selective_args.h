@@ -5,7 +5,7 @@
 
 // Strides count elements. The last axis of every tensor is dense; those without strides are contiguous.
 extern "C" struct SelectiveArgs {
-  int64_t dtype;  // of x, dt, z, B, C, y and their gradients (DType); all else is float, or double for double
+  int64_t dtype;  // of x, z, B, C, y and their gradients (DType); all else is float, or double for double
   int64_t threads;
   int64_t batch, time, channels, state;
   int64_t sequences;      // packed: how many; else equal to batch
