@@ -266,7 +266,7 @@ def test_help_names_every_field(run):
     for name in ("--optimiser.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
         assert name in out
     out = " ".join(out.split())
-    assert "--model.family {Mamba2,Mamba3} family of the blocks" in out
+    assert "--model.family {Mamba1,Mamba2,Mamba3} family of the blocks" in out
     for values in ("packed,stream", "cosine,wsd,constant", "adamw,muon", "float32,bfloat16,float64"):
         assert f"{{{values}}}" in out
 
