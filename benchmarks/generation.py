@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymamba.generation import decoder
 from anymamba.generation.prefill import prefill
 from anymamba.models import MambaLM, MambaLMConfig
 from benchmarks.harness import Call, Case, Contender, forward
@@ -91,6 +92,9 @@ def set_up_prefill(config: str, library: str, batch: int, t: int, small: bool = 
     return forward(lambda: {"logits": prefill(model, rows)[0]})
 
 
+MODULES = "anymamba, module by module"
+
+
 def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
     """One token a row after a prompt; each call goes on from the cache that the one before it left."""
     ids_bt, ids_b = prompt(batch, t), prompt(batch, 1)[:, 0]
@@ -104,17 +108,21 @@ def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = F
             return {"logits": out.logits[:, -1]}
 
         return forward(their_step)
-    return stepping(our_model(config, small), ids_bt, ids_b)
+    return stepping(our_model(config, small), ids_bt, ids_b, by_modules=library == MODULES)
 
 
-def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor) -> Call:
-    """Our steps behind a prompt, as `generate` takes them."""
+def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = False) -> Call:
+    """Our steps after a prompt, as `generate` takes them, or by the model's own modules."""
     with torch.no_grad():
         _, state = prefill(model, list(ids_bt))
+    decode = decoder(model)
 
     def step() -> dict[str, Tensor]:
         nonlocal state
-        logits, state = model.step(ids_b, state, in_place=True)
+        if by_modules:
+            logits, state = model.step(ids_b, state)
+        else:
+            logits, state = decode.step(ids_b, state, in_place=True)
         return {"logits": logits}
 
     return forward(step)
@@ -190,6 +198,8 @@ def against_transformers(name: str, set_up: Callable[..., Call], batch: int, t: 
         contender(library, set_up, config, library, batch, t, computes=name, library=library, heavy=t > 2048)
         for library in ("anymamba", "transformers")
     )
+    if set_up is set_up_decode:
+        contenders = (*contenders, contender(MODULES, set_up, config, MODULES, batch, t, computes=name))
     if read:
         contenders = (*contenders, contender("reading all weights once", set_up_reading, config, computes="reading"))
     return Case(name=f"generation/{name}", contenders=contenders, baseline="anymamba", tolerance=1e-4)

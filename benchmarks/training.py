@@ -66,7 +66,7 @@ def build(name: str, small: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]
         theirs = transformers_model.__wrapped__(CONFIG, small)
         return theirs, lambda ids_bt: theirs(ids_bt, labels=ids_bt, use_cache=False).loss
     ours = our_model.__wrapped__(CONFIG, small)
-    return ours, lambda ids_bt: ours(ids_bt, labels=ids_bt, last_only=True).loss
+    return ours, lambda ids_bt: ours(ids_bt, labels=ids_bt, logits="none").loss
 
 
 def set_up_step(name: str, t: int, small: bool = False) -> Call:

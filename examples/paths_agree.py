@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from anymamba import Mamba2, Mamba3, SsdPath
-from anymamba.kernels import library
+from anymamba.kernels.cpu import library
 
 Block = Mamba2 | Mamba3
 Outcome = dict[str, Tensor]

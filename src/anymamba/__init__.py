@@ -11,12 +11,17 @@ from anymamba.blocks.mamba3 import Mamba3 as Mamba3
 from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
 from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
 from anymamba.generation import GenerationState as GenerationState
+from anymamba.generation import decoder as decoder
 from anymamba.generation import generate as generate
 from anymamba.generation import stream as stream
+from anymamba.ground.finite import check_finite as check_finite
+from anymamba.ground.operators import portable as portable
 from anymamba.models import LMCache as LMCache
 from anymamba.models import MambaLM as MambaLM
 from anymamba.models import MambaLMConfig as MambaLMConfig
 from anymamba.scan import SsdPath as SsdPath
+from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
 from anymamba.scan import selective_scan as selective_scan
 from anymamba.scan import ssd as ssd
+from anymamba.scan import trapezoid_scan as trapezoid_scan
 from anymamba.version import __version__ as __version__

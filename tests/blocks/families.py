@@ -3,7 +3,6 @@
 import torch
 
 from anymamba import Mamba1, Mamba2, Mamba3
-from anymamba.blocks.rotation import QuaternionRotation
 from tests.scan import cases
 
 SMALL = {"d_model": 16, "d_state": 8, "headdim": 8}
@@ -49,11 +48,12 @@ FEW = {
         "mamba2 biases",
         "mamba3",
         "mamba3 quaternion",
+        "mamba3 fixed rotation",
         "mamba3 mimo 2",
         "mamba3 mimo 3",
     )
 }
-PATHWAYS = {Mamba1: [{}], Mamba2: [{}], Mamba3: [{"pathway": "single"}, {"pathway": "double"}]}
+PATHWAYS = {Mamba1: ["single"], Mamba2: ["single"], Mamba3: ["single", "double"]}
 ALGORITHMS = {
     Mamba1: [name for name in cases.ALGORITHMS if name not in ("minimal", "serial")],
     Mamba2: cases.ALGORITHMS,
@@ -78,11 +78,11 @@ def tensors_of(cache):
     return {name: x for name, x in zip(cache._fields, cache, strict=True) if isinstance(x, torch.Tensor)}
 
 
-def random_cache(block, rows, **pathway):
+def random_cache(block, rows):
     """A cache of random leaves; unit quaternions where the cache holds those."""
-    empty = block.init_cache(rows, **pathway)
+    empty = block.init_cache(rows)
     leaves = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in tensors_of(empty).items()}
-    if isinstance(getattr(block, "rotation", None), QuaternionRotation):
+    if getattr(block.config, "rotation", None) == "quaternion":
         leaves["rotation"] /= leaves["rotation"].norm(dim=-1, keepdim=True)
     return empty._replace(**{name: x.requires_grad_() for name, x in leaves.items()})
 

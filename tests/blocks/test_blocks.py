@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba import Mamba1, Mamba3, SsdPath
+from anymamba import Mamba1, SsdPath
 from tests.blocks.families import (
     ALGORITHMS,
     FEW,
@@ -27,13 +27,10 @@ def test_prefill_equals_unrolled_steps(options, start):
     block = make_block(options)
     x = torch.randn(2, 11, 16, dtype=torch.float64)
     for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 2, **pathway) if start == "random" else None
-        if start == "fresh" and pathway.get("pathway") == "double":
-            cache = block.init_cache(2, pathway="double")
-            cache = cache._replace(**{n: t.detach().clone().requires_grad_() for n, t in tensors_of(cache).items()})
+        cache = random_cache(block, 2) if start == "random" else None
         stepped = results(block, x, cache, unroll)
         for algorithm in ALGORITHMS[type(block)]:
-            path = SsdPath(algorithm, None if getattr(block.config, "chunk_size", None) else 4)
+            path = SsdPath(algorithm, None if getattr(block.config, "chunk_size", None) else 4, pathway)
             prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
             assert_all_near(prefilled, stepped, FLOOR[torch.float64])
 
@@ -55,9 +52,8 @@ def test_any_split_equals_the_whole(data):
     def in_pieces(block, x, cache):
         ys = []
         for start, stop, by_step, pathway in pieces:
-            if isinstance(block, Mamba3):
-                cache = cache.to_pathway(pathway)
-            y, cache = (unroll if by_step else type(block).prefill)(block, x[:, start:stop], cache)
+            piece, path = x[:, start:stop], SsdPath(pathway=pathway)
+            y, cache = unroll(block, piece, cache) if by_step else block.prefill(piece, cache, path=path)
             ys.append(y)
         return torch.cat(ys, 1), cache
 
@@ -119,9 +115,9 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
     head = torch.randn(3, 8, 16, dtype=torch.float64)
     parameters = list(block.parameters())
     for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 3, **pathway) if start == "random" else block.init_cache(3, **pathway)
-        leaf = x.clone().requires_grad_()
-        y, new = block.prefill(leaf, cache, mask=mask)
+        cache = random_cache(block, 3) if start == "random" else block.init_cache(3)
+        leaf, path = x.clone().requires_grad_(), SsdPath(pathway=pathway)
+        y, new = block.prefill(leaf, cache, mask=mask, path=path)
         loss = (y * head).sum() + sum(f.square().sum() for f in tensors_of(new).values())
         grads = torch.autograd.grad(loss, [leaf, *parameters])
         assert (y[~mask] == 0).all()
@@ -134,7 +130,7 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
                 alone = cache.rows(row)
                 y_alone = tokens
             else:
-                y_alone, alone = block.prefill(tokens, cache.rows(row))
+                y_alone, alone = block.prefill(tokens, cache.rows(row), path=path)
             assert_near(y[row, mask[row]], y_alone[0], FLOOR[torch.float64])
             for name, field in tensors_of(alone).items():
                 assert_near(getattr(new, name)[row : row + 1], field, FLOOR[torch.float64], name)
@@ -163,9 +159,9 @@ def test_lengths_are_a_right_padded_mask(options):
 def test_packed_sequences_equal_separate_ones(options, algorithm):
     block = make_block(options)
     bounds = [0, 1, 3, 12, 20]
-    x, path = torch.randn(1, 20, 16, dtype=torch.float64), SsdPath(algorithm, 4)
+    x = torch.randn(1, 20, 16, dtype=torch.float64)
     for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 4, **pathway)
+        cache, path = random_cache(block, 4), SsdPath(algorithm, 4, pathway)
         y, new = block.prefill(x, cache, path=path, cu_seqlens=torch.tensor(bounds))
         for row in range(4):
             part = slice(bounds[row], bounds[row + 1])
@@ -325,13 +321,13 @@ def test_projections_are_called_as_modules(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_seams_are_where_the_projection_is_cut(options):
+def test_a_projections_parts_are_where_it_is_cut(options):
     block = make_block(options)
     if isinstance(block, Mamba1):
-        rows = {name: [part.rows for part in parts] for name, parts in block.seams().items()}
+        rows = {name: [part.rows for part in parts] for name, parts in block.projection_parts().items()}
         assert rows == {"in_proj": [block.config.d_inner] * 2, "x_proj": [block.config.dt_width, *[block.d_state] * 2]}
         return
-    (parts,) = block.seams().values()
+    (parts,) = block.projection_parts().values()
     assert sum(part.rows for part in parts) == block.in_proj.out_features
     rows = {part.name: part.rows for part in parts}
     assert rows["z"] == rows["x"] == block.config.nheads * block.headdim

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba import Mamba2, Mamba2Cache, Mamba3
+from anymamba import Mamba2, Mamba2Cache
 from tests.blocks.families import FEW, make_block
 
 
@@ -78,12 +78,6 @@ def test_cat_puts_rows_one_after_another(name):
     for found, expected in zip(joined.tensors(), cache.rows([2, 0, 1]).tensors(), strict=True):
         assert torch.equal(found, expected)
     assert joined.notes() == cache.notes()
-
-
-def test_caches_of_two_pathways_are_not_joined():
-    block = Mamba3(16, d_state=8, headdim=8)
-    with pytest.raises(ValueError, match="of one kind"):
-        type(block.init_cache(1)).cat([block.init_cache(1), block.init_cache(1, pathway="double")])
 
 
 def test_save_and_load_give_the_same_bits(cache, tmp_path):

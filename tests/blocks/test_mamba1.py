@@ -77,5 +77,5 @@ def test_a_cache_of_another_block_is_refused(unchecked):
     block, x = Mamba1(d_model=16), torch.randn(2, 16)
     with pytest.raises(TypeError, match="cache must be a Mamba1Cache, got tuple"):
         block.step(x.requires_grad_(), (1, 2))
-    with pytest.raises(ValueError, match=r"cache.ssm must have shape \(b=2, i=32, n=16\)"):
+    with pytest.raises(ValueError, match=r"cache.ssm must have shape \(2, 32, 16\)"):
         block.step(x, Mamba1(d_model=16, d_state=8).init_cache(2))

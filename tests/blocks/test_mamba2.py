@@ -115,7 +115,7 @@ def test_bad_input_says_what_was_expected_and_what_came():
         block(x.double())
     with pytest.raises(ValueError, match="x must be on cpu, got meta"):
         block(x.to("meta"))
-    with pytest.raises(ValueError, match=r"cache.conv must have shape \(b=2, v=48, w=4\), got \(3, 48, 4\)"):
+    with pytest.raises(ValueError, match=r"cache.conv must have shape \(2, 48, 4\), got \(3, 48, 4\)"):
         block.prefill(x, cache)
     with pytest.raises(ValueError, match=r"Mamba2.step: cache.conv must have shape"):
         block.step(x[:, 0], cache)

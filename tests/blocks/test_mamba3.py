@@ -3,11 +3,12 @@ import math
 import pytest
 import torch
 
-from anymamba import Mamba3, Mamba3Cache, Mamba3Config, SsdPath, ssd
-from anymamba.blocks.mamba3 import heavy_tail
-from anymamba.blocks.norms import RMSNorm
-from anymamba.blocks.quaternions import conjugate, multiply
-from tests.blocks.families import SMALL, make_block, random_cache, tensors_of, unroll
+from anymamba import Mamba3, Mamba3Config, SsdPath, rotated_trapezoid_scan, ssd
+from anymamba.blocks.modules import RMSNorm
+from anymamba.ops.discretise import bounded_vector, heavy_tail
+from anymamba.ops.quaternions import conjugate, cumulative_products, multiply, turn_about
+from anymamba.ops.rotation import rotate, running_rotation
+from tests.blocks.families import SMALL, make_block, tensors_of, unroll
 from tests.scan.cases import ALGORITHMS
 from tests.support import FLOOR, assert_near
 
@@ -15,35 +16,62 @@ D = torch.float64
 
 
 def capture(block, x):
-    """What the block hands to its recurrence, from a fresh start."""
-    return block._tokens(block.in_proj(x), block.init_cache(x.shape[0]), None, None)
+    """What the block hands to its recurrence: x, normed B and C, dt, log-decay, gamma, kappa and rates of turning."""
+    _, xs, k, q, *raw = block._split(block.in_proj(x))
+    return xs, block.B_norm(k), block.C_norm(q), *block._discretise(raw, None)
+
+
+def recur(block, x, **changed):
+    """The recurrence of the block on what it hands over, but for what is changed."""
+    xs, k, q, dt, log_decay, gamma, kappa, rate = capture(block, x)
+    tokens = {"step": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa} | changed
+    cache, config = block.init_cache(x.shape[0]), block.config
+    y, state, _, _ = rotated_trapezoid_scan(
+        xs,
+        k,
+        q,
+        block.B_bias,
+        block.C_bias,
+        rate,
+        **tokens,
+        D=block.D,
+        value_weight=block.mimo_x if config.is_mimo else None,
+        state=cache.ssm,
+        previous_k=cache.k,
+        previous_x=cache.v,
+        start=cache.rotation,
+        rotation=config.rotation_kind,
+    )
+    return y, state
+
+
+def values_of(block, xs):
+    """(b, t, h, p) -> (b, t, r, h, p)."""
+    return xs.unsqueeze(2) * (block.mimo_x.transpose(0, 1) if block.config.is_mimo else 1)
 
 
 def test_without_trapezoid_and_rotation_the_recurrence_is_mamba2s(monkeypatch):
-    """Gate ≡ 1, range 0, no bias, no norm: Mamba-2's SSD on the same dt, A, B, C, D."""
+    """Own weights only, range 0, no bias, no norm: Mamba-2's SSD on the same dt, A, B, C, D."""
     block = Mamba3(**SMALL, ngroups=2, rotation_range=0, dtype=D)
     for bias in (block.B_bias, block.C_bias):
         bias.data.zero_()
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: x)
-    monkeypatch.setattr(torch, "sigmoid", torch.ones_like)
     x = torch.randn(2, 13, 16, dtype=D)
-    z, xs, k, q, dt, rate, lam, _ = block._split(block.in_proj(x))
-    assert (lam == 1).all()
-    tokens = capture(block, x)
-    y, state = block._single(tokens, block.init_cache(2), SsdPath(), None)
-    # A varies with the input here, so it goes into dt·A through a rate of one per head and step.
+    xs, k, q, dt, log_decay, *_ = capture(block, x)
+    only_own = {"gamma": dt, "kappa": torch.zeros_like(dt)}
+    y, state = recur(block, x, **only_own)
     expected = []
     h = torch.zeros(2, 4, 8, 8, dtype=D)
     k, q = (m[:, :, 0].repeat_interleave(2, dim=2) for m in (k, q))
     for t in range(13):
-        h = torch.exp(dt[:, t] * rate[:, t])[..., None, None] * h
+        h = torch.exp(log_decay[:, t])[..., None, None] * h
         h = h + dt[:, t, :, None, None] * xs[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
         expected.append((h * q[:, t].unsqueeze(-2)).sum(-1) + block.D.unsqueeze(-1) * xs[:, t])
     assert_near(y.squeeze(2), torch.stack(expected, 1), FLOOR[D])
     assert_near(state, h, FLOOR[D])
-    constant = torch.full_like(rate, -0.7)
+    constant = torch.full_like(dt, -0.7)
     y_ssd, _ = ssd(xs, dt, constant[0, 0], k, q, block.D)
-    y_same, _ = block._single(tokens._replace(log_decay_bth=dt * constant), block.init_cache(2), SsdPath(), None)
+    y_same, _ = recur(block, x, log_decay=dt * constant, **only_own)
     assert_near(y_same.squeeze(2), y_ssd, FLOOR[D])
 
 
@@ -52,19 +80,19 @@ def test_rotating_the_state_equals_rotating_keys_and_queries(options):
     """The state itself turned back by each token's angle, with keys and queries left alone."""
     block = make_block(options)
     x = torch.randn(2, 9, 16, dtype=D)
-    z, xs, k, q, dt, rate, lam, raw = block._split(block.in_proj(x))
+    xs, k, q, dt, log_decay, gammas, kappas, rate = capture(block, x)
     heads = block.config.nheads // block.config.ngroups
     k, q = (
         m.repeat_interleave(heads, dim=3) + bias.transpose(0, 1) for m, bias in ((k, block.B_bias), (q, block.C_bias))
     )
-    pairs, half = block.rotation.pairs, block.config.d_state // 2
+    pairs, half = block.config.turns, block.config.d_state // 2
     interleaved = not block.config.is_mimo
     firsts = torch.arange(0, 2 * pairs, 2) if interleaved else torch.arange(pairs)
     seconds = firsts + (1 if interleaved else half)
-    v = block._values(xs)
+    v = values_of(block, xs)
     state, before, expected = torch.zeros(2, 4, 8, 8, dtype=D), torch.zeros(2, 4, 8, 8, dtype=D), []
     for t in range(9):
-        turn = dt[:, t, :, None] * math.pi * torch.tanh(raw[:, t])[:, None]
+        turn = dt[:, t, :, None] * rate[:, t][:, None]
         cos, sin = turn.cos().unsqueeze(2), turn.sin().unsqueeze(2)
 
         def turn_back(s, cos=cos, sin=sin):
@@ -73,43 +101,38 @@ def test_rotating_the_state_equals_rotating_keys_and_queries(options):
             out[..., seconds] = s[..., seconds] * cos - s[..., firsts] * sin
             return out
 
-        alpha = torch.exp(dt[:, t] * rate[:, t])[..., None, None]
-        gamma = (lam[:, t] * dt[:, t])[..., None, None]
-        kappa = ((1 - lam[:, t]) * dt[:, t])[..., None, None]
+        alpha, gamma, kappa = (m[:, t, :, None, None] for m in (torch.exp(log_decay), gammas, kappas))
         now = torch.einsum("brhp,brhn->bhpn", v[:, t], k[:, t])
         state = alpha * turn_back(state + kappa * before) + gamma * now
         before = now
         expected.append(torch.einsum("bhpn,brhn->brhp", state, q[:, t]) + block.D.unsqueeze(-1) * v[:, t])
-    y, _ = block._single(capture(block, x), block.init_cache(2), SsdPath(), None)
-    assert_near(y, torch.stack(expected, 1), FLOOR[D])
+    assert_near(recur(block, x)[0], torch.stack(expected, 1), FLOOR[D])
 
 
 def test_a_quaternion_about_one_axis_is_the_complex_rotation():
     """Left multiplication about the first axis turns (w, x) and (y, z) alike: two pairs at half the angle each."""
-    quaternion = make_block("mamba3 quaternion")
-    x = torch.randn(2, 7, 16, dtype=D)
-    _, _, k, q, dt, *_ = quaternion._split(quaternion.in_proj(x))
-    raw = torch.randn(2, 7, 4, 1, 1, dtype=D)
-    vectors = torch.cat([raw, torch.zeros(2, 7, 4, 1, 2, dtype=D)], -1).flatten(2)
-    turned = quaternion.rotation.advance(vectors, dt, quaternion.init_cache(2).rotation, None)
-    k_quaternion, q_quaternion = quaternion.rotation.rotate(k, q, quaternion.B_bias, quaternion.C_bias, turned)
+    block = make_block("mamba3 quaternion")
+    _, k, q, dt, *_ = capture(block, torch.randn(2, 7, 16, dtype=D))
+    rate = torch.randn(2, 7, 4, 1, 1, dtype=D)
+    vectors = torch.cat([rate, torch.zeros(2, 7, 4, 1, 2, dtype=D)], -1).flatten(2)
+    turned = running_rotation("quaternion", vectors, dt, block.init_cache(2).rotation, None)
     # Conjugated, because a block is multiplied by the conjugate of the running product.
-    angle = -(dt * math.pi * torch.tanh(raw[..., 0, 0]) / 2).cumsum(1)
+    angle = -(dt * rate[..., 0, 0] / 2).cumsum(1)
     plane = torch.polar(torch.ones_like(angle), angle)[:, :, None, :, None]
-    for rotated, raw_keys, bias in ((k_quaternion, k, quaternion.B_bias), (q_quaternion, q, quaternion.C_bias)):
+    for raw_keys, bias in ((k, block.B_bias), (q, block.C_bias)):
         expanded = raw_keys.repeat_interleave(2, dim=3) + bias.transpose(0, 1)
         pairs = torch.view_as_complex(expanded[..., :4].unflatten(-1, (2, 2)).contiguous())
         expected = torch.cat([torch.view_as_real(pairs * plane).flatten(-2), expanded[..., 4:]], -1)
-        assert_near(rotated, expected, FLOOR[D])
+        assert_near(rotate("quaternion", raw_keys, bias, turned), expected, FLOOR[D])
 
 
 def test_a_fixed_rotation_turns_by_the_distance_alone():
     """<q_t, k_s> sees cos((t - s) rate), with rates from 1 down to a ten-thousandth, whatever the tokens are."""
     block = Mamba3(d_model=16, d_state=8, headdim=8, rope_fraction=1, rotation="fixed", dtype=D)
-    turned = capture(block, torch.randn(2, 7, 16, dtype=D)).turned
     rate = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=D)
-    expected = (torch.arange(1, 8, dtype=D)[:, None] * rate).expand(2, 4, 7, 4).transpose(1, 2)
-    assert_near(turned, expected % (2 * math.pi), FLOOR[D])
+    for length in (1, 3, 7):
+        _, cache = block.prefill(torch.randn(2, length, 16, dtype=D))
+        assert_near(cache.rotation, (length * rate).expand(2, 4, 4) % (2 * math.pi), FLOOR[D])
 
 
 @pytest.mark.parametrize(
@@ -163,10 +186,11 @@ def test_the_decay_rate_is_negative_varies_with_the_input_and_keeps_its_floor():
     for activation in ("heavy_tail", "softplus"):
         block = Mamba3(**SMALL, a_activation=activation, A_floor=0.05, dtype=D)
         x = 30 * torch.randn(2, 50, 16, dtype=D)
-        rate = block._split(block.in_proj(x))[5]
-        assert (rate <= -0.05).all()
+        dt, log_decay = capture(block, x)[3:5]
+        rate = log_decay / dt
+        assert (rate <= -0.05 * (1 - 1e-12)).all()
         assert rate.std() > 0.1
-        assert (rate == -0.05).any()
+        assert (rate <= -0.05 * (1 - 1e-12)).any()
 
 
 def test_the_heavy_tail_is_smooth_and_positive():
@@ -179,24 +203,21 @@ def test_the_heavy_tail_is_smooth_and_positive():
 
 def test_a_running_angle_stays_small_and_exact_over_a_long_sequence():
     """A float32 sum of a hundred thousand angles would be off by a visible turn."""
-    block = make_block("mamba3", torch.float32)
-    dt, raw = torch.rand(1, 100_000, 4), torch.randn(1, 100_000, 2)
-    turned = block.rotation.advance(raw, dt, block.init_cache(1).rotation, None)
+    dt, rate = torch.rand(1, 100_000, 4), math.pi * torch.randn(1, 100_000, 2).tanh()
+    turned = running_rotation("interleaved", rate, dt, torch.zeros(1, 4, 2), None)
     assert 0 <= turned.min() <= turned.max() <= 2 * math.pi + 1e-6
-    exact = (dt.double().unsqueeze(-1) * (math.pi * torch.tanh(raw)).double().unsqueeze(2)).cumsum(1)
+    exact = (dt.double().unsqueeze(-1) * rate.double().unsqueeze(2)).cumsum(1)
     assert (turned[:, -1].double() - exact[:, -1]).cos().min() > 1 - 1e-10
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 1, 70, 150]], ids=["batch", "packed"])
 def test_running_angles_equal_the_plain_sum_in_values_and_gradients(bounds):
-    rotation = make_block("mamba3").rotation
-    raw, dt = torch.randn(1, 150, 2, dtype=D), torch.rand(1, 150, 4, dtype=D)
+    rate, dt = torch.randn(1, 150, 2, dtype=D), torch.rand(1, 150, 4, dtype=D)
     start = torch.rand(3 if bounds else 1, 4, 2, dtype=D)
-    leaves = [x.requires_grad_() for x in (raw, dt, start)]
+    leaves = [x.requires_grad_() for x in (rate, dt, start)]
     head = torch.randn(1, 150, 4, 2, dtype=D)
-    turned = rotation.advance(raw, dt, start, None if bounds is None else torch.tensor(bounds))
-    increments = dt.unsqueeze(-1) * (math.pi * torch.tanh(raw)).unsqueeze(2)
-    parts = increments.split([1, 69, 80] if bounds else [150], dim=1)
+    turned = running_rotation("halves", rate, dt, start, None if bounds is None else torch.tensor(bounds))
+    parts = (dt.unsqueeze(-1) * rate.unsqueeze(2)).split([1, 69, 80] if bounds else [150], dim=1)
     expected = torch.cat([p.cumsum(1) + s for p, s in zip(parts, start.unsqueeze(1).split(1), strict=True)], 1)
     assert_near((turned - expected).cos(), torch.ones_like(turned), FLOOR[D])
     grads = torch.autograd.grad((turned * head).sum(), leaves)
@@ -215,8 +236,6 @@ def test_quaternions_multiply_as_hamilton_said():
 
 @pytest.mark.parametrize("t", [1, 2, 5, 9, 17])
 def test_running_products_equal_the_loop_and_pass_gradcheck(t):
-    from anymamba.blocks.quaternions import cumulative_products
-
     q = torch.nn.functional.normalize(torch.randn(2, t, 3, 4, dtype=D), dim=-1)
     start = torch.nn.functional.normalize(torch.randn(2, 3, 4, dtype=D), dim=-1)
     expected, running = [], start
@@ -236,7 +255,7 @@ def test_running_products_equal_the_loop_and_pass_gradcheck(t):
 
 @pytest.mark.parametrize("options", ["mamba3", "mamba3 quaternion", "mamba3 no rotation", "mamba3 mimo 2"])
 def test_rotation_and_gate_pass_gradcheck_across_cache_blocks(options, monkeypatch):
-    monkeypatch.setattr("anymamba.operators.CACHE_ELEMENTS", 64)
+    monkeypatch.setattr("anymamba.ground.recompute.CACHE_ELEMENTS", 64)
     block = make_block(options)
     x = torch.randn(1, 4, 16, dtype=D, requires_grad=True)
     assert torch.autograd.gradcheck(block, (x,), atol=1e-6)
@@ -244,10 +263,8 @@ def test_rotation_and_gate_pass_gradcheck_across_cache_blocks(options, monkeypat
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
 def test_quaternion_turns_are_smooth_for_any_generator(value):
-    from anymamba.blocks.quaternions import turn_by_vector
-
     direction = torch.full((2, 3), value, requires_grad=True)
-    q = turn_by_vector(direction, torch.ones(2, 1))
+    q = turn_about(bounded_vector(direction))
     assert_near(q.norm(dim=-1), torch.ones(2), FLOOR[torch.float32])
     q[:, 1].sum().backward()
     assert torch.isfinite(direction.grad).all()
@@ -256,34 +273,17 @@ def test_quaternion_turns_are_smooth_for_any_generator(value):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_caches_change_their_pathway_at_any_cut(algorithm):
+def test_a_sequence_changes_its_pathway_at_any_cut(algorithm):
     block = make_block("mamba3 mimo 2")
-    x, path = torch.randn(2, 9, 16, dtype=D), SsdPath(algorithm, 4)
-    y, whole = block.prefill(x, path=path)
+    x = torch.randn(2, 9, 16, dtype=D)
+    y, whole = block.prefill(x, path=SsdPath(algorithm, 4))
     for cut in range(1, 9):
         for first, second in (("single", "double"), ("double", "single")):
-            y_head, cache = block.prefill(x[:, :cut], block.init_cache(2, pathway=first), path=path)
-            assert cache.pathway == first
-            y_tail, cache = block.prefill(x[:, cut:], cache.to_pathway(second), path=path)
-            assert cache.pathway == second
+            y_head, cache = block.prefill(x[:, :cut], path=SsdPath(algorithm, 4, first))
+            y_tail, cache = block.prefill(x[:, cut:], cache, path=SsdPath(algorithm, 4, second))
             assert_near(torch.cat([y_head, y_tail], 1), y, FLOOR[D])
             for name, field in tensors_of(whole).items():
                 assert_near(getattr(cache, name), field, FLOOR[D], name)
-
-
-def test_a_fresh_start_uses_the_single_pathway():
-    block = make_block("mamba3")
-    assert block.prefill(torch.randn(1, 3, 16, dtype=D))[1].pathway == "single"
-    assert block.step(torch.randn(1, 16, dtype=D))[1].pathway == "single"
-
-
-def test_a_cache_file_keeps_the_pathway(tmp_path):
-    block = make_block("mamba3")
-    cache = random_cache(block, 2, pathway="double").detach()
-    cache.save(tmp_path / "state")
-    loaded = Mamba3Cache.load(tmp_path / "state")
-    assert loaded.pathway == "double"
-    assert torch.equal(loaded.rotation, cache.rotation)
 
 
 def test_a_learnable_start_is_the_state_and_is_not_added_to_a_cache():
@@ -349,14 +349,12 @@ def test_bad_input_says_what_was_expected_and_what_came():
         block(x[:, :0])
     with pytest.raises(TypeError, match=r"x must be torch.float32, got torch.float64"):
         block(x.double())
-    with pytest.raises(ValueError, match=r"cache.ssm must have shape \(b=2, h=4, p=8, n=8\), got \(3, 4, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"cache.ssm must have shape \(2, 4, 8, 8\), got \(3, 4, 8, 8\)"):
         block.prefill(x, cache)
     with pytest.raises(ValueError, match=r"cache.rotation must have shape \(2, 4, 2\), got \(2, 4, 1\)"):
         block.step(x[:, 0], block.init_cache(2)._replace(rotation=torch.zeros(2, 4, 1)))
     with pytest.raises(TypeError, match=r"cache.rotation must be torch.float32, got torch.float64"):
         block.step(x[:, 0], block.init_cache(2)._replace(rotation=torch.zeros(2, 4, 2, dtype=D)))
-    with pytest.raises(ValueError, match="pathway must be single or double, got 'triple'"):
-        cache.to_pathway("triple")
     with pytest.raises(ValueError, match="exclude each other"):
         block(x[:1], mask=torch.ones(1, 5).bool(), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="strictly increasing"):

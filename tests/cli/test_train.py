@@ -232,7 +232,7 @@ def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, mo
         calls.append(1)
         return head_nats(*args, **kwargs) * (float("inf") if len(calls) > 3 else 1)
 
-    monkeypatch.setattr("anymamba.training.step.head_nats", overflow)
+    monkeypatch.setattr("anymamba.models.lm.head_nats", overflow)
     code, _, err = run("train", config, "--out", tmp_path / "run")
     assert code == 1
     assert "step 4: the loss is inf" in err

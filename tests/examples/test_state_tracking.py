@@ -1,3 +1,4 @@
+import math
 import re
 
 import numpy as np
@@ -190,8 +191,9 @@ def test_turns_are_those_of_the_first_layer():
     mixer = model.backbone.layers[0].mixer
     with torch.no_grad():
         x = model.backbone.layers[0].norm(model.backbone.embedding.weight[:2]).unsqueeze(0)
-        *_, dt, _, _, raw = mixer._split(mixer.in_proj(x))
-        turns = dt[0].unsqueeze(-1) * torch.tanh(raw[0]).unsqueeze(1)
+        *_, dt, a, trap, turn = mixer._split(mixer.in_proj(x))
+        dt, *_, rate = mixer._discretise([dt, a, trap, turn], None)
+        turns = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
     expected = min((abs(abs(a) - 1), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
     assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
 

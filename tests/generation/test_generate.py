@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from anymamba import GenerationState, LMCache, MambaLM, generate, stream
-from anymamba.generation import start
+from anymamba.generation import Sampling, start
 from anymamba.models import LMOutput
 from tests.models.cases import FAMILIES, GOLDEN, golden, small_lm
 from tests.models.test_lm_cache import bad_rows_cases, rows_cases
@@ -157,7 +158,7 @@ def test_a_state_can_be_taken_between_steps_and_kept():
 
 
 @families
-def test_a_stream_that_was_interrupted_within_a_step_refuses_to_go_on(family):
+def test_a_stream_that_was_interrupted_within_a_step_refuses_to_continue(family, monkeypatch):
     """The step has begun to overwrite the cache, so that its numbers belong to no token."""
     model, ids = small_lm(family), torch.randint(61, (1, 6))
     tokens = stream(model, ids, 20, **SAMPLED)
@@ -165,13 +166,15 @@ def test_a_stream_that_was_interrupted_within_a_step_refuses_to_go_on(family):
     kept = tokens.state
     given += [next(tokens)[0] for _ in range(3)]
 
-    def interrupt(*_):
+    take_step = tokens._decoder.step
+
+    def interrupted(*arguments, **options):
+        take_step(*arguments, **options)
         raise KeyboardInterrupt
 
-    hook = model.lm_head.register_forward_hook(interrupt)
+    monkeypatch.setattr(tokens._decoder, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(tokens)
-    hook.remove()
     with pytest.raises(RuntimeError, match="ended within a step: its state is lost"):
         _ = tokens.state
     with pytest.raises(RuntimeError, match="ended within a step: its state is lost"):
@@ -361,12 +364,10 @@ def test_torchs_seed_has_no_part_in_draws():
     assert drawn[2] == drawn[3]
 
 
-def test_every_door_to_generation_has_the_same_arguments():
-    def arguments(function):
-        found = inspect.signature(function).parameters.values()
-        return {p.name: (p.default, p.kind) for p in found if p.name not in ("self", "model", "return_state")}
-
-    assert arguments(MambaLM.generate) == arguments(generate) == arguments(stream)
-    text = inspect.getdoc(MambaLM.generate)
-    assert all(f"{name}: " in text for name in [*arguments(generate), "return_state"])
-    assert inspect.signature(MambaLM.generate).return_annotation == "Generation"
+def test_options_are_named_once_and_a_misspelt_one_is_corrected():
+    model, ids = small_lm(), torch.randint(61, (1, 6))
+    with pytest.raises(TypeError, match=r"generation has no option 'temprature'; did you mean temperature\?"):
+        model.generate(ids, 3, temprature=1.0)
+    text = inspect.getdoc(stream)
+    assert all(field.name in text for field in dataclasses.fields(Sampling))
+    assert all(f"{name}: " in text for name in inspect.signature(stream).parameters)

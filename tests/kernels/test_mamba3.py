@@ -1,4 +1,4 @@
-"""Mamba-3's compiled kernels: the scan with turned keys, its preparation, the gate over ranks and the plain norm.
+"""Mamba-3's compiled kernels: the scan with turned keys, discretisation, the gate over ranks and the plain norm.
 
 The tests of tests/blocks run over them too; here are the sizes, dtypes and promises beyond those.
 """
@@ -13,16 +13,28 @@ import pytest
 import torch
 
 from anymamba import Mamba3, SsdPath
-from anymamba.blocks.mimo import gate_ranks
-from anymamba.blocks.norms import RMSNorm
-from anymamba.blocks.preparation import prepare
-from anymamba.blocks.turned_scan import turned_scan
-from anymamba.kernels import library
+from anymamba.blocks.modules import RMSNorm
+from anymamba.ground.operators import OPERATORS, kernels_off
+from anymamba.kernels.cpu import library
+from anymamba.ops.gates import rank_gate
 from tests.blocks.families import results
 from tests.support import FLOOR, assert_near, relative_error
 
 pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
 D = torch.float64
+
+
+def turned_scan(*inputs, interleaved=True, chunk_len=16, lengths=None, bounds=None):
+    """The operator on the kernels."""
+    rotation = "interleaved" if interleaved else "halves"
+    return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, "fused", "single")
+
+
+def discretise(dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, lengths=None):
+    """The operator."""
+    return OPERATORS["discretise"](
+        dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, False, lengths
+    )
 
 
 @pytest.fixture
@@ -73,11 +85,11 @@ def run_block(block, layout, path=None):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_block_on_the_kernels_equals_the_portable_code(options, layout, monkeypatch):
+def test_a_block_on_the_kernels_equals_the_portable_code(options, layout):
     compiled = {dtype: run_block(block_of(options, dtype), layout) for dtype in (D, torch.float32)}
-    monkeypatch.setattr("anymamba.kernels.library.missing", lambda device, dtype: "switched off by the test")
-    oracle = run_block(block_of(options, D), layout)
-    portable = run_block(block_of(options, torch.float32), layout)
+    with kernels_off():
+        oracle = run_block(block_of(options, D), layout)
+        portable = run_block(block_of(options, torch.float32), layout)
     for name, expected in oracle.items():
         assert_near(compiled[D][name], expected, FLOOR[D], name)
         # In a gradient that is one number the terms of all tokens and heads cancel.
@@ -134,10 +146,9 @@ def run_scan(inputs, *, interleaved=True, lengths=None, bounds=None):
     leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = turned_scan(
         *leaves.values(),
-        interleaved,
-        16,
-        None if lengths is None else torch.tensor(lengths),
-        None if bounds is None else torch.tensor(bounds),
+        interleaved=interleaved,
+        lengths=None if lengths is None else torch.tensor(lengths),
+        bounds=None if bounds is None else torch.tensor(bounds),
     )
     generator = torch.Generator().manual_seed(1)
     # Half precision holds these exactly, so that the same cotangents can go into every dtype.
@@ -175,7 +186,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
 
     def run(inputs):
         leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
-        outputs = turned_scan(*leaves.values(), True, 16, None, None)
+        outputs = turned_scan(*leaves.values())
         of_rows = {name: x for name, x in leaves.items() if x is not None and name not in PARAMETERS}
         grads = torch.autograd.grad(sum(y.square().sum() for y in outputs), list(of_rows.values()))
         return {**dict(zip(RESULTS, outputs, strict=True)), **dict(zip(of_rows, grads, strict=True))}
@@ -190,7 +201,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
 def test_a_nan_stays_in_its_sequence():
     inputs = scan_inputs(b=1, sequences=3)
     inputs["rate"][0, 40], inputs["x"][0, 41] = math.nan, math.inf
-    y, final_state, last_k, turned = turned_scan(*inputs.values(), True, 16, None, torch.tensor([0, 30, 60, 90]))
+    y, final_state, last_k, turned = turned_scan(*inputs.values(), bounds=torch.tensor([0, 30, 60, 90]))
     for x in (y[:, :30], y[:, 60:], final_state[[0, 2]], last_k[[0, 2]], turned[[0, 2]]):
         assert torch.isfinite(x).all()
     assert torch.isnan(turned[1]).all()
@@ -206,7 +217,7 @@ def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
     inputs["k"], inputs["dt"] = torch.zeros_like(inputs["k"]), torch.zeros_like(inputs["dt"])
     inputs["k_bias"] = torch.tensor([1.0, 0.0], dtype=dtype).expand(rows, 1, 2)
     inputs["start"] = angle.view(1, rows, 1)
-    _, _, last_k, turned = turned_scan(*inputs.values(), True, 16, None, None)
+    _, _, last_k, turned = turned_scan(*inputs.values())
     wide = angle.numpy().astype(np.longdouble)
     wide %= 2 * np.pi * np.longdouble(1)
     inside = angle.numpy() < 2 * math.pi
@@ -222,7 +233,7 @@ def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
 
 def test_angles_stay_exact_over_a_long_sequence():
     inputs = scan_inputs(b=1, t=20_000, h=2, g=1, p=1, n=6, s=3)
-    turned = turned_scan(*inputs.values(), True, 64, None, None)[3]
+    turned = turned_scan(*inputs.values(), chunk_len=64)[3]
     turns = (inputs["dt"].double().unsqueeze(-1) * inputs["rate"].double().unsqueeze(2)).sum(1)
     expected = (turns + inputs["start"].double()).remainder(2 * math.pi)
     assert (turned.double() - expected).abs().max() < 1e-6
@@ -237,7 +248,7 @@ def raw_inputs(dtype, b=2, t=50, h=7, s=5):
 
 @pytest.mark.parametrize("dtype", [D, torch.float32], ids=str)
 @pytest.mark.parametrize("heavy_tail", [True, False], ids=["heavy tail", "softplus"])
-def test_the_compiled_preparation_equals_the_portable_code(heavy_tail, dtype):
+def test_the_compiled_discretisation_equals_the_portable_code(heavy_tail, dtype):
     def portable(dt, a, trap, turn, bias):
         dt = torch.nn.functional.softplus(dt + bias).clamp(0.1, 6.0)
         dt = dt.masked_fill(torch.tensor([[False] * 50, [False] * 20 + [True] * 30]).unsqueeze(-1), 0)
@@ -253,7 +264,7 @@ def test_the_compiled_preparation_equals_the_portable_code(heavy_tail, dtype):
         heads = [torch.randn(y.shape, generator=generator, dtype=D).to(dtype) for y in outputs]
         return (*outputs, *torch.autograd.grad(outputs, [wide, bias], heads))
 
-    compiled = run(lambda *x: prepare(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20])))
+    compiled = run(lambda *x: discretise(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20])))
     for x, expected in zip(compiled, run(portable), strict=True):
         assert_near(x, expected, FLOOR[dtype])
 
@@ -263,7 +274,7 @@ def test_softplus_and_tanh_are_within_four_units_in_the_last_place(dtype):
     x = torch.cat([torch.linspace(-30, 30, 40_000, dtype=dtype), torch.logspace(-9, 0, 5_000, dtype=dtype)])
     rows = x.view(1, -1, 1)
     zeros = torch.zeros(1, dtype=dtype)
-    dt, _, _, _, rate = prepare(rows, rows, rows, rows, zeros, True, 0.0, 0.0, math.inf, 1 / math.pi, None)
+    dt, _, _, _, rate = discretise(rows, rows, rows, rows, zeros, True, 0.0, 0.0, math.inf, 1 / math.pi)
     wide = x.numpy().astype(np.longdouble)
     for actual, expected in ((dt, np.logaddexp(wide, 0)), (rate, np.tanh(wide))):
         error = np.abs(actual.flatten().numpy().astype(np.longdouble) - expected)
@@ -282,7 +293,7 @@ def run_gate(dtype, r, weighted, b=2, t=37, h=3, p=7):
 
     y, z = normal(b, t, r, h, p), normal(b, t, h * p + 5)
     weights = [normal(h, r, p), normal(h, r, p)] if weighted else []
-    o = gate_ranks(y, z[..., 2 : 2 + h * p].unflatten(-1, (h, p)), *weights)
+    o = rank_gate(y, z[..., 2 : 2 + h * p].unflatten(-1, (h, p)), *weights)
     grads = torch.autograd.grad(o, [y, z, *weights], normal(*o.shape).detach())
     return dict(zip(("o", "dy", "dz", "dgate", "dout"), (o, *grads), strict=False))
 
@@ -298,10 +309,11 @@ def run_rms_norm(dtype, b=3, t=11, r=3, g=2, n=10):
     return dict(zip(("y", "dx", "dweight"), (y, *torch.autograd.grad(y, [wide, norm.weight], head)), strict=True))
 
 
-def compare(run, dtype, case, monkeypatch):
+def compare(run, dtype, case):
     compiled = run(dtype, *case)
-    monkeypatch.setattr("anymamba.kernels.library.missing", lambda device, dtype: "switched off by the test")
-    for name, expected in run(dtype, *case).items():
+    with kernels_off():
+        portable = run(dtype, *case)
+    for name, expected in portable.items():
         assert_near(compiled[name], expected, FLOOR[dtype], name)
 
 
@@ -310,14 +322,14 @@ DTYPES = [D, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", GATES.values(), ids=GATES)
-def test_the_compiled_gate_equals_the_portable_one(case, dtype, monkeypatch):
-    compare(run_gate, dtype, case, monkeypatch)
+def test_the_compiled_gate_equals_the_portable_one(case, dtype):
+    compare(run_gate, dtype, case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [(), (1, 1, 1, 1, 3), (2, 5, 1, 1, 130)], ids=["ranks", "one row", "wide"])
-def test_the_compiled_rms_norm_equals_the_portable_one(case, dtype, monkeypatch):
-    compare(run_rms_norm, dtype, case, monkeypatch)
+def test_the_compiled_rms_norm_equals_the_portable_one(case, dtype):
+    compare(run_rms_norm, dtype, case)
 
 
 @pytest.mark.parametrize(
@@ -337,42 +349,23 @@ def test_an_empty_batch_has_empty_results():
     results = run_scan(inputs)
     assert results["y"].shape == (0, 90, 1, 6, 5)
     assert (results["dk_bias"] == 0).all()
-    assert gate_ranks(torch.zeros(0, 3, 1, 2, 2), torch.zeros(0, 3, 2, 2)).shape == (0, 3, 2, 2)
+    assert rank_gate(torch.zeros(0, 3, 1, 2, 2), torch.zeros(0, 3, 2, 2)).shape == (0, 3, 2, 2)
     assert RMSNorm(4)(torch.zeros(0, 4)).shape == (0, 4)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_the_operators_pass_opcheck():
-    def leaves(inputs):
-        return [None if x is None else x.detach().requires_grad_() for x in inputs]
-
-    scan = torch.ops.anymamba.turned_scan_fused.default
-    small = {"t": 9, "h": 2, "g": 1, "p": 3, "n": 4, "s": 1}
-    lengths, bounds = torch.tensor([9, 4]), torch.tensor([0, 4, 9])
-    torch.library.opcheck(scan, (*leaves(scan_inputs(**small).values()), True, 4, lengths, None))
-    packed = scan_inputs(b=1, sequences=2, r=2, **small).values()
-    torch.library.opcheck(scan, (*leaves(packed), False, 4, None, bounds))
-    raw = leaves(x.contiguous() for x in raw_inputs(torch.float32)[1])
-    torch.library.opcheck(torch.ops.anymamba.mamba3_prepare_fused.default, (*raw, True, 0.1, 0.0, 1.0, 1.0, None))
-    y, z, gate, out = leaves(torch.randn(shape) for shape in ((2, 3, 2, 2, 3), (2, 3, 2, 3), (2, 2, 3), (2, 2, 3)))
-    torch.library.opcheck(torch.ops.anymamba.gate_ranks_fused.default, (y, z, gate, out))
-    y, weight = leaves((torch.randn(2, 3, 1, 2, 3), torch.randn(3)))
-    torch.library.opcheck(torch.ops.anymamba.gate_ranks_fused.default, (y, z, None, None))
-    torch.library.opcheck(torch.ops.anymamba.rms_norm_fused.default, (z, weight, 1e-5))
 
 
 def test_a_second_derivative_is_refused():
     inputs = [None if x is None else x.detach().requires_grad_() for x in scan_inputs(t=5).values()]
-    y = turned_scan(*inputs, True, 4, None, None)[0]
+    y = turned_scan(*inputs, chunk_len=4)[0]
     (dx,) = torch.autograd.grad(y.square().sum(), [inputs[0]], create_graph=True)
-    with pytest.raises(RuntimeError, match="turned_scan_fused has no second derivative"):
+    with pytest.raises(RuntimeError, match="rotated_trapezoid_scan has no second derivative"):
         dx.sum().backward()
 
 
 COMPARE = """
 import torch
 from anymamba import SsdPath
-from anymamba.kernels import library
+from anymamba.ground.operators import OPERATORS, kernels_off
+from anymamba.kernels.cpu import library
 from tests.kernels.test_mamba3 import LAYOUTS, OPTIONS, block_of, run_block
 from tests.support import FLOOR, assert_near
 for options in ("awkward", "rank 3"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.kernels import library
+from anymamba.kernels.cpu import library
 from anymamba.scan import SsdPath, scan, ssd
 from tests.scan.cases import HAS_KERNELS, make_inputs, run
 from tests.support import FLOOR, assert_all_near, assert_near, in_another_process, relative_error
@@ -118,7 +118,7 @@ def test_twenty_thousand_steps_stay_finite(log_decay):
 def test_a_nan_stays_in_its_row_and_shows():
     inputs = make_inputs(b=2, t=40, dtype=torch.float32)
     inputs["log_decay"][1, 20, 0] = float("nan")
-    y, final_state = torch.ops.anymamba.scan_fused(*inputs.values(), 16, None)
+    y, final_state = torch.ops.anymamba.scan(*inputs.values(), None, 16, "fused")
     assert torch.isfinite(y[0]).all()
     assert torch.isfinite(y[1, :16]).all()
     assert torch.isnan(y[1, 20:, :, 0]).all()
@@ -132,20 +132,12 @@ def test_denormals_survive_outside_of_the_kernels(threads):
     assert (tiny * 1.0 > 0).all()
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_the_operator_passes_opcheck():
-    inputs = [x.requires_grad_() for x in make_inputs(t=9, r=2).values()]
-    torch.library.opcheck(torch.ops.anymamba.scan_fused.default, (*inputs, 4, None))
-    packed = [x.requires_grad_() for x in make_inputs(t=9, bounds=[0, 2, 9]).values()]
-    torch.library.opcheck(torch.ops.anymamba.scan_fused.default, (*packed, 4, torch.tensor([0, 2, 9])))
-
-
 @pytest.mark.parametrize("bounds", [[0, 5, 14], [1, 13], [0, 8, 5, 13], [-1, 13]])
 def test_wrong_boundaries_are_refused_before_they_reach_memory(bounds):
     inputs = make_inputs(b=1)
     inputs["initial_state"] = inputs["initial_state"].expand(len(bounds) - 1, -1, -1, -1)
     with pytest.raises(ValueError, match="must increase strictly from 0 to t = 13"):
-        torch.ops.anymamba.scan_fused(*inputs.values(), 4, torch.tensor(bounds))
+        torch.ops.anymamba.scan(*inputs.values(), torch.tensor(bounds), 4, "fused")
 
 
 def test_several_python_threads_may_call_at_once(threads):
@@ -160,7 +152,7 @@ def test_several_python_threads_may_call_at_once(threads):
 
 COMPARE = """
 import torch
-from anymamba.kernels import library
+from anymamba.kernels.cpu import library
 from anymamba.scan import SsdPath
 from tests.scan.cases import make_inputs, run
 from tests.support import FLOOR, assert_all_near
@@ -181,12 +173,8 @@ def test_narrower_instruction_sets_agree(isa):
 
 def test_kernels_can_be_switched_off():
     code = """
-import torch
-from anymamba.kernels import library
-from anymamba.scan import SsdPath, scan, ssd
-from anymamba.scan.scan import resolve_path
+from anymamba.scan import SsdPath, scan
 from tests.scan.cases import make_inputs
-assert resolve_path(None, torch.device("cpu"), torch.float32) == SsdPath.serial_recalculated()
 scan(**make_inputs())
 try:
     scan(**make_inputs(), path=SsdPath.fused())
@@ -206,7 +194,7 @@ inputs = make_inputs(t=40, h=8)
 expected = run(inputs, SsdPath.fused())["y"]
 child = os.fork()
 if child == 0:
-    y, _ = torch.ops.anymamba.scan_fused(*inputs.values(), 64, None)
+    y, _ = torch.ops.anymamba.scan(*inputs.values(), None, 64, "fused")
     os._exit(0 if torch.equal(y, expected) else 1)
 print(os.waitpid(child, 0)[1])
 """
@@ -241,12 +229,3 @@ def test_ssd_with_scale_and_skip_inside_equals_the_recurrence(skip, bounds, dtyp
     for tensor, actual, expected in zip([x, state, *tensors], run_ssd(tensors, heads, None), oracle, strict=True):
         assert actual.dtype == tensor.dtype
         assert_near(actual, expected, FLOOR[dtype])
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_the_ssd_operator_passes_opcheck():
-    v, k, q, a, s = (x.requires_grad_() for x in make_inputs(t=9, r=2).values())
-    scale, skip = torch.rand(2, 9, 4, dtype=torch.float64, requires_grad=True), torch.rand(4, dtype=torch.float64)
-    operator = torch.ops.anymamba.ssd_fused.default
-    torch.library.opcheck(operator, (v, k, q, a, scale, skip.requires_grad_(), s, 4, None))
-    torch.library.opcheck(operator, (v, k, q, a, None, None, s, 4, None))

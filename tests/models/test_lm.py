@@ -10,7 +10,7 @@ from torch import nn
 from anymamba import MambaLM, SsdPath
 from anymamba.generation import start
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, golden, small_lm
-from tests.support import FLOOR, assert_near
+from tests.support import FLOOR, MODEL_FLOOR, assert_near
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -22,10 +22,9 @@ def ids(b, t, vocab=61):
 @pytest.mark.parametrize("name", LM_GOLDENS)
 def test_logits_are_those_of_the_reference(name):
     model, g = MambaLM.from_pretrained(GOLDEN / name), golden(name)
-    logits = model(g["input_ids"]).logits
-    assert logits.shape == g["logits"].shape
-    tolerance = 1e-4 if name == "lm_hf_mamba" else 1e-5  # both its float32 and ours are 5e-5 away from float64
-    assert (logits - g["logits"]).abs().max() < tolerance
+    exact = copy.deepcopy(model).double()(g["input_ids"]).logits
+    assert_near(model(g["input_ids"]).logits, exact, MODEL_FLOOR)
+    assert_near(g["logits"], exact, MODEL_FLOOR)
 
 
 @families
@@ -52,7 +51,7 @@ def test_padded_rows_equal_the_rows_alone(family):
     mask = torch.tensor([[1] * 9, [0, 0, 1, 1, 0, 1, 0, 0, 1], [1, 1, 1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
     labels = x.clone()
     labels[0, 3] = -100
-    out, last = model(x, labels=labels, mask=mask), model(x, mask=mask, last_only=True)
+    out, last = model(x, labels=labels, mask=mask), model(x, mask=mask, logits="last")
     total, count = 0.0, 0
     for row in range(3):
         alone = model(x[row : row + 1, mask[row]])
@@ -71,17 +70,17 @@ def test_padded_rows_equal_the_rows_alone(family):
 def test_lengths_mean_padding_at_the_end(family):
     model, x, lengths = small_lm(family), ids(2, 6), torch.tensor([6, 2])
     mask = torch.arange(6) < lengths[:, None]
-    a, b = model(x, labels=x, mask=lengths, last_only=False), model(x, labels=x, mask=mask)
+    a, b = model(x, labels=x, mask=lengths), model(x, labels=x, mask=mask)
     assert torch.equal(a.logits, b.logits)
     assert torch.equal(a.loss, b.loss)
-    assert torch.equal(model(x, mask=lengths, last_only=True).logits, model(x, mask=mask, last_only=True).logits)
+    assert torch.equal(model(x, mask=lengths, logits="last").logits, model(x, mask=mask, logits="last").logits)
 
 
 @families
 def test_packed_sequences_equal_the_sequences_alone(family):
     model, x, bounds = small_lm(family, torch.float64), ids(1, 12), [0, 5, 6, 12]
     cu_seqlens = torch.tensor(bounds)
-    out, last = model(x, labels=x, cu_seqlens=cu_seqlens), model(x, cu_seqlens=cu_seqlens, last_only=True)
+    out, last = model(x, labels=x, cu_seqlens=cu_seqlens), model(x, cu_seqlens=cu_seqlens, logits="last")
     total = 0.0
     for i in range(3):
         part = x[:, bounds[i] : bounds[i + 1]]
@@ -95,7 +94,7 @@ def test_packed_sequences_equal_the_sequences_alone(family):
 @families
 def test_logits_of_the_last_token_are_those_of_all(family):
     model, x = small_lm(family, torch.float64), ids(2, 7)
-    assert_near(model(x, last_only=True).logits, model(x).logits[:, -1:], 1e-12)
+    assert_near(model(x, logits="last").logits, model(x).logits[:, -1:], 1e-12)
 
 
 def test_every_algorithm_of_the_scan_gives_the_same_logits():
@@ -121,8 +120,8 @@ def test_loss_without_labels_that_count_is_zero():
 
 def test_labels_may_be_int32():
     model, x = small_lm(), ids(2, 9)
-    for last_only in (False, True):
-        loss = model(x.int(), labels=x.int(), last_only=last_only).loss
+    for logits in ("all", "last", "none"):
+        loss = model(x.int(), labels=x.int(), logits=logits).loss
         assert_near(loss, model(x, labels=x).loss, FLOOR[torch.float32])
 
 
@@ -231,18 +230,18 @@ def test_the_fingerprint_tells_models_apart():
     assert a.fingerprint() != b.fingerprint()
 
 
-@pytest.mark.parametrize("last_only", [True, False])
+@pytest.mark.parametrize("logits", ["all", "last", "none"])
 @pytest.mark.parametrize("bad", [-1, 64, 10**6])
-def test_labels_out_of_range_are_refused_where_they_count(bad, last_only):
+def test_labels_out_of_range_are_refused_where_they_count(bad, logits):
     model, x, lengths = small_lm(), ids(2, 5), torch.tensor([5, 3])
     labels = x.clone()
     labels[1, 3:] = bad  # padding
     labels[:, 0] = bad  # nothing comes before it
     labels[0, 2] = -100
-    expected = model(x, labels=labels.clamp(-100, 63), mask=lengths, last_only=last_only).loss
-    assert torch.equal(model(x, labels=labels, mask=lengths, last_only=last_only).loss, expected)
+    expected = model(x, labels=labels.clamp(-100, 63), mask=lengths, logits=logits).loss
+    assert torch.equal(model(x, labels=labels, mask=lengths, logits=logits).loss, expected)
     with pytest.raises(ValueError, match=rf"between 0 and 63, or -100 to be ignored, got .*{bad}"):
-        model(x, labels=labels, last_only=last_only)
+        model(x, labels=labels, logits=logits)
 
 
 @pytest.mark.parametrize(

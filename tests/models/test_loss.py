@@ -121,10 +121,10 @@ def test_the_models_loss_is_the_same_without_all_logits(tied, sizes):
     labels = x.masked_fill(torch.rand(x.shape) < 0.2, -100)
     mask = torch.tensor([9, 6])
     grads = []
-    for last_only in (False, True):
+    for logits in ("all", "last", "none"):
         model = small_lm(dtype=torch.float64, tie_embeddings=tied)
-        out = model(x, labels=labels, mask=mask, last_only=last_only)
-        assert out.logits.shape[1] == (1 if last_only else 9)
+        out = model(x, labels=labels, mask=mask, logits=logits)
+        assert (None if out.logits is None else out.logits.shape[1]) == {"all": 9, "last": 1, "none": None}[logits]
         out.loss.backward()
         grads.append({"loss": out.loss, **{name: p.grad for name, p in model.named_parameters()}})
     for name in grads[0]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from anymamba.kernels import library
+from anymamba.kernels.cpu import library
 from anymamba.scan import scan
 
 HAS_KERNELS = library.LIBRARY.handle is not None

@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from anymamba import Mamba2, SsdPath
-from anymamba.scan.scan import resolve_path
-from tests.scan.cases import HAS_KERNELS
+from anymamba import Mamba2, Mamba3, SsdPath
+from anymamba.ground.operators import kernels_off
+from anymamba.scan import scan
+from anymamba.scan.scan import scan_operator
+from tests.scan.cases import HAS_KERNELS, make_inputs
 
 
 def test_the_default_is_the_fastest_with_an_open_chunk_length():
@@ -11,23 +13,24 @@ def test_the_default_is_the_fastest_with_an_open_chunk_length():
 
 
 def test_the_fastest_is_fused_where_there_is_a_kernel_and_serial_recalculated_elsewhere():
-    cpu = "fused" if HAS_KERNELS else "serial_recalculated"
+    def chosen(t, algorithm="fastest", device="cpu", dtype=torch.float32):
+        inputs = [x.to(device) for x in make_inputs(t=t, dtype=dtype).values()]
+        return scan_operator.choose((*inputs, None, None, algorithm))
+
+    portable = scan_operator.portable
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        assert resolve_path(None, torch.device("cpu"), dtype) == SsdPath(cpu)
-        assert resolve_path(SsdPath(chunk_len=7), torch.device("cpu"), dtype) == SsdPath(cpu, 7)
-    assert resolve_path(None, torch.device("meta"), torch.float32) == SsdPath("serial_recalculated")
-    assert resolve_path(SsdPath.serial(5), torch.device("cpu"), torch.float32) == SsdPath.serial(5)
+        assert (chosen(5, dtype=dtype) in portable.values()) is not HAS_KERNELS
+    with kernels_off():
+        assert chosen(5) is portable["serial_recalculated"]
+        assert chosen(1) is portable["recurrent"]
+    assert chosen(5, device="meta") is portable["serial_recalculated"]
+    assert chosen(5, "serial") is portable["serial"]
 
 
 def test_asking_for_fused_where_there_is_no_kernel_says_why():
+    inputs = {name: x.to("meta") for name, x in make_inputs(dtype=torch.float32).items()}
     with pytest.raises(RuntimeError, match=r"no compiled kernel: there is none for device meta"):
-        resolve_path(SsdPath.fused(), torch.device("meta"), torch.float32)
-
-
-def test_the_kernels_fuse_ranks_into_their_chunk():
-    assert SsdPath.fused().chunk_len_or_optimal(128, 64) == 64
-    assert SsdPath.fused().chunk_len_or_optimal(128, 64, rank=4) == 16
-    assert SsdPath.fused().chunk_len_or_optimal(128, 64, rank=100) == 1
+        scan(**inputs, path=SsdPath.fused())
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,18 @@ def test_a_given_chunk_length_wins_over_the_optimal_one():
     assert SsdPath.minimal().chunk_len_or_optimal(128, 64) == 96
 
 
-def test_for_block_writes_the_chunk_length_out():
-    assert SsdPath.for_block(Mamba2(d_model=64, d_state=64, headdim=64)) == SsdPath(chunk_len=64)
+def test_for_block_writes_the_chunk_length_out_where_no_kernel_chooses_it():
+    block = Mamba2(d_model=64, d_state=128, headdim=64)
+    assert SsdPath.for_block(block) == SsdPath()
+    for algorithm in ("minimal", "serial", "serial_recalculated"):
+        assert SsdPath.for_block(block, algorithm) == SsdPath(algorithm, 96)
+    assert SsdPath.for_block(Mamba3(d_model=64, is_mimo=True), "serial") == SsdPath.serial(24)
 
 
 def test_unknown_algorithms_and_lengths_are_refused(unchecked):
     with pytest.raises(ValueError, match=r"one of \('fastest', .*got 'fast'"):
         SsdPath("fast")
+    with pytest.raises(ValueError, match=r"pathway must be one of \('single', 'double'\), got 'triple'"):
+        SsdPath(pathway="triple")
     with pytest.raises(ValueError, match=r"from 1 to .*, got 0"):
         SsdPath.serial(0)

@@ -286,14 +286,6 @@ def test_autograd_algorithms_have_a_second_derivative(algorithm):
     assert torch.autograd.gradgradcheck(run_scan, leaves)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_the_operator_passes_opcheck():
-    inputs = [x.requires_grad_() for x in make_inputs(t=9, r=2).values()]
-    torch.library.opcheck(torch.ops.anymamba.scan_recalculated.default, (*inputs, 4, None))
-    packed = [x.requires_grad_() for x in make_inputs(t=9, bounds=[0, 2, 9]).values()]
-    torch.library.opcheck(torch.ops.anymamba.scan_recalculated.default, (*packed, 4, torch.tensor([0, 2, 9])))
-
-
 BAD = {
     "v must have shape": {"v": lambda x: x[0]},
     "k must have shape": {"k": lambda x: x[:, :-1]},

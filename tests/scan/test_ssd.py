@@ -84,7 +84,7 @@ def test_packed_ssd_equals_separate_sequences():
         ({"C": lambda x: x[..., :3]}, "ssd: C must have shape"),
         ({"D": lambda x: torch.ones(3)}, "ssd: D must have shape"),
         ({"dt": lambda x: x - 2}, "ssd: dt must not be negative, got down to -"),
-        ({"A": lambda x: -x}, "ssd: A must not be positive, got up to"),
+        ({"A": lambda x: -x}, "ssd: A must never be positive, got up to"),
     ],
 )
 def test_bad_input_says_what_was_expected_and_what_came(change, message):

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from anymamba.blocks.block import Part
+from anymamba.blocks.block import ProjectionPart
 from anymamba.training.config import OptimiserSection, ScheduleSection
 from anymamba.training.muon import Muon, orthogonalised
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups
@@ -96,11 +96,11 @@ def test_muon_turns_the_parts_of_a_projection_each_by_itself(family, d_intermedi
     optimiser.step(0.5)
     layer, moved = model.backbone.layers[1], differences(model, before)
     modules = {"mixer": layer.mixer, **({"mlp": layer.mlp} if d_intermediate else {})}
-    cut = {f"{m}.{p}": parts for m, module in modules.items() for p, parts in module.seams().items()}
+    cut = {f"{m}.{p}": parts for m, module in modules.items() for p, parts in module.projection_parts().items()}
     whole = {"mixer.out_proj": (), **({"mlp.fc2": ()} if d_intermediate else {})}
     for projection, parts in {**cut, **whole}.items():
         change, gradient = moved[f"backbone.layers.1.{projection}.weight"], layer.get_submodule(projection).weight.grad
-        parts = parts or (Part("all", len(change)),)
+        parts = parts or (ProjectionPart("all", len(change)),)
         sizes = [part.rows for part in parts]
         for part, rows, source in zip(parts, change.split(sizes), gradient.split(sizes), strict=True):
             if not part.is_matrix:  # AdamW's first step has the gradient's signs
@@ -116,7 +116,7 @@ def test_muon_turns_the_parts_of_a_projection_each_by_itself(family, d_intermedi
 def test_muon_moves_a_fused_projection_as_separate_ones(family):
     model = small_lm(family, torch.float64)
     mixer, name = model.backbone.layers[0].mixer, "x_proj" if family == "Mamba1" else "in_proj"
-    weight, parts = mixer.get_submodule(name).weight, mixer.seams()[name]
+    weight, parts = mixer.get_submodule(name).weight, mixer.projection_parts()[name]
     separate = [x.detach().clone() for x, part in zip(weight.split([p.rows for p in parts]), parts, strict=True)]
     muon = Muon([x for x, part in zip(separate, parts, strict=True) if part.is_matrix], lr=0.03, weight_decay=0.2)
     adam = torch.optim.AdamW(

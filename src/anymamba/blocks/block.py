@@ -1,22 +1,25 @@
-"""What every block shares: its doors, and the checks at them."""
+"""What every block shares: its doors, the checks at them, and its caches."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.cache import CacheMethods
-from anymamba.blocks.padding import Padding
-from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
-from anymamba.kernels.watch import NotCovered
+from anymamba.ground import finite
+from anymamba.ground.checks import check_cu_seqlens, expect_like, expect_shape, expect_steps
+from anymamba.ground.numerics import is_autocast, state_dtype
+from anymamba.ground.operators import is_observed
+from anymamba.ground.padding import Padding
 from anymamba.scan import SsdPath
-from anymamba.scan.checks import check_cu_seqlens, expect_like, expect_shape
+
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.program import Program
 
 
-class Part(NamedTuple):
+class ProjectionPart(NamedTuple):
     """Some rows of a projection that computes several things at once.
 
     Attributes:
@@ -31,33 +34,30 @@ class Part(NamedTuple):
 
 
 class Block(nn.Module):
-    """A block around the scan; a family adds its parameters, `init_cache`, `prefill`, `step` and `seams`."""
+    """A block around a scan. A family adds its parameters, `CACHE`, `cache_shapes`, `mix` and `projection_parts`.
 
-    config: Any
+    Attributes:
+        config: the family's.
+        CACHE: the type of its cache.
+        SIZES: fields of the config that are attributes of the block too, as officially.
+    """
 
-    def __init__(self) -> None:
-        """Start without parameters."""
+    CACHE: ClassVar[Any]
+    SIZES: ClassVar[tuple[str, ...]] = ("d_model",)
+
+    # What every scan has; a family without heads or ranks leaves them as they are.
+    d_model: int
+    d_inner: int
+    d_state: int
+    headdim: int = 1
+    rank: int = 1
+
+    def __init__(self, config: Any) -> None:
+        """Take the sizes; parameters are the family's to add."""
         super().__init__()
-        self._whole, self._core = Decoder(), Decoder()
-
-    def seams(self) -> dict[str, tuple[Part, ...]]:
-        """The parts of each projection that is several in one, from its first row to its last, by its name."""
-        raise NotImplementedError
-
-    @property
-    def d_state(self) -> int:
-        """State size n."""
-        return int(self.config.d_state)
-
-    @property
-    def headdim(self) -> int:
-        """Head width p."""
-        return int(self.config.headdim)
-
-    @property
-    def rank(self) -> int:
-        """MIMO rank r, 1 for SISO."""
-        return int(self.config.rank)
+        self.config = config
+        for name in self.SIZES:
+            setattr(self, name, getattr(config, name))
 
     def forward(
         self,
@@ -66,22 +66,21 @@ class Block(nn.Module):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
         return_cache: bool = False,
     ) -> Any:
-        """`prefill` without the new cache: (b, t, d) -> (b, t, d).
+        """`prefill` without the new cache.
 
         Args:
             x: inputs.
-            cache: where to go on from; a fresh start if not given.
+            cache: what the rows continue from; a fresh start if not given.
             path: as for `prefill`, like the next two.
             cu_seqlens: boundaries of packed sequences.
             mask: of padded batches.
             return_cache: return y and the new cache; x may then be one token (b, d) too, for `step`. Models call their
                 blocks so, for hooks and wrappers to see every call.
         """
-        plain = path is None and cu_seqlens is None and mask is None
-        if return_cache and x.ndim == 2 and plain:
+        if return_cache and isinstance(x, Tensor) and x.ndim == 2:
             return self.step(x, cache)
         y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
         return (y, new) if return_cache else y
@@ -93,20 +92,96 @@ class Block(nn.Module):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
-        """Run the block over a sequence of any length, from any cache to a new one."""
-        raise NotImplementedError
-
-    def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
-        """Run the block over one token."""
-        raise NotImplementedError
-
-    def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
-        """Record `step` for the compiled kernels.
+        """Run the block over a sequence of any length, from any cache to a new one.
 
         Args:
-            program: where to.
+            x: inputs.
+            cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
+            path: the scan's algorithm, its chunk length and pathway; the fastest, with the config's `chunk_size`, if
+                not given.
+            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+                rows that are padded at the end. Outputs at the padding are zero.
+
+        Returns:
+            y, and the cache after the last real token of each row.
+
+        Raises:
+            ValueError: shapes or devices that do not fit.
+            TypeError: dtypes that do not fit, or something that is no tensor.
+        """
+        where = f"{type(self).__name__}.prefill"
+        self._check_input(where, x, "b t d")
+        b, t, _ = x.shape
+        rows, padding = b, None
+        if cu_seqlens is not None:
+            if mask is not None:
+                raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
+            check_cu_seqlens(where, cu_seqlens, b, t, x.device)
+            rows = cu_seqlens.shape[0] - 1
+        elif mask is not None:
+            padding = Padding.of(where, mask, b, t, x.device)
+            x = padding.compact(x)
+        return self._run(where, x, cache, rows, path, padding, cu_seqlens)
+
+    def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
+        """Run the block over one token: a sequence of one step.
+
+        Args:
+            x: inputs.
+            cache: what the rows continue from; a fresh start if not given. It is not changed.
+
+        Returns:
+            y, and the new cache.
+        """
+        where = f"{type(self).__name__}.step"
+        self._check_input(where, x, "b d")
+        y, new = self._run(where, x.unsqueeze(1), cache, x.shape[0], None, None, None)
+        return y.squeeze(1), new
+
+    def mix(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: Any,
+        *,
+        path: SsdPath,
+        lengths: Int[Tensor, " b"] | None,
+        cu_seqlens: Int[Tensor, " z1"] | None,
+    ) -> tuple[Float[Tensor, "b t d"], Any]:
+        """What the family computes: `prefill` on checked inputs, whose rows are padded after their `lengths`."""
+        raise NotImplementedError
+
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each field of the cache, without the batch."""
+        raise NotImplementedError
+
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
+        """The cache of a fresh start.
+
+        Args:
+            batch_size: rows, or packed sequences.
+            dtype: of the activations; the parameters' if not given.
+        """
+        like = self._like()
+        dtype = dtype or like.dtype
+        return self.CACHE(
+            **{
+                name: like.new_zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype))
+                for name, shape in self.cache_shapes().items()
+            }
+        )
+
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
+        """The parts of each projection that is several in one, from its first row to its last, by its name."""
+        return {}
+
+    def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
+        """Describe `step` to the compiled kernels.
+
+        Args:
+            program: takes the description.
             x: slot of the input, (b, d).
             to: slot of the output, (b, d).
             add: add to what is in that slot.
@@ -114,80 +189,79 @@ class Block(nn.Module):
         Raises:
             NotCovered: the kernels cannot do what this block does.
         """
-        width, inner = self.config.d_model, self.config.d_inner
-        projected = program.linear(x, self, "in_proj", width, self._projected_width())
-        program.linear(self._record_core(program, projected), self, "out_proj", inner, width, to=to, add=add)
+        if type(self).record_core is Block.record_core:
+            program.refuse(f"{type(self).__name__} has no compiled step")
+        width = sum(part.rows for part in self.projection_parts()["in_proj"])
+        projected = program.linear(x, self, "in_proj", self.d_model, width)
+        inner = self.record_core(program, projected)
+        program.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
 
-    def _projected_width(self) -> int:
-        return sum(part.rows for part in self.seams()["in_proj"])
-
-    def _record_core(self, program: Program, projected: int) -> int:
-        """Record what lies between the projections, from one slot to another."""
-        raise NotImplementedError
-
-    def _step_whole(self, x: Tensor, cache: Any) -> tuple[Tensor, Any] | None:
-        """`step` in one call to the compiled kernels; None where they do not cover it."""
-        like = self._like()
-        if x.ndim != 2 or x.shape[1] != self.config.d_model or x.dtype != like.dtype:
-            return None
-        if torch.is_autocast_enabled("cpu") or not isinstance(cache, CacheMethods | None):
-            return None
-        cache = self.init_cache(x.shape[0]) if cache is None else cache
-
-        def record(program: Program) -> None:
-            program.watch.module(self, type(self))
-            self.record(program, 0, to=OUTPUT)
-
-        done = self._whole.run(like.dtype, record, x, cache.tensors())
-        return done and (done[0], cache.with_tensors(done[1]))
-
-    def _step_core(self, projected: Tensor, cache: Any) -> tuple[Tensor, Any] | None:
-        """The same between the projections, where those are not ours to read: (b, projected) -> (b, i)."""
-
-        def record(program: Program) -> None:
-            program.watch.module(self, type(self))
-            if program.input_width != self._projected_width():
-                raise NotCovered
-            program.write(self._record_core(program, 0), self.config.d_inner)
-
-        done = self._core.run(projected.dtype, record, projected, cache.tensors())
-        return done and (done[0], cache.with_tensors(done[1]))
-
-    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
-        """The cache of a fresh start."""
+    def record_core(self, program: Program, projected: int) -> int:
+        """Describe what lies between the projections, from one slot to another."""
         raise NotImplementedError
 
     def _like(self) -> Tensor:
         """A parameter that has the dtype and device of the activations."""
-        raise NotImplementedError
+        return next(self.parameters())
 
-    def _path(self, path: SsdPath | None) -> SsdPath:
-        """`path`, with the config's chunk length where it has none."""
-        path = SsdPath.or_default(path)
-        return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
+    def _field_dtype(self, field: str, dtype: torch.dtype) -> torch.dtype:
+        return state_dtype(dtype) if field in self.CACHE.STATES else dtype
 
-    def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:
-        """Raise unless `x` fits; its sizes without the last."""
-        sizes = {"d": self.config.d_model}
-        where = f"{type(self).__name__}.{method}"
+    def _check_input(self, where: str, x: Any, letters: str) -> None:
+        sizes = {"d": self.d_model}
         expect_shape(where, "x", x, letters, sizes)
-        if sizes.get("t") == 0:
-            raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
+        expect_steps(where, sizes.get("t", 1))
         like = self._like()
-        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-        expect_like(where, "x", x, x.dtype if autocast else like.dtype, like.device)
-        return list(x.shape[:-1])
+        expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
 
-    def _enter(self, x: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> tuple[Tensor, int, Padding | None]:
-        """Check what `prefill` was given: x with its padding at the end, the rows of its cache, and the padding."""
-        b, t = self._check_input("prefill", x, "b t d")
-        where = f"{type(self).__name__}.prefill"
-        if cu_seqlens is not None:
-            if mask is not None:
-                raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
-            check_cu_seqlens(where, cu_seqlens, b, t, x.device)
-            return x, cu_seqlens.shape[0] - 1, None
-        if mask is None:
-            return x, b, None
-        padding = Padding.of(where, mask, b, t, x.device)
-        return padding.compact(x), b, padding
+    def _run(
+        self,
+        where: str,
+        x: Tensor,
+        cache: Any,
+        rows: int,
+        path: SsdPath | None,
+        padding: Padding | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """`mix` between the checks."""
+        if cache is None:
+            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
+            cache = self.init_cache(rows, narrow)
+        else:
+            self._check_cache(where, cache, rows, x)
+        if not is_observed():
+            self._check_memory(where)
+            if finite.is_checked():
+                finite.expect_finite(f"{where}:", ("x", *(f"cache.{name}" for name in cache._fields)), (x, *cache))
+        path = SsdPath.or_default(path)
+        if path.chunk_len is None:
+            path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
+        lengths = None if padding is None else padding.lengths
+        y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens)
+        return (y if padding is None else padding.restore(y)), new
+
+    def _check_memory(self, where: str) -> None:
+        """torch's own elementwise operators read freed memory, which ends the process."""
+        for name, parameter in self._parameters.items():
+            if (
+                parameter is not None
+                and parameter.numel()
+                and parameter.device.type == "cpu"
+                and not parameter.data_ptr()
+            ):
+                raise ValueError(f"{where}: the parameter {name} has no memory: its storage was resized or freed")
+
+    def _check_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> None:
+        if not isinstance(cache, self.CACHE):
+            raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
+        for name, shape in self.cache_shapes().items():
+            field = getattr(cache, name)
+            if not isinstance(field, Tensor) or field.shape != (rows, *shape):
+                found = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
+                raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {found}")
+            # Under autocast, activations have the dtype that the projection gives, which the operators look at.
+            is_free = is_autocast(x.device) and name not in self.CACHE.STATES
+            expect_like(
+                where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
+            )

@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block, Part
+from anymamba.blocks.block import Block, ProjectionPart
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
-from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
-from anymamba.kernels.cpu.program import Program
-from anymamba.kernels.watch import NotCovered
-from anymamba.scan import SsdPath, selective_scan, selective_step
-from anymamba.scan.checks import expect_like, expect_shape
-from anymamba.scan.numerics import state_dtype
+from anymamba.blocks.modules import CausalConv
+from anymamba.ground.numerics import state_dtype
+from anymamba.scan import SsdPath, selective_scan
+
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,9 @@ class Mamba1(Block):
         dtype: of the parameters (A_log and D are float32 or wider, as officially).
     """
 
+    CACHE = Mamba1Cache
+    SIZES = ("d_model", "d_state", "d_conv", "expand", "d_inner")
+
     def __init__(
         self,
         config: Mamba1Config | int | None = None,
@@ -127,8 +130,8 @@ class Mamba1(Block):
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
-        super().__init__()
-        self.config = c = make_config(Mamba1Config, config, fields)
+        super().__init__(make_config(Mamba1Config, config, fields))
+        c: Mamba1Config = self.config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
@@ -148,116 +151,46 @@ class Mamba1(Block):
         for parameter in (self.dt_proj.bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    @property
-    def headdim(self) -> int:
-        """Every channel is a head of its own."""
-        return 1
-
-    @property
-    def rank(self) -> int:
-        """MIMO rank: a channel has one input and one output."""
-        return 1
-
     def _like(self) -> Tensor:
         return self.conv1d.weight
 
-    def seams(self) -> dict[str, tuple[Part, ...]]:
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """The parts of `in_proj` and `x_proj`."""
         c = self.config
+        steps = ProjectionPart("dt", c.dt_width, is_matrix=False)
         return {
-            "in_proj": (Part("x", c.d_inner), Part("z", c.d_inner)),
-            "x_proj": (Part("dt", c.dt_width, is_matrix=False), Part("B", c.d_state), Part("C", c.d_state)),
+            "in_proj": (ProjectionPart("x", c.d_inner), ProjectionPart("z", c.d_inner)),
+            "x_proj": (steps, ProjectionPart("B", c.d_state), ProjectionPart("C", c.d_state)),
         }
 
-    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba1Cache:
-        """The cache of a fresh start: an empty window and a state of zeros.
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A window and a state a channel."""
+        return {"conv": (self.d_inner, self.config.d_conv), "ssm": (self.d_inner, self.d_state)}
 
-        Args:
-            batch_size: rows, or packed sequences.
-            dtype: of the activations; the parameters' if not given.
-        """
-        c, like = self.config, self.conv1d.weight
-        dtype = dtype or like.dtype
-        conv_biw = like.new_zeros((batch_size, c.d_inner, c.d_conv), dtype=dtype)
-        return Mamba1Cache(conv_biw, like.new_zeros((batch_size, c.d_inner, c.d_state), dtype=state_dtype(dtype)))
-
-    def prefill(
-        self,
-        x: Float[Tensor, "b t d"],
-        cache: Mamba1Cache | None = None,
-        *,
-        path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " s1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], Mamba1Cache]:
-        """Run the block over a sequence of any length, from any cache to a new one.
-
-        Args:
-            x: inputs, (b, t, d).
-            cache: where the rows (or packed sequences) go on from; a fresh start if not given.
-            path: the scan's algorithm, one of those that `anymamba.selective_scan` has; the fastest if not given.
-            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
-            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
-                rows that are padded at the end. Outputs at the padding are zero.
-
-        Returns:
-            y (b, t, d), and the cache behind the last real token of each row.
-        """
-        x, rows, padding = self._enter(x, cu_seqlens, mask)
+    def mix(
+        self, x: Tensor, cache: Mamba1Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Mamba1Cache]:
+        """The formulas at the top of this file."""
         x_bti, z_bti = self.in_proj(x).chunk(2, dim=-1)
-        cache = self._checked_cache("prefill", cache, rows, x_bti)
-        x_bti, window = self.conv1d(x_bti, cache.conv, lengths=padding and padding.lengths, cu_seqlens=cu_seqlens)
+        x_bti, window = self.conv1d(x_bti, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
-        if padding is not None:
-            dt_bti = dt_bti.masked_fill(~padding.front.unsqueeze(-1), -math.inf)
-        y_bti, ssm = selective_scan(
-            x_bti,
-            dt_bti,
-            self._a(cache.ssm.dtype),
-            b_btn,
-            c_btn,
-            self.D,
-            z_bti,
-            initial_state=cache.ssm,
-            path=path,
-            cu_seqlens=cu_seqlens,
-        )
-        out_btd = self.out_proj(y_bti)
-        return (out_btd if padding is None else padding.restore(out_btd)), Mamba1Cache(window, ssm)
+        if lengths is not None:
+            padded_bt = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
+            dt_bti = dt_bti.masked_fill(padded_bt.unsqueeze(-1), -math.inf)
+        rates = -torch.exp(self.A_log.to(cache.ssm.dtype))
+        options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
+        y_bti, ssm = selective_scan(x_bti, dt_bti, rates, b_btn, c_btn, self.D, z_bti, **options)
+        return self.out_proj(y_bti), Mamba1Cache(window, ssm)
 
-    def step(
-        self, x: Float[Tensor, "b d"], cache: Mamba1Cache | None = None
-    ) -> tuple[Float[Tensor, "b d"], Mamba1Cache]:
-        """Run the block over one token.
-
-        Args:
-            x: inputs, (b, d).
-            cache: where the rows go on from; a fresh start if not given. It is not changed.
-
-        Returns:
-            y (b, d), and the new cache.
-        """
-        if (done := self._step_whole(x, cache)) is not None:
-            return done
-        (b,) = self._check_input("step", x, "b d")
-        projected = self.in_proj(x)
-        x_bi, z_bi = projected.chunk(2, dim=-1)
-        cache = self._checked_cache("step", cache, b, x_bi)
-        if (done := self._step_core(projected, cache)) is not None:
-            return self.out_proj(done[0]), done[1]
-        x_bi, window = self.conv1d.step(x_bi, cache.conv)
-        dt_bi, b_bn, c_bn = self._selected(x_bi)
-        y_bi, ssm = selective_step(x_bi, dt_bi, self._a(cache.ssm.dtype), b_bn, c_bn, self.D, z_bi, cache.ssm)
-        return self.out_proj(y_bi), Mamba1Cache(window, ssm)
-
-    def _record_core(self, program: Program, projected: int) -> int:
-        if type(self) is not Mamba1:
-            raise NotCovered
-        c: Mamba1Config = program.watch.value(self, "config")
-        x = program.conv(projected, self, "conv1d", CausalConv, c.d_inner, c.d_conv)
+    def record_core(self, program: Program, projected: int) -> int:
+        """Convolution, inner projections, states and gate."""
+        program.expect_plain(self, Mamba1)
+        c: Mamba1Config = self.config
+        x = program.conv(projected, program.child(self, "conv1d", CausalConv), c.d_inner, c.d_conv)
         selected = program.linear(x, self, "x_proj", c.d_inner, c.dt_width + 2 * c.d_state)
         y = program.slot(c.d_inner)
-        program.mamba1(
+        program.phase(
+            "mamba1",
             channels=c.d_inner,
             state=c.d_state,
             x=x,
@@ -277,19 +210,3 @@ class Mamba1(Block):
         c = self.config
         low, b, cc = self.x_proj(x).split([c.dt_width, c.d_state, c.d_state], dim=-1)
         return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
-
-    def _a(self, dtype: torch.dtype) -> Tensor:
-        return -torch.exp(self.A_log.to(dtype))
-
-    def _checked_cache(self, method: str, cache: Mamba1Cache | None, rows: int, x: Tensor) -> Mamba1Cache:
-        if cache is None:
-            return self.init_cache(rows, x.dtype)
-        c, where = self.config, f"Mamba1.{method}"
-        if not isinstance(cache, Mamba1Cache):
-            raise TypeError(f"{where}: cache must be a Mamba1Cache, got {type(cache).__name__}")
-        sizes = {"b": rows, "i": c.d_inner, "w": c.d_conv, "n": c.d_state}
-        expect_shape(where, "cache.conv", cache.conv, "b i w", sizes)
-        expect_shape(where, "cache.ssm", cache.ssm, "b i n", sizes)
-        expect_like(where, "cache.conv", cache.conv, x.dtype, x.device)
-        expect_like(where, "cache.ssm", cache.ssm, state_dtype(x.dtype), x.device)
-        return cache

@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block, Part
+from anymamba.blocks.block import Block, ProjectionPart
 from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
-from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
-from anymamba.blocks.norms import GatedRMSNorm
-from anymamba.kernels.cpu.program import Program
-from anymamba.kernels.watch import NotCovered
-from anymamba.scan import SsdPath, scan_step, ssd
-from anymamba.scan.checks import expect_like, expect_shape
-from anymamba.scan.numerics import state_dtype
+from anymamba.blocks.modules import CausalConv, GatedRMSNorm
+from anymamba.ground.numerics import state_dtype
+from anymamba.scan import SsdPath, ssd
+
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +127,12 @@ class Mamba2(Block):
         dtype: of the parameters (D is float32 or wider, as officially).
     """
 
+    CACHE = Mamba2Cache
+    SIZES = (
+        *("d_model", "d_state", "d_conv", "expand", "d_inner", "headdim", "d_ssm", "ngroups", "nheads", "conv_dim"),
+        *("D_has_hdim", "rmsnorm", "norm_before_gate", "dt_limit", "chunk_size"),
+    )
+
     def __init__(
         self,
         config: Mamba2Config | int | None = None,
@@ -137,10 +142,10 @@ class Mamba2(Block):
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
-        super().__init__()
-        self.config = config = make_config(Mamba2Config, config, fields)
+        super().__init__(make_config(Mamba2Config, config, fields))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        c, heads, width = config, config.nheads, config.ssm_width
+        c: Mamba2Config = self.config
+        heads, width = c.nheads, c.ssm_width
         self.mlp_width = c.d_inner - width
         self.in_proj = nn.Linear(c.d_model, 2 * self.mlp_width + width + c.conv_dim + heads, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.conv_dim, c.d_conv, bias=c.conv_bias, **factory)
@@ -161,20 +166,27 @@ class Mamba2(Block):
         for parameter in (self.dt_bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    @property
-    def rank(self) -> int:
-        """MIMO rank: Mamba-2 has one input and one output per head."""
-        return 1
-
     def _like(self) -> Tensor:
         return self.conv1d.weight
 
-    def seams(self) -> dict[str, tuple[Part, ...]]:
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """The parts of `in_proj`, as `_split` and `_heads` cut its output."""
         c, shared = self.config, self.config.ngroups * self.config.d_state
-        mlp = (Part("z0", self.mlp_width), Part("x0", self.mlp_width)) if self.mlp_width else ()
-        ssm = (Part("z", c.ssm_width), Part("x", c.ssm_width), Part("B", shared), Part("C", shared))
-        return {"in_proj": (*mlp, *ssm, Part("dt", c.nheads, is_matrix=False))}
+        names = {
+            "z0": self.mlp_width,
+            "x0": self.mlp_width,
+            "z": c.ssm_width,
+            "x": c.ssm_width,
+            "B": shared,
+            "C": shared,
+        }
+        parts = (ProjectionPart(name, rows) for name, rows in names.items() if rows)
+        return {"in_proj": (*parts, ProjectionPart("dt", c.nheads, is_matrix=False))}
+
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A window of x, B and C, and a state a head."""
+        c = self.config
+        return {"conv": (c.conv_dim, c.d_conv), "ssm": (c.nheads, c.headdim, c.d_state)}
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
         """The cache of a fresh start: an empty window, and the learnable initial state or zeros.
@@ -183,100 +195,45 @@ class Mamba2(Block):
             batch_size: rows, or packed sequences.
             dtype: of the activations; the parameters' if not given.
         """
-        c, like = self.config, self.conv1d.weight
-        dtype = dtype or like.dtype
-        conv_bvw = like.new_zeros((batch_size, c.conv_dim, c.d_conv), dtype=dtype)
-        if c.learnable_init_states:
-            ssm_bhpn = self.init_states.to(state_dtype(dtype)).repeat(batch_size, 1, 1, 1)
-        else:
-            ssm_bhpn = like.new_zeros((batch_size, c.nheads, c.headdim, c.d_state), dtype=state_dtype(dtype))
-        return Mamba2Cache(conv_bvw, ssm_bhpn)
+        cache: Mamba2Cache = super().init_cache(batch_size, dtype)
+        if not self.config.learnable_init_states:
+            return cache
+        return cache._replace(ssm=self.init_states.to(cache.ssm.dtype).repeat(batch_size, 1, 1, 1))
 
-    def prefill(
-        self,
-        x: Float[Tensor, "b t d"],
-        cache: Mamba2Cache | None = None,
-        *,
-        path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " s1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], Mamba2Cache]:
-        """Run the block over a sequence of any length, from any cache to a new one.
-
-        Args:
-            x: inputs, (b, t, d).
-            cache: where the rows (or packed sequences) go on from; a fresh start if not given.
-            path: the scan's algorithm; the default, with the config's `chunk_size`, if not given.
-            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
-            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
-                rows that are padded at the end. Outputs at the padding are zero.
-
-        Returns:
-            y (b, t, d), and the cache behind the last real token of each row.
-        """
-        x, rows, padding = self._enter(x, cu_seqlens, mask)
+    def mix(
+        self, x: Tensor, cache: Mamba2Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Mamba2Cache]:
+        """The formulas at the top of this file."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
-        cache = self._checked_cache("prefill", cache, rows, xbc_btv)
-        xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=padding and padding.lengths, cu_seqlens=cu_seqlens)
+        xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth)
-        if padding is not None:
-            dt_bth = dt_bth.masked_fill(~padding.front.unsqueeze(-1), 0)
+        if lengths is not None:
+            padded_bt = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
+            dt_bth = dt_bth.masked_fill(padded_bt.unsqueeze(-1), 0)
         x_bthp, b_btgn, c_btgn = self._heads(xbc_btv)
-        y_bthp, ssm = ssd(
-            x_bthp,
-            dt_bth,
-            self._a(dt_bth.dtype),
-            b_btgn,
-            c_btgn,
-            self._skip(),
-            initial_state=cache.ssm,
-            path=self._path(path),
-            cu_seqlens=cu_seqlens,
-        )
-        out_btd = self._output(y_bthp.flatten(2), z_bti, x0, z0)
-        return (out_btd if padding is None else padding.restore(out_btd)), Mamba2Cache(window, ssm)
+        rates = -torch.exp(self.A_log.to(dt_bth.dtype))
+        skip = self.D.unflatten(0, (-1, self.headdim)) if self.config.D_has_hdim else self.D
+        options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
+        y_bthp, ssm = ssd(x_bthp, dt_bth, rates, b_btgn, c_btgn, skip, **options)
+        y_bti = y_bthp.flatten(2)
+        y_bti = self.norm(y_bti, z_bti) if self.config.rmsnorm else y_bti * F.silu(z_bti)
+        if self.mlp_width:
+            y_bti = torch.cat([F.silu(z0) * x0, y_bti], dim=-1)
+        return self.out_proj(y_bti), Mamba2Cache(window, ssm)
 
-    def step(
-        self, x: Float[Tensor, "b d"], cache: Mamba2Cache | None = None
-    ) -> tuple[Float[Tensor, "b d"], Mamba2Cache]:
-        """Run the block over one token.
-
-        Args:
-            x: inputs, (b, d).
-            cache: where the rows go on from; a fresh start if not given. It is not changed.
-
-        Returns:
-            y (b, d), and the new cache.
-        """
-        if (done := self._step_whole(x, cache)) is not None:
-            return done
-        (b,) = self._check_input("step", x, "b d")
-        projected = self.in_proj(x)
-        z0, x0, z_bi, xbc_bv, dt_bh = self._split(projected)
-        cache = self._checked_cache("step", cache, b, xbc_bv)
-        if (done := self._step_core(projected, cache)) is not None:
-            return self.out_proj(done[0]), done[1]
-        xbc_bv, window = self.conv1d.step(xbc_bv, cache.conv)
-        dt_bh = self._dt(dt_bh)
-        x_bhp, b_bgn, c_bgn = self._heads(xbc_bv)
-        v_brhp = (x_bhp * dt_bh.unsqueeze(-1)).to(x_bhp.dtype).unsqueeze(1)
-        y_brhp, ssm = scan_step(v_brhp, b_bgn.unsqueeze(1), c_bgn.unsqueeze(1), dt_bh * self._a(dt_bh.dtype), cache.ssm)
-        d = self._skip()
-        y_bhp = torch.addcmul(y_brhp.squeeze(1), (d if d.ndim == 2 else d.unsqueeze(-1)).to(x_bhp.dtype), x_bhp)
-        return self._output(y_bhp.flatten(1), z_bi, x0, z0), Mamba2Cache(window, ssm)
-
-    def _record_core(self, program: Program, projected: int) -> int:
-        if type(self) is not Mamba2:
-            raise NotCovered
-        c: Mamba2Config = program.watch.value(self, "config")
+    def record_core(self, program: Program, projected: int) -> int:
+        """Convolution, states, norm and gate."""
+        program.expect_plain(self, Mamba2)
+        c: Mamba2Config = self.config
         z0 = projected
         x0 = z0 + self.mlp_width
         z = x0 + self.mlp_width
         xbc = z + c.ssm_width
-        act = program.conv(xbc, self, "conv1d", CausalConv, c.conv_dim, c.d_conv)
+        act = program.conv(xbc, program.child(self, "conv1d", CausalConv), c.conv_dim, c.d_conv)
         y = program.slot(c.d_inner)
         ssm_y = y + self.mlp_width
-        program.mamba2(
+        program.phase(
+            "mamba2",
             heads=c.nheads,
             head_width=c.headdim,
             groups=c.ngroups,
@@ -295,7 +252,7 @@ class Mamba2(Block):
         if self.mlp_width:
             program.gate(x0, z0, self.mlp_width, to=y)
         if c.rmsnorm:
-            program.norm(ssm_y, program.watch.child(self, "norm", GatedRMSNorm), c.ssm_width, z=z, to=ssm_y)
+            program.norm(ssm_y, program.child(self, "norm", GatedRMSNorm), c.ssm_width, z=z, to=ssm_y)
         else:
             program.gate(ssm_y, z, c.ssm_width, to=ssm_y)
         return y
@@ -316,32 +273,3 @@ class Mamba2(Block):
         wide = state_dtype(dt.dtype)
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         return dt if self.config.dt_limit == (0.0, math.inf) else dt.clamp(*self.config.dt_limit)
-
-    def _a(self, dtype: torch.dtype) -> Tensor:
-        return -torch.exp(self.A_log.to(dtype))
-
-    def _skip(self) -> Tensor:
-        return self.D.unflatten(0, (-1, self.config.headdim)) if self.config.D_has_hdim else self.D
-
-    def _output(self, y: Tensor, z: Tensor, x0: Tensor, z0: Tensor) -> Tensor:
-        """Norm and gate (..., i), join the MLP channels, project to (..., d)."""
-        return self._project(self.norm(y, z) if self.config.rmsnorm else y * F.silu(z), x0, z0)
-
-    def _project(self, y: Tensor, x0: Tensor, z0: Tensor) -> Tensor:
-        """Join the MLP channels to (..., i), project to (..., d)."""
-        if self.mlp_width:
-            y = torch.cat([F.silu(z0) * x0, y], dim=-1)
-        return self.out_proj(y)
-
-    def _checked_cache(self, method: str, cache: Mamba2Cache | None, rows: int, xbc: Tensor) -> Mamba2Cache:
-        if cache is None:
-            return self.init_cache(rows, xbc.dtype)
-        c, where = self.config, f"Mamba2.{method}"
-        if not isinstance(cache, Mamba2Cache):
-            raise TypeError(f"{where}: cache must be a Mamba2Cache, got {type(cache).__name__}")
-        sizes = {"b": rows, "v": c.conv_dim, "w": c.d_conv, "h": c.nheads, "p": c.headdim, "n": c.d_state}
-        expect_shape(where, "cache.conv", cache.conv, "b v w", sizes)
-        expect_shape(where, "cache.ssm", cache.ssm, "b h p n", sizes)
-        expect_like(where, "cache.conv", cache.conv, xbc.dtype, xbc.device)
-        expect_like(where, "cache.ssm", cache.ssm, state_dtype(xbc.dtype), xbc.device)
-        return cache

@@ -10,12 +10,11 @@ import torch
 
 from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
-from anymamba.kernels.library import LIBRARY
+from anymamba.ground.operators import missing_kernel
+from anymamba.kernels.cpu.library import LIBRARY
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import open_checkpoint
 from anymamba.models.skeleton import skeleton
-from anymamba.scan import SsdPath
-from anymamba.scan.scan import resolve_path
 from anymamba.version import __version__
 
 
@@ -55,8 +54,8 @@ def _default_paths() -> list[tuple[str, str]]:
     for device in devices:
         by_algorithm: dict[str, list[str]] = {}
         for name, dtype in DTYPES.items():
-            path = resolve_path(SsdPath(), torch.device(device), dtype)
-            by_algorithm.setdefault(path.algorithm, []).append(name)
+            missing = missing_kernel("scan", torch.empty(0, dtype=dtype, device=device))
+            by_algorithm.setdefault("serial_recalculated" if missing else "fused", []).append(name)
         choices = (f"{algorithm} for {', '.join(names)}" for algorithm, names in by_algorithm.items())
         rows.append((f"scan on {device}", "; ".join(choices)))
     return rows

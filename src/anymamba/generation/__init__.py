@@ -1,5 +1,7 @@
 """Generation: sampling, the loop, states, and text from tokens."""
 
+from anymamba.generation.decoder import Decoder as Decoder
+from anymamba.generation.decoder import decoder as decoder
 from anymamba.generation.generate import Generation as Generation
 from anymamba.generation.generate import TokenStream as TokenStream
 from anymamba.generation.generate import generate as generate

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN, start
 from anymamba.generation.sampling import Sampling, choose, expect_whole, split_keys, uniform
 from anymamba.generation.state import GenerationState
@@ -27,9 +28,9 @@ class Generation(NamedTuple):
     """New tokens.
 
     Attributes:
-        tokens: (b, n), 0 behind the end of rows that stopped early.
+        tokens: (b, n), 0 after the end of rows that stopped early.
         lengths: how many tokens of each row count, the stop token included, (b,).
-        state: to go on from, if it was asked for.
+        state: to continue from, if it was asked for.
     """
 
     tokens: Int[Tensor, "b n"]
@@ -37,12 +38,12 @@ class Generation(NamedTuple):
     state: GenerationState | None
 
     def rows(self) -> list[list[int]]:
-        """The tokens of each row, without what lies behind its end."""
+        """The tokens of each row, without what lies after its end."""
         return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
 class _Stopped(NamedTuple):
-    """Rows that have stopped: where they stood before their last token, or behind it if there is none."""
+    """Rows that have stopped: where they stood before their last token, or after it if there is none."""
 
     rows: list[int]
     state: GenerationState
@@ -52,7 +53,7 @@ class _Stopped(NamedTuple):
 class TokenStream:
     """Tokens one step at a time: each step is a list with one token a row, None for rows that have stopped.
 
-    `stream` makes one. Between two steps, and after the last, `state` tells where the rows stand. An exception within a
+    `stream` makes one. Between two steps, and after the last, `state` says where the rows stand. An exception within a
     step, such as an interrupt, leaves the cache half changed: the stream then gives neither tokens nor its state.
     """
 
@@ -64,10 +65,10 @@ class TokenStream:
         max_new_tokens: int,
         sampling: Sampling,
         stop: list[tuple[int, ...]],
-        seed: int,
     ) -> None:
         """Start from a state; the arguments are those of `stream`, checked."""
-        self._model, self._state, self._sampling, self._seed = model, state, sampling, seed
+        self._model, self._decoder, self._state, self._sampling = model, Decoder(model), state, sampling
+        self._seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         self._batch_size, self._left, self._stop = state.batch_size, max_new_tokens, stop
         self._rows = list(range(state.batch_size))
         self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
@@ -96,7 +97,7 @@ class TokenStream:
     @property
     @torch.no_grad()
     def state(self) -> GenerationState:
-        """Where the rows stand behind the tokens given so far.
+        """Where the rows stand after the tokens given so far.
 
         Raises:
             RuntimeError: an exception ended a step before it was done.
@@ -111,7 +112,7 @@ class TokenStream:
         if not self._whole:
             raise RuntimeError(
                 "expected a stream whose steps were all finished, got one that an exception or interrupt ended within "
-                "a step: its state is lost; go on from a state that was kept before"
+                "a step: its state is lost; continue from a state that was kept before"
             )
 
     def _next_tokens(self) -> list[int | None]:
@@ -119,7 +120,7 @@ class TokenStream:
         self._left -= 1
         state, vocab = self._state, self._model.config.vocab_size
         uniforms = [0.0] * len(self._rows)
-        if self._sampling.temperature > 0:
+        if self._sampling.temperature:
             pairs = zip(state.keys.tolist(), state.counts.tolist(), strict=True)
             uniforms = [uniform(self._seed, key, count) for key, count in pairs]
         self._pending = choose(state.logits[:, :vocab], self._sampling, uniforms, state.seen[:, :vocab])
@@ -137,7 +138,7 @@ class TokenStream:
             pending = torch.cat([part.pending for part in self._stopped if part.pending is not None])
             rows = [row for part in self._stopped if part.pending is not None for row in part.rows]
             fed = [part for part in self._stopped if part.pending is None]
-            self._stopped = [*fed, _Stopped(rows, _advance(self._model, waiting, pending), None)]
+            self._stopped = [*fed, _Stopped(rows, _advance(self._decoder, waiting, pending), None)]
         if not self._stopped:
             return self._state
         parts = [(part.rows, part.state) for part in self._stopped] + [(self._rows, self._state)]
@@ -147,7 +148,7 @@ class TokenStream:
 
     def _feed(self) -> None:
         if self._pending is not None and self._rows:
-            self._state = _advance(self._model, self._state, self._pending, in_place=self._owned)
+            self._state = _advance(self._decoder, self._state, self._pending, in_place=self._owned)
             self._owned = True
         self._pending = None
 
@@ -168,8 +169,8 @@ class TokenStream:
             self._state, self._pending = self._state.rows(going), self._pending[going]
 
 
-def _advance(model: MambaLM, state: GenerationState, tokens: Tensor, *, in_place: bool = False) -> GenerationState:
-    logits, cache = model.step(tokens.to(model.device), state.cache, in_place=in_place)
+def _advance(decoder: Decoder, state: GenerationState, tokens: Tensor, *, in_place: bool = False) -> GenerationState:
+    logits, cache = decoder.step(tokens.to(decoder.model.device), state.cache, in_place=in_place)
     seen = state.seen.scatter(1, tokens.unsqueeze(1), True)
     return GenerationState(cache, logits, seen, state.keys, state.counts + 1)
 
@@ -179,66 +180,42 @@ def stream(
     input_ids: Int[Tensor, "b t"] | None = None,
     max_new_tokens: int = 128,
     *,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
     stop: Stop = None,
-    seed: int | None = None,
     mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     cache: LMCache | GenerationState | None = None,
     segment_len: int = SEGMENT_LEN,
+    **sampling: Any,
 ) -> TokenStream:
     """Continue token sequences, one token at a time. Prompts are run before this returns.
 
     Args:
         model: the language model.
-        input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
+        input_ids: prompts; may be left out to continue from a `GenerationState`.
         max_new_tokens: the most tokens to give each row.
-        temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If not
-            given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
-        top_k: draw from the k most likely tokens only.
-        top_p: draw from the most likely tokens that together reach this probability.
-        min_p: draw from tokens at least this many times as likely as the most likely.
-        repetition_penalty: above 1, makes tokens less likely that a row has had before.
-        stop: token ids, or sequences of them, behind which a row stops.
-        seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch, nor on
-            `torch.manual_seed`. A new one each time if not given.
+        stop: token ids, or sequences of them, after which a row stops.
         mask: for prompts of different lengths, True for real tokens (b, t), padding anywhere; or lengths (b,) of rows
             that are padded at the end.
-        cache: where the rows go on from: a cache of the model, or the state of an earlier generation.
+        cache: what the rows continue from: a cache of the model, or the state of an earlier generation.
         segment_len: tokens of a prompt that are computed at once.
+        sampling: how tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty and seed, as
+            `anymamba.generation.Sampling` has them; greedy if none is given.
 
     Returns:
         An iterator of lists of tokens.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of another type, or an option that there is not.
         ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
     """
-    if temperature is None:
-        draws = seed is not None or top_k is not None or top_p != 1 or min_p != 0
-        temperature = 1.0 if draws else 0.0
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
-    if seed is not None:
-        expect_whole("seed", seed)
+    chosen = Sampling.of(sampling)
     expect_whole("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     sequences = _stop_sequences(stop, model.config.vocab_size)
     state = start(model, input_ids, cache, mask=mask, segment_len=segment_len)
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
-    return TokenStream(
-        model,
-        state._replace(keys=torch.tensor(keys, dtype=torch.int64)),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop=sequences,
-        seed=secrets.randbits(63) if seed is None else int(seed),
-    )
+    state = state._replace(keys=torch.tensor(keys, dtype=torch.int64))
+    return TokenStream(model, state, max_new_tokens=max_new_tokens, sampling=chosen, stop=sequences)
 
 
 def generate(
@@ -246,41 +223,25 @@ def generate(
     input_ids: Int[Tensor, "b t"] | None = None,
     max_new_tokens: int = 128,
     *,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    stop: Stop = None,
-    seed: int | None = None,
-    mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    cache: LMCache | GenerationState | None = None,
-    segment_len: int = SEGMENT_LEN,
     return_state: bool = False,
+    **options: Any,
 ) -> Generation:
-    """Continue token sequences: `stream`, which has the other arguments, to its end.
+    """Continue token sequences: `stream`, which has the other options, to its end.
 
     Args:
+        model: the language model.
+        input_ids: prompts; may be left out to continue from a `GenerationState`.
+        max_new_tokens: the most tokens to give each row.
         return_state: also return where the rows stand, which takes one more step of the model.
+        options: of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, repetition_penalty
+            and seed.
 
     Returns:
-        The new tokens, how many of them count in each row, and the state if it was asked for.
+        `tokens` (b, n), 0 after the end of rows that stopped early; `lengths` (b,), how many of them count, the stop
+        token included; `state`, a `GenerationState` to continue from if it was asked for; and `rows()`, the tokens that
+        count as lists.
     """
-    tokens = stream(
-        model,
-        input_ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop,
-        seed=seed,
-        mask=mask,
-        cache=cache,
-        segment_len=segment_len,
-    )
+    tokens = stream(model, input_ids, max_new_tokens, **options)
     rows: list[list[int]] = [[] for _ in range(tokens._batch_size)]
     for step in tokens:
         for row, token in zip(rows, step, strict=True):

@@ -1,6 +1,6 @@
 """How likely a model finds a text, streamed through fixed memory.
 
-Letters: t time, v vocabulary, d d_model.
+Letters: t time, v vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.loss import head_nats
+from anymamba.models.loss import logits_nats
 
 
 class Likelihood(NamedTuple):
@@ -33,13 +33,14 @@ class Likelihood(NamedTuple):
 
 @torch.no_grad()
 def _segment_nats(
-    model: MambaLM, ids: Tensor, hidden_d: Tensor | None, cache: LMCache | None
+    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None
 ) -> tuple[float, Tensor, LMCache]:
-    """The cost of one segment (t,), given the hidden state and cache behind the one before."""
-    hidden_1td, new = model.backbone(ids.unsqueeze(0), cache)
-    before_td = hidden_1td[0, :-1] if hidden_d is None else torch.cat([hidden_d.unsqueeze(0), hidden_1td[0, :-1]])
-    targets = ids[1:] if hidden_d is None else ids
-    return head_nats(model.lm_head, before_td, targets).item(), hidden_1td[0, -1], new
+    """The cost of one segment (t,), given the logits (1, v) and cache after the one before; the same after it."""
+    output = model(ids.unsqueeze(0), cache, labels=ids.unsqueeze(0), logits="last")
+    assert output.logits is not None
+    assert output.nats is not None
+    first = 0.0 if before is None else logits_nats(before, ids[:1]).item()
+    return first + output.nats.item(), output.logits[:, 0], output.cache
 
 
 def likelihood(model: MambaLM, tokens: Iterable[list[int]], segment_len: int = SEGMENT_LEN) -> Iterator[Likelihood]:
@@ -55,14 +56,14 @@ def likelihood(model: MambaLM, tokens: Iterable[list[int]], segment_len: int = S
     """
     waiting: list[int] = []
     total, predicted, read = 0.0, 0, 0
-    hidden, cache = None, None
+    before, cache = None, None
     for piece, last in _with_end(tokens):
         waiting += piece
         while len(waiting) >= segment_len or (last and waiting):
             ids = torch.tensor(waiting[:segment_len], device=model.device)
             waiting = waiting[segment_len:]
-            predicted += len(ids) - (hidden is None)
-            nats, hidden, cache = _segment_nats(model, ids, hidden, cache)
+            predicted += len(ids) - (before is None)
+            nats, before, cache = _segment_nats(model, ids, before, cache)
             total, read = total + nats, read + len(ids)
             yield Likelihood(total, predicted, read)
 

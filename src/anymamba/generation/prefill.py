@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from anymamba.blocks.padding import Padding
 from anymamba.generation.sampling import expect_whole, row_key
 from anymamba.generation.state import GenerationState
+from anymamba.ground.padding import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 
@@ -82,31 +82,29 @@ def prefill(
         segment_len: tokens that are computed at once.
 
     Returns:
-        The logits of the token that follows each row (b, v), and the cache behind it.
+        The logits of the token that follows each row (b, v), and the cache after it.
     """
     if segment_len < 1:
         raise ValueError(f"segment_len must be at least 1, got {segment_len}")
     lengths = [len(prompt) for prompt in prompts]
-    active, done, caches, hiddens = list(range(len(prompts))), [], [], []
+    active, done, caches, logits = list(range(len(prompts))), [], [], []
     for begin in range(0, max(lengths), segment_len):
         end = begin + segment_len
         ids_bt, lengths_b = _batch([prompts[row][begin:end] for row in active])
-        hidden_btd, cache = model.backbone(ids_bt, cache, mask=lengths_b)
-        assert cache is not None
         ending = [i for i, row in enumerate(active) if lengths[row] <= end]
         staying = [i for i, row in enumerate(active) if lengths[row] > end]
+        output = model(ids_bt, cache, mask=lengths_b, logits="last" if ending else "none")
+        cache = output.cache
         if not ending:
             continue
-        last = [lengths[active[i]] - begin - 1 for i in ending]
-        hiddens.append(hidden_btd[ending, last])
+        logits.append(output.logits[ending, 0] if staying else output.logits[:, 0])
         caches.append(cache.rows(ending) if staying else cache)
         done += [active[i] for i in ending]
         active, cache = [active[i] for i in staying], cache.rows(staying) if staying else cache
-    logits = model.lm_head(torch.cat(hiddens))
     if len(caches) == 1:
-        return logits, caches[0]
-    back = torch.tensor(done, device=logits.device).argsort()
-    return logits[back], LMCache.cat(caches).rows(back)
+        return logits[0], caches[0]
+    back = torch.tensor(done, device=logits[0].device).argsort()
+    return torch.cat(logits)[back], LMCache.cat(caches).rows(back)
 
 
 def _expect_cache(cache: object) -> None:

@@ -8,7 +8,10 @@ Letters: b batch, v vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import hashlib
+import math
 import numbers
 import struct
 from collections.abc import Callable, Sequence
@@ -27,24 +30,39 @@ _Numbers = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen; filters apply in the order of the fields."""
+    """How the next token is chosen; filters apply in the order of the fields.
 
-    repetition_penalty: float = 1.0  # logits of tokens seen before are divided by it if positive, else multiplied
-    temperature: float = 0.0  # 0: the most likely token, always
-    top_k: int | None = None  # only the k most likely
-    top_p: float = 1.0  # only the most likely ones that together reach p
-    min_p: float = 0.0  # only those at least min_p times as likely as the most likely
+    Attributes:
+        repetition_penalty: above 1, makes tokens less likely that a row has had before: their logits are divided by it
+            if positive, else multiplied.
+        temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If not
+            given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
+        top_k: draw from the k most likely tokens only.
+        top_p: draw from the most likely tokens that together reach this probability.
+        min_p: draw from tokens at least this many times as likely as the most likely.
+        seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch, nor on
+            `torch.manual_seed`. A new one each time if not given.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no number, and values outside their ranges."""
+        """Refuse what is no number, and values outside their ranges; decide what was left open."""
         for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
-            if not isinstance(value := getattr(self, name), numbers.Real):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) and not (value is None and name == "temperature"):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        if self.top_k is not None:
-            expect_whole("top_k", self.top_k)
+        for name in ("top_k", "seed"):
+            if (value := getattr(self, name)) is not None:
+                expect_whole(name, value)
         checks = (
             ("repetition_penalty", "positive", self.repetition_penalty > 0),
-            ("temperature", "0 (greedy) or positive", 0 <= self.temperature < float("inf")),
+            ("temperature", "0 (greedy) or positive", self.temperature is None or 0 <= self.temperature < math.inf),
             ("top_k", "None or at least 1", self.top_k is None or self.top_k >= 1),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
             ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),
@@ -52,6 +70,24 @@ class Sampling:
         for name, expected, fine in checks:
             if not fine:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+        if self.temperature is None:
+            draws = self.seed is not None or self.top_k is not None or self.top_p != 1 or self.min_p != 0
+            object.__setattr__(self, "temperature", 1.0 if draws else 0.0)
+
+    @staticmethod
+    def of(fields: dict[str, Any]) -> Sampling:
+        """From keywords.
+
+        Raises:
+            TypeError: one that is no field.
+        """
+        known = [field.name for field in dataclasses.fields(Sampling)]
+        for name in fields:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+                raise TypeError(f"generation has no option {name!r}{hint}")
+        return Sampling(**fields)
 
 
 def expect_whole(name: str, value: Any) -> None:
@@ -87,7 +123,7 @@ def choose(
     largest, greedy = logits.max(dim=-1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
-    if sampling.temperature == 0:
+    if not sampling.temperature:
         return greedy
     # A smaller divisor is 0 in float32, and the largest logit 0 / 0.
     temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)

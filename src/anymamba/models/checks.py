@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymamba.ground.operators import is_observed
 from anymamba.models.cache import LMCache
 from anymamba.models.loss import IGNORED_LABEL
-from anymamba.operators import is_observed
 
 _WHOLE = (torch.int32, torch.int64)
 
@@ -47,19 +47,21 @@ def expect_cache(cache: Any) -> None:
     raise TypeError(f"MambaLM: cache must be an LMCache, got {type(cache).__name__}{hint}")
 
 
-def expect_labels(labels: Any, input_ids: Tensor) -> None:
-    """Whole numbers of the shape of the ids.
+def expect_labels(name: str, labels: Any, input_ids: Tensor) -> None:
+    """Labels or targets: whole numbers of the shape of the ids, on their device.
 
     Raises:
         TypeError: another dtype, or not a tensor.
-        ValueError: another shape.
+        ValueError: another shape or device.
     """
     found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
     if found not in _WHOLE:
-        raise TypeError(f"MambaLM: labels must be a tensor of int32 or int64, got {found}")
+        raise TypeError(f"MambaLM: {name} must be a tensor of int32 or int64, got {found}")
     if labels.shape != input_ids.shape:
         shape = tuple(input_ids.shape)
-        raise ValueError(f"MambaLM: labels must have the shape of input_ids, {shape}, got {tuple(labels.shape)}")
+        raise ValueError(f"MambaLM: {name} must have the shape of input_ids, {shape}, got {tuple(labels.shape)}")
+    if labels.device != input_ids.device:
+        raise ValueError(f"MambaLM: {name} must be on {input_ids.device}, got {labels.device}")
 
 
 def expect_targets(targets: Tensor, vocab: int) -> None:

@@ -9,22 +9,23 @@ Letters: b batch, t time, d d_model, f MLP width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks import norms
-from anymamba.blocks.block import Block, Part
+from anymamba.blocks import modules
+from anymamba.blocks.block import ProjectionPart
 from anymamba.blocks.cache import CacheMethods
-from anymamba.kernels.cpu.program import Program
-from anymamba.kernels.watch import NotCovered
 from anymamba.models.config import MambaLMConfig
 
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.program import Program
 
-class RMSNorm(norms.RMSNorm):
+
+class RMSNorm(modules.RMSNorm):
     """`y = weight x / √(mean(x²) + eps)` over the last axis, computed in the dtype of x and rounded to the weight's."""
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -64,18 +65,19 @@ class GatedMLP(nn.Module):
         return self.fc2(y * F.silu(gate))
 
     def record(self, program: Program, x: int, d_model: int, *, to: int) -> None:
-        """Record `forward` for the compiled kernels: from slot `x`, added to slot `to`."""
+        """Describe `forward` to the compiled kernels: from slot `x`, added to slot `to`."""
         width = self.fc2.in_features
         both = program.linear(x, self, "fc1", d_model, 2 * width)
         program.linear(program.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
 
-    def seams(self) -> dict[str, tuple[Part, ...]]:
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """The parts of `fc1`."""
-        return {"fc1": (Part("value", self.fc2.in_features), Part("gate", self.fc2.in_features))}
+        width = self.fc2.in_features
+        return {"fc1": (ProjectionPart("value", width), ProjectionPart("gate", width))}
 
 
 class ResidualLayer(nn.Module):
-    """A block, and an MLP if the config has one, each behind a norm and added to the residual stream."""
+    """A block, and an MLP if the config has one, each after a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -105,17 +107,15 @@ class ResidualLayer(nn.Module):
         return residual, cache
 
     def record(self, program: Program, residual: int) -> None:
-        """Record one token for the compiled kernels: slot `residual` moves on."""
-        width = program.input_width
-        hidden = program.norm(residual, program.watch.child(self, "norm", RMSNorm), width)
-        program.watch.child(self, "mixer", type(self.mixer))
-        if not isinstance(self.mixer, Block):
-            raise NotCovered
-        self.mixer.record(program, hidden, to=residual, add=True)
+        """Describe one token to the compiled kernels: slot `residual` advances."""
+        width, mixer = program.input_width, self.mixer
+        hidden = program.norm(residual, program.child(self, "norm", RMSNorm), width)
+        program.expect_plain(mixer, type(mixer))
+        mixer.record(program, hidden, to=residual, add=True)
         program.release(hidden)
         if self.mlp is not None:
-            hidden = program.norm(residual, program.watch.child(self, "norm2", RMSNorm), width)
-            program.watch.child(self, "mlp", GatedMLP).record(program, hidden, width, to=residual)
+            hidden = program.norm(residual, program.child(self, "norm2", RMSNorm), width)
+            program.child(self, "mlp", GatedMLP).record(program, hidden, width, to=residual)
             program.release(hidden)
 
 

@@ -11,16 +11,14 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.padding import Padding
-from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
+from anymamba.ground.padding import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache, expect_ids, expect_labels, expect_targets
 from anymamba.models.config import MambaLMConfig
@@ -28,24 +26,27 @@ from anymamba.models.layers import ResidualLayer, RMSNorm, make_norm
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
-from anymamba.scan.numerics import state_dtype
 
 if TYPE_CHECKING:
-    from anymamba.generation import Generation, GenerationState
+    from anymamba.generation import Generation
+    from anymamba.kernels.cpu.program import Program
 
 
 class LMOutput(NamedTuple):
     """What the model says of a sequence.
 
     Attributes:
-        logits: of the token that follows each input token, (b, t, v); (b, 1, v) for the last token only.
+        logits: of the token that follows each input token, (b, t, v); (b, 1, v) or (z, 1, v) for the last tokens only;
+            None if they were not asked for.
         loss: mean negative log-likelihood of the labels, if there were any.
-        cache: to go on from.
+        cache: to continue from.
+        nats: the negative log-likelihood of all labels together, if there were any.
     """
 
-    logits: Float[Tensor, "b t v"]
+    logits: Float[Tensor, "z t v"] | None
     loss: Float[Tensor, ""] | None
     cache: LMCache
+    nats: Float[Tensor, ""] | None = None
 
 
 class Backbone(nn.Module):
@@ -68,39 +69,32 @@ class Backbone(nn.Module):
         cache: LMCache | None = None,
         *,
         path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " s1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Padding | None = None,
     ) -> tuple[Float[Tensor, "b t d"], LMCache]:
-        """The hidden states behind the last norm, and the new cache; arguments as for `MambaLM`."""
-        caches = self._layer_caches(cache)
-        residual = self._embed(input_ids)
-        padding = None
+        """The hidden states after the last norm, and the new cache; arguments as for `MambaLM`."""
+        caches, residual = self._layer_caches(cache), self.embed(input_ids)
+        cleaned = None
         if mask is not None:
-            padding = Padding.of("MambaLM", mask, input_ids.shape[0], input_ids.shape[1], input_ids.device)
-            residual = padding.compact(residual)
-        lengths = None if padding is None else padding.lengths
+            residual, cleaned = mask.compact(residual), mask.cleaned()
         new = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
-            residual, layer_cache = layer(residual, layer_cache, path=path, cu_seqlens=cu_seqlens, mask=lengths)
+            residual, layer_cache = layer(residual, layer_cache, path=path, cu_seqlens=cu_seqlens, mask=cleaned)
             new.append(layer_cache)
         hidden = self.norm_f(residual)
-        return (hidden if padding is None else padding.restore(hidden)), LMCache(tuple(new))
+        return (hidden if mask is None else mask.restore(hidden)), LMCache(tuple(new))
 
-    def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b d"], LMCache]:
-        """The hidden state behind the last norm for one token, and the new cache."""
-        return self._step_layers(self._embed(input_ids), cache)
+    def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
+        """The residual stream before the first layer.
 
-    def _step_layers(self, residual: Tensor, cache: LMCache | None) -> tuple[Tensor, LMCache]:
-        """`step` behind the embedding, (b, d)."""
-        new = []
-        for layer, layer_cache in zip(self.layers, self._layer_caches(cache), strict=True):
-            residual, layer_cache = layer(residual, layer_cache)
-            new.append(layer_cache)
-        return self.norm_f(residual), LMCache(tuple(new))
-
-    def _embed(self, input_ids: Tensor) -> Tensor:
+        Raises:
+            TypeError: ids that are no whole numbers.
+            ValueError: ids that are no tokens, or on another device.
+        """
         if input_ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"MambaLM: input_ids must be int32 or int64, got {input_ids.dtype}")
+        if input_ids.device != (device := self.embedding.weight.device):
+            raise ValueError(f"MambaLM: input_ids must be on {device}, got {input_ids.device}")
         try:
             hidden = self.embedding(input_ids)
         except IndexError as error:
@@ -147,7 +141,6 @@ class MambaLM(nn.Module):
                 "makes one of a table, MambaLM.from_pretrained(...) loads a directory"
             )
         self.config = config = config or MambaLMConfig(**fields)
-        self._decoder = Decoder()
         self.backbone = Backbone(config, device=device, dtype=dtype)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
         self._initialise()
@@ -160,88 +153,85 @@ class MambaLM(nn.Module):
         input_ids: Int[Tensor, "b t"],
         cache: LMCache | None = None,
         labels: Int[Tensor, "b t"] | None = None,
-        cu_seqlens: Int[Tensor, " s1"] | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
         *,
-        last_only: bool = False,
+        targets: Int[Tensor, "b t"] | None = None,
+        logits: Literal["all", "last", "none"] = "all",
         path: SsdPath | None = None,
     ) -> LMOutput:
         """Run over a sequence of any length, from any cache to a new one.
 
         Args:
-            input_ids: token ids, (b, t).
-            cache: where the rows (or packed sequences) go on from; a fresh start if not given. It is not changed.
-            labels: usually `input_ids` themselves, (b, t): the logits at each token are held against the label of the
-                next. -100 is ignored, and so are padding and the first token of each sequence.
+            input_ids: token ids.
+            cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
+            labels: usually `input_ids` themselves: the logits at each token are held against the label of the next.
+                -100 is ignored, and so are padding and the first token of each sequence.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
-            last_only: logits for the last (real) token of each row or packed sequence only. A loss is then computed
-                without the logits of all tokens at once, which are most of the memory of training.
+            targets: in place of labels, what each position's logits are held against, as it is.
+            logits: of every token, of the last (real) token of each row or packed sequence, or none. A loss without all
+                logits is computed a few tokens at a time: they are most of the memory of training.
             path: the scan's algorithm; the default if not given.
 
         Returns:
-            logits, loss (None without labels) and the new cache.
+            logits, loss and nats (None without labels or targets), and the new cache.
 
         Raises:
             TypeError: an argument of another type or dtype.
             ValueError: ids or labels out of range, or shapes that do not go together.
         """
         expect_ids(input_ids)
-        if labels is not None:
-            expect_labels(labels, input_ids)
-        hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
-        logits_btv = self.lm_head(_last(hidden_btd, cu_seqlens, mask) if last_only else hidden_btd)
-        if labels is None:
-            return LMOutput(logits_btv, None, new)
-        targets_m = _next_labels(labels, cu_seqlens, mask).flatten()
-        expect_targets(targets_m, logits_btv.shape[-1])
-        if last_only:
-            nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), targets_m)
+        padding = None
+        if mask is not None:
+            padding = Padding.of("MambaLM", mask, input_ids.shape[0], input_ids.shape[1], input_ids.device)
+        wanted = _targets(input_ids, labels, targets, cu_seqlens, padding)
+        if logits not in ("all", "last", "none"):
+            raise ValueError(f'MambaLM: logits must be "all", "last" or "none", got {logits!r}')
+        hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=padding)
+        found = None
+        if logits != "none":
+            found = self.lm_head(hidden_btd if logits == "all" else _last(hidden_btd, cu_seqlens, padding))
+        if wanted is None:
+            return LMOutput(found, None, new)
+        expect_targets(wanted, self.lm_head.out_features)
+        if found is not None and logits == "all":
+            nats = logits_nats(found.flatten(0, 1), wanted)
         else:
-            nats = logits_nats(logits_btv.flatten(0, 1), targets_m)
-        return LMOutput(logits_btv, nats / (targets_m != IGNORED_LABEL).sum().clamp(min=1), new)
+            nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), wanted)
+        return LMOutput(found, nats / (wanted != IGNORED_LABEL).sum().clamp(min=1), new, nats)
 
-    def step(
-        self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None, *, in_place: bool = False
-    ) -> tuple[Float[Tensor, "b v"], LMCache]:
-        """Run over one token a row.
+    def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
+        """Run over one token a row. `anymamba.decoder(model)` does the same in one call to the compiled kernels.
 
         Args:
-            input_ids: token ids, (b,).
-            cache: where the rows go on from; a fresh start if not given.
-            in_place: the new cache may take the old one's memory: for a cache that nobody else holds.
+            input_ids: token ids.
+            cache: what the rows continue from; a fresh start if not given. It is not changed.
 
         Returns:
-            The logits of the next token (b, v), and the new cache.
+            The logits of the next token, and the new cache.
         """
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1:
             found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token a row, got {found}")
-        expect_cache(cache)
-        residual_bd = self.backbone._embed(input_ids)
-        if (done := self._step_compiled(residual_bd, cache, in_place)) is not None:
-            return done
-        hidden_bd, new = self.backbone._step_layers(residual_bd, cache)
-        return self.lm_head(hidden_bd), new
+        hidden_b1d, new = self.backbone(input_ids.unsqueeze(1), cache)
+        return self.lm_head(hidden_b1d.squeeze(1)), new
 
-    def _step_compiled(self, residual: Tensor, cache: LMCache | None, in_place: bool) -> tuple[Tensor, LMCache] | None:
-        """`step` behind the embedding in one call to the compiled kernels; None where they do not cover it."""
-        if torch.is_autocast_enabled("cpu") or residual.dtype != state_dtype(self.dtype):
-            return None
-        cache = self.init_cache(residual.shape[0]) if cache is None else cache
-        tensors = [x for layer in cache.layers for x in layer.tensors()]
-        done = self._decoder.run(self.dtype, self._record, residual, tensors, in_place)
-        return done and (done[0], cache.with_tensors(done[1]))
+    def record(self, program: Program) -> None:
+        """Describe `step` after the embedding to the compiled kernels.
 
-    def _record(self, program: Program) -> None:
-        program.watch.module(self, MambaLM)
-        backbone = program.watch.child(self, "backbone", Backbone)
-        layers = program.watch.child(backbone, "layers", nn.ModuleList)
+        Raises:
+            NotCovered: they cannot do what this model does.
+        """
+        program.expect_plain(self, MambaLM)
+        backbone = program.child(self, "backbone", Backbone)
+        layers = program.child(backbone, "layers", nn.ModuleList)
         for name in layers._modules:
-            program.watch.child(layers, name, ResidualLayer).record(program, 0)
-        hidden = program.norm(0, program.watch.child(backbone, "norm_f", RMSNorm), program.input_width)
-        program.linear(hidden, self, "lm_head", program.input_width, self.lm_head.out_features, to=OUTPUT)
+            program.child(layers, name, ResidualLayer).record(program, 0)
+        width = program.input_width
+        hidden = program.norm(0, program.child(backbone, "norm_f", RMSNorm), width)
+        program.linear(hidden, self, "lm_head", width, self.lm_head.out_features, to=-1)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """The cache of a fresh start."""
@@ -316,70 +306,13 @@ class MambaLM(nn.Module):
         save_model(self, directory, format)
 
     def generate(
-        self,
-        input_ids: Int[Tensor, "b t"] | None = None,
-        max_new_tokens: int = 128,
-        *,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        stop: int | Sequence[int | Sequence[int]] | Tensor | None = None,
-        seed: int | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-        cache: LMCache | GenerationState | None = None,
-        segment_len: int = 2048,
-        return_state: bool = False,
+        self, input_ids: Int[Tensor, "b t"] | None = None, max_new_tokens: int = 128, **options: Any
     ) -> Generation:
-        """Continue token sequences.
-
-        Args:
-            input_ids: prompts, (b, t); may be left out to go on from a `GenerationState`.
-            max_new_tokens: the most tokens to give each row.
-            temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If
-                not given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
-            top_k: draw from the k most likely tokens only.
-            top_p: draw from the most likely tokens that together reach this probability.
-            min_p: draw from tokens at least this many times as likely as the most likely.
-            repetition_penalty: above 1, makes tokens less likely that a row has had before.
-            stop: token ids, or sequences of them, behind which a row stops.
-            seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch, nor on
-                `torch.manual_seed`. A new one each time if not given.
-            mask: for prompts of different lengths, True for real tokens (b, t), padding anywhere; or lengths (b,) of
-                rows that are padded at the end.
-            cache: where the rows go on from: a cache of this model, or the state of an earlier generation.
-            segment_len: tokens of a prompt that are computed at once.
-            return_state: also return where the rows stand, which takes one more step of the model.
-
-        Returns:
-            `tokens` (b, n), 0 behind the end of rows that stopped early; `lengths` (b,), how many of them count, the
-            stop token included; `state`, a `GenerationState` to go on from if it was asked for, else None; and
-            `rows()`, the tokens that count as lists.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
-        """
+        """Continue token sequences: `anymamba.generate` with this model, which has the options."""
         # Generation is a room above the models; this method is a door to it, opened when it is called.
         from anymamba.generation import generate
 
-        return generate(
-            self,
-            input_ids,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            stop=stop,
-            seed=seed,
-            mask=mask,
-            cache=cache,
-            segment_len=segment_len,
-            return_state=return_state,
-        )
+        return generate(self, input_ids, max_new_tokens, **options)
 
     def _initialise(self) -> None:
         """Embedding N(0, 0.02); projections into the residual stream divided by √layers; their biases zero."""
@@ -392,24 +325,38 @@ class MambaLM(nn.Module):
                 nn.init.zeros_(parameter)
 
 
-def _last(hidden_btd: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The hidden state of the last real token of each row, (b, 1, d), or packed sequence, (s, 1, d)."""
+def _last(hidden_btd: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
+    """The hidden state of the last real token of each row, (b, 1, d), or packed sequence, (z, 1, d)."""
     if cu_seqlens is not None:
         return hidden_btd[0, cu_seqlens[1:].long() - 1].unsqueeze(1)
-    if mask is None:
+    if padding is None:
         return hidden_btd[:, -1:]
-    if mask.dtype == torch.bool:
-        last_b = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
-    else:
-        last_b = (mask.long() - 1).clamp(min=0)
-    return hidden_btd.gather(1, last_b[:, None, None].expand(-1, 1, hidden_btd.shape[2]))
+    last_b1 = (padding.lengths - 1).clamp(min=0).unsqueeze(1)
+    if padding.order is not None:
+        last_b1 = padding.order.gather(1, last_b1)
+    return hidden_btd.gather(1, last_b1.unsqueeze(-1).expand(-1, 1, hidden_btd.shape[2]))
 
 
-def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The label that each position's logits are held against: that of the next real token of its sequence, (b, t)."""
-    padding = None
-    if mask is not None:
-        padding = Padding.of("MambaLM", mask, labels_bt.shape[0], labels_bt.shape[1], labels_bt.device)
+def _targets(
+    input_ids: Tensor,
+    labels: Tensor | None,
+    targets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    padding: Padding | None,
+) -> Tensor | None:
+    """What each position's logits are held against, (b·t,)."""
+    if labels is not None and targets is not None:
+        raise ValueError("MambaLM: labels and targets exclude each other, got both")
+    for name, given in (("labels", labels), ("targets", targets)):
+        if given is not None:
+            expect_labels(name, given, input_ids)
+    found = targets if labels is None else _next_labels(labels, cu_seqlens, padding)
+    return None if found is None else found.flatten()
+
+
+def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
+    """The label of the next real token of each position's sequence, (b, t)."""
+    if padding is not None:
         if padding.order is not None:
             labels_bt = labels_bt.gather(1, padding.order)
         labels_bt = labels_bt.masked_fill(~padding.front, IGNORED_LABEL)

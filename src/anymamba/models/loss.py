@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.operators import is_plain
-from anymamba.scan.numerics import state_dtype
+from anymamba.ground.numerics import state_dtype
+from anymamba.ground.operators import is_plain
 
 IGNORED_LABEL = -100
 _LOGITS = 2**24  # at once: 64 MiB in float32

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anymamba.ground.operators import is_observed
+
 
 class ChunkLayout:
     """Time as a table of equal chunks, padded with zeros at the end of each sequence.
@@ -26,13 +28,14 @@ class ChunkLayout:
         self.t = t
         self.index: Tensor | None = None
         if cu_seqlens is None:
-            self.chunk_len = min(chunk_len, t)
-            self.sequences = [(0, -(-t // self.chunk_len))]
+            # Where somebody traces it, the length may be a symbol, and chunks are better of a size that is known.
+            self.chunk_len = chunk_len if is_observed() else min(chunk_len, t)
+            self.sequences = [(0, _ceil(t, self.chunk_len))]
             return
         bounds = cu_seqlens.tolist()
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         self.chunk_len = min(chunk_len, max(lengths))
-        counts = [-(-length // self.chunk_len) for length in lengths]
+        counts = [_ceil(length, self.chunk_len) for length in lengths]
         ends = torch.tensor(counts).cumsum(0).tolist()
         self.sequences = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
         slot = [
@@ -47,11 +50,12 @@ class ChunkLayout:
         """(b, t, ...) -> (b, c, l, ...)."""
         if self.index is None:
             # Not `F.pad`: where the length is traced as a symbol, its gradient has other strides than were traced.
-            zeros = x.new_zeros((x.shape[0], -self.t % self.chunk_len, *x.shape[2:]))
+            missing = self.sequences[0][1] * self.chunk_len - self.t
+            zeros = x.new_zeros((x.shape[0], missing, *x.shape[2:]))
             padded = torch.cat([x, zeros], dim=1)
         else:
             padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))[:, self.index]
-        return padded.unflatten(1, (padded.shape[1] // self.chunk_len, self.chunk_len))
+        return padded.unflatten(1, (self.sequences[-1][1], self.chunk_len))
 
     def join(self, x: Tensor) -> Tensor:
         """(b, c, l, ...) -> (b, t, ...), the inverse of `split` without the padding."""
@@ -63,11 +67,6 @@ class ChunkLayout:
         return (initial_state,) if self.index is None else initial_state.split(1)
 
 
-def chunk_spans(t: int, chunk_len: int, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
-    """The chunks as (sequence, start, stop), unpadded: a sequence's last chunk is as long as what is left of it."""
-    bounds = [0, t] if cu_seqlens is None else cu_seqlens.tolist()
-    return [
-        (sequence, start, min(start + chunk_len, stop))
-        for sequence, (first, stop) in enumerate(itertools.pairwise(bounds))
-        for start in range(first, stop, chunk_len)
-    ]
+def _ceil(length: int, chunk_len: int) -> int:
+    """How many chunks a length takes. (Of a length that is a symbol, torch cannot negate the quotient.)"""
+    return (length + chunk_len - 1) // chunk_len

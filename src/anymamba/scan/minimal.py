@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anymamba.ground.numerics import state_dtype
 from anymamba.scan.chunking import ChunkLayout
-from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor, state_dtype
+from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor
+from anymamba.scan.path import SsdPath
 
 
 def scan_minimal(
@@ -22,14 +24,15 @@ def scan_minimal(
     k: Float[Tensor, "b t r g n"],
     q: Float[Tensor, "b t r g n"],
     log_decay: Float[Tensor, "b t h"],
-    *,
-    initial_state: Float[Tensor, "s h p n"],
-    chunk_len: int,
-    cu_seqlens: Int[Tensor, " s1"] | None,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
+    initial_state: Float[Tensor, "z h p n"],
+    cu_seqlens: Int[Tensor, " z1"] | None,
+    chunk_len: int | None,
+    algorithm: str,
+) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
     """The scan by segment sums (`anymamba.scan.scan` has the contract)."""
     dtype, g, e = state_dtype(v.dtype), k.shape[3], v.shape[3] // k.shape[3]
-    layout = ChunkLayout(v.shape[1], chunk_len, cu_seqlens)
+    length = chunk_len or SsdPath.optimal_chunk_len(k.shape[4], v.shape[4], v.shape[2])
+    layout = ChunkLayout(v.shape[1], length, cu_seqlens)
     v_bclrgep = layout.split(v.to(dtype)).unflatten(4, (g, e))
     k_bclrgn, q_bclrgn = layout.split(k.to(dtype)), layout.split(q.to(dtype))
     a_bcgel = layout.split(log_decay.to(dtype)).movedim(2, 3).unflatten(2, (g, e))

@@ -15,24 +15,19 @@ Two hazards are met here, once:
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anymamba.ground.numerics import summing_dtype
+
 MIN_LOG_DECAY = -1000.0
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and decays for activations of `dtype`: float64 for float64, float32 below."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def cumulative_decay(log_decay: Tensor, dim: int) -> Tensor:
     """Inclusive running sum of `log_decay` along `dim`, in float64 where the device has it."""
-    wide = torch.float32 if log_decay.device.type == "mps" else torch.float64
-    return log_decay.to(wide).clamp(min=MIN_LOG_DECAY).cumsum(dim)
+    return log_decay.to(summing_dtype(log_decay.device)).clamp(min=MIN_LOG_DECAY).cumsum(dim)
 
 
 def decay_factor(exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,7 +48,7 @@ def decay_between(lam: Tensor, dtype: torch.dtype) -> Tensor:
         (..., l, l).
     """
     difference = lam.unsqueeze(-1) - lam.unsqueeze(-2)
-    return _exp_above_floor(difference.to(dtype).clamp_(_floor(dtype), 0))
+    return _exp_above_floor(difference.to(dtype).clamp_(_floor(dtype), 0.0))
 
 
 def causal_decay(lam: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,10 +64,3 @@ def _exp_above_floor(exponent: Tensor) -> Tensor:
     """`exp`, and 0 at the floor. The floor is not -inf, for which torch's `exp` takes three times as long on a CPU."""
     least = math.exp(_floor(exponent.dtype))
     return F.threshold(exponent.exp(), least * (1 + 1e-5), 0.0)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which `device` computes in the dtypes that it is given."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

@@ -1,4 +1,4 @@
-"""Which algorithm computes the scan, and with what chunk length."""
+"""Which algorithm computes a scan, with what chunk length, and along which pathway."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 Algorithm = Literal["fastest", "recurrent", "minimal", "serial", "serial_recalculated", "fused"]
+Pathway = Literal["single", "double"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
-# Steps times ranks of a chunk in the compiled kernels: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
-FUSED_CHUNK_ROWS = 64
 _LONGEST = 2**31 - 1
 
 
 @runtime_checkable
 class ScanDims(Protocol):
-    """What a block tells of its scan: every block of the library has these three."""
+    """What a block says of its scan: every block of the library has these three."""
 
     @property
     def d_state(self) -> int:
@@ -32,11 +32,12 @@ class ScanDims(Protocol):
 
 @dataclass(frozen=True)
 class SsdPath:
-    """An algorithm for the scan and, optionally, its chunk length.
+    """An algorithm for a scan and, optionally, its chunk length and pathway.
 
     All algorithms give the same values and gradients; they differ in time and memory.
 
-    - `fastest` (the default): `fused` where a kernel covers the inputs, else `serial_recalculated`.
+    - `fastest` (the default): `fused` where a kernel covers the inputs, else `serial_recalculated`, and for a single
+      step `recurrent`.
     - `recurrent`: one step after the other. The definition itself, slow on long inputs.
     - `minimal`: segment-sum masks and batched matmuls, backward by autograd. Quadratic in the number of chunks.
     - `serial`: five batched stages with a loop over chunks for the state, backward by autograd.
@@ -44,17 +45,22 @@ class SsdPath:
       the rest.
     - `fused`: the same in the compiled kernels, where there are some for the device and dtype.
 
-    No chunk length means the one that suits the algorithm and the sizes at hand. Any length from 1 upwards is valid,
-    also one beyond the sequence. `recurrent` has no chunks and ignores it.
+    No chunk length means the one that suits the algorithm, the sizes and the device when the scan runs. Any length from
+    1 upwards is valid, also one beyond the sequence. `recurrent` has no chunks and ignores it.
+
+    Mamba-3's trapezoidal rule has two pathways on any algorithm, `single` (one scan) and `double` (two scans); others
+    ignore it. Both leave the same state, so a sequence may change its pathway at any cut.
     """
 
     algorithm: Algorithm = "fastest"
     chunk_len: int | None = None
+    pathway: Pathway = "single"
 
     def __post_init__(self) -> None:
-        """Refuse unknown algorithms, and lengths that are none."""
-        if self.algorithm not in get_args(Algorithm):
-            raise ValueError(f"SsdPath: algorithm must be one of {get_args(Algorithm)}, got {self.algorithm!r}")
+        """Refuse unknown names, and lengths that cannot be."""
+        for name, known in (("algorithm", Algorithm), ("pathway", Pathway)):
+            if (value := getattr(self, name)) not in get_args(known):
+                raise ValueError(f"SsdPath: {name} must be one of {get_args(known)}, got {value!r}")
         if self.chunk_len is not None and not 1 <= self.chunk_len <= _LONGEST:
             raise ValueError(f"SsdPath: chunk_len must be None or from 1 to {_LONGEST}, got {self.chunk_len}")
 
@@ -95,9 +101,11 @@ class SsdPath:
         return cls("fused", chunk_len)
 
     @classmethod
-    def for_block(cls, block: ScanDims) -> SsdPath:
-        """The default algorithm with the chunk length that suits `block` written out."""
-        return cls(chunk_len=cls.optimal_chunk_len(block.d_state, block.headdim, block.rank))
+    def for_block(cls, block: ScanDims, algorithm: Algorithm = "fastest") -> SsdPath:
+        """An algorithm with the chunk length that suits `block` written out, where the kernels do not choose it."""
+        if algorithm in ("fastest", "fused", "recurrent"):
+            return cls(algorithm)
+        return cls(algorithm, cls.optimal_chunk_len(block.d_state, block.headdim, block.rank))
 
     @staticmethod
     def optimal_chunk_len(d_state: int, headdim: int, rank: int = 1) -> int:
@@ -109,13 +117,5 @@ class SsdPath:
         return max(1, fused_len // rank)
 
     def chunk_len_or_optimal(self, d_state: int, headdim: int, rank: int = 1) -> int:
-        """This path's chunk length, or where it has none, the one that suits its algorithm.
-
-        That is `optimal_chunk_len` for the portable algorithms; the kernels keep the rows of a chunk in a core's
-        first- and second-level caches.
-        """
-        if self.chunk_len is not None:
-            return self.chunk_len
-        if self.algorithm == "fused":
-            return max(1, FUSED_CHUNK_ROWS // rank)
-        return self.optimal_chunk_len(d_state, headdim, rank)
+        """This path's chunk length, or where it has none, the one that suits the portable algorithms."""
+        return self.chunk_len or self.optimal_chunk_len(d_state, headdim, rank)

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.scan.numerics import state_dtype, without_autocast
+from anymamba.ground.numerics import state_dtype, without_autocast
+from anymamba.ground.sequences import spans
 
 
 def scan_step(
@@ -62,23 +63,17 @@ def scan_recurrent(
     k: Float[Tensor, "b t r g n"],
     q: Float[Tensor, "b t r g n"],
     log_decay: Float[Tensor, "b t h"],
-    *,
-    initial_state: Float[Tensor, "s h p n"],
-    chunk_len: int,
-    cu_seqlens: Int[Tensor, " s1"] | None,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
-    """The scan by its definition (`anymamba.scan.scan` has the contract); `chunk_len` plays no part."""
-    del chunk_len
-    dtype = state_dtype(v.dtype)
-    if cu_seqlens is None:
-        sequences = [(0, v.shape[1], initial_state.to(dtype))]
-    else:
-        bounds = cu_seqlens.tolist()
-        sequences = list(zip(bounds[:-1], bounds[1:], initial_state.to(dtype).split(1), strict=True))
-    ys, finals = [], []
-    for start, stop, state in sequences:
+    initial_state: Float[Tensor, "z h p n"],
+    cu_seqlens: Int[Tensor, " z1"] | None,
+    chunk_len: int | None,
+    algorithm: str,
+) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
+    """The scan by its definition (`anymamba.scan.scan` has the contract); there are no chunks."""
+    states, ys, finals = initial_state.to(state_dtype(v.dtype)), [], []
+    for rows, start, stop in spans(v.shape[1], cu_seqlens):
+        state = states[rows]
         for t in range(start, stop):
-            y_brhp, state = scan_step(v[:, t], k[:, t], q[:, t], log_decay[:, t], state)
+            y_brhp, state = _step(v[:, t], k[:, t], q[:, t], log_decay[:, t], state)
             ys.append(y_brhp)
         finals.append(state)
     return torch.stack(ys, dim=1), torch.cat(finals)

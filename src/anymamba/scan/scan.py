@@ -2,64 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.kernels import library
-from anymamba.scan.checks import check_scan
-from anymamba.scan.fused import scan_fused
+from anymamba.ground.checks import (
+    check_cu_seqlens,
+    checked,
+    expect_at_most_zero,
+    expect_dtypes,
+    expect_steps,
+    initial_state_or_zeros,
+)
+from anymamba.ground.numerics import without_autocast
+from anymamba.ground.operators import Implementation, Operator
+from anymamba.scan import serial_recalculated
 from anymamba.scan.minimal import scan_minimal
-from anymamba.scan.numerics import state_dtype, without_autocast
-from anymamba.scan.operator import Algorithm, exported
 from anymamba.scan.path import SsdPath
 from anymamba.scan.recurrent import scan_recurrent
 from anymamba.scan.serial import scan_serial
-from anymamba.scan.serial_recalculated import scan_serial_recalculated
-
-_ALGORITHMS: dict[str, Algorithm] = {
-    "recurrent": scan_recurrent,
-    "minimal": scan_minimal,
-    "serial": scan_serial,
-    "serial_recalculated": scan_serial_recalculated,
-    "fused": scan_fused,
-}
-_EXPORTED: dict[str, Algorithm] = {
-    "recurrent": exported("scan_recurrent", scan_recurrent),
-    "minimal": exported("scan_minimal", scan_minimal),
-    "serial": exported("scan_serial", scan_serial),
-    "serial_recalculated": scan_serial_recalculated,
-    "fused": scan_fused,
-}
 
 
-def resolve_path(path: SsdPath | None, device: torch.device, dtype: torch.dtype) -> SsdPath:
-    """`path` with `fastest` decided: `fused` where a kernel covers `device` and `dtype`, else `serial_recalculated`.
-
-    Raises:
-        RuntimeError: `path` asks for `fused` and there is no such kernel.
-    """
-    path = SsdPath.or_default(path)
-    if path.algorithm not in ("fastest", "fused"):
-        return path
-    reason = library.missing(device, dtype)
-    if not reason:
-        return SsdPath("fused", path.chunk_len)
-    if path.algorithm == "fused":
-        raise RuntimeError(f"SsdPath.fused(): no compiled kernel: {reason}. Use SsdPath() for the fastest there is.")
-    return SsdPath("serial_recalculated", path.chunk_len)
-
-
+@checked
 def scan(
     v: Float[Tensor, "b t r h p"],
     k: Float[Tensor, "b t r g n"],
     q: Float[Tensor, "b t r g n"],
     log_decay: Float[Tensor, "b t h"],
     *,
-    initial_state: Float[Tensor, "s h p n"] | None = None,
+    initial_state: Float[Tensor, "z h p n"] | None = None,
     path: SsdPath | None = None,
-    cu_seqlens: Int[Tensor, " s1"] | None = None,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
+    cu_seqlens: Int[Tensor, " z1"] | None = None,
+) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
     """Run the linear recurrence behind every SSD model over a sequence.
 
         S_t = exp(a_t) S_{t-1} + Σ_r v_t[r] ⊗ k_t[r]        y_t[r] = S_t q_t[r]
@@ -68,35 +44,91 @@ def scan(
     float32, or float64 for float64 inputs, and so is all arithmetic.
 
     Args:
-        v: values, (b, t, r, h, p): batch, time, MIMO rank, heads, head width.
-        k: keys, (b, t, r, g, n): g groups of heads, state size n. Head h reads group h // (h / g).
-        q: queries, (b, t, r, g, n).
-        log_decay: a, (b, t, h), never positive. That is checked in eager mode on the CPU; elsewhere a positive value is
-            undefined behaviour.
-        initial_state: S_{-1}, (b, h, p, n), or (sequences, h, p, n) for packed input. Zeros if not given.
+        v: values of MIMO rank r and h heads of width p.
+        k: keys, for g groups of heads. Head h reads group h // (h / g).
+        q: queries.
+        log_decay: a, never positive. That is checked in eager mode on the CPU; elsewhere a positive value is undefined
+            behaviour.
+        initial_state: S_{-1}, one for each row, or for each packed sequence. Zeros if not given.
         path: the algorithm and its chunk length; `SsdPath()` if not given.
-        cu_seqlens: boundaries (0, ..., t) of sequences packed one after another into a batch of one,
-            (sequences + 1,), strictly increasing. Nothing crosses a boundary.
+        cu_seqlens: boundaries (0, ..., t) of sequences packed one after another into a batch of one, strictly
+            increasing. Nothing crosses a boundary.
 
     Returns:
-        y (b, t, r, h, p) in the dtype of `v`, and the final state(s), in the shape of `initial_state`.
+        y in the dtype of `v`, and the final state(s).
 
     Raises:
         ValueError: shapes, devices or values that do not fit.
         TypeError: dtypes that do not fit.
         RuntimeError: `path` asks for a compiled kernel where there is none.
     """
-    check_scan(v, k, q, log_decay, initial_state, cu_seqlens)
-    path = resolve_path(path, v.device, v.dtype)
-    b, t, r, h, p = v.shape
-    n = k.shape[-1]
-    if initial_state is None:
-        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        initial_state = v.new_zeros((rows, h, p, n), dtype=state_dtype(v.dtype))
-    chunk_len = path.chunk_len_or_optimal(n, p, r)
-    algorithms = _EXPORTED if torch.compiler.is_exporting() else _ALGORITHMS
+    path = SsdPath.or_default(path)
+    expect_groups("scan", v.shape[3], k.shape[3], v.shape[2])
+    expect_steps("scan", v.shape[1])
+    expect_dtypes("scan", "v", v, alike={"k": k, "q": q}, wide={"log_decay": log_decay})
+    expect_at_most_zero("scan", "log_decay", log_decay, " (a decay is at most 1)")
+    if cu_seqlens is not None:
+        check_cu_seqlens("scan", cu_seqlens, v.shape[0], v.shape[1], v.device)
+    state = initial_state_or_zeros("scan", initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
     with without_autocast(v.device):
-        y, final_state = algorithms[path.algorithm](
-            v, k, q, log_decay, initial_state=initial_state, chunk_len=chunk_len, cu_seqlens=cu_seqlens
-        )
+        y, final_state = scan_operator(v, k, q, log_decay, state, cu_seqlens, path.chunk_len, path.algorithm)
     return y, final_state
+
+
+def expect_groups(where: str, heads: int, groups: int, ranks: int) -> None:
+    """Raise `ValueError` unless there is a rank, and the groups divide the heads."""
+    for count, letter, name in ((ranks, "r", "ranks"), (groups, "g", "groups")):
+        if count < 1:
+            raise ValueError(f"{where}: there must be at least one of the {name}, got {letter} = 0")
+    if heads % groups:
+        raise ValueError(f"{where}: groups must divide heads, got g = {groups} and h = {heads}")
+
+
+def fake(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """y and the final state without their values."""
+    return (
+        torch.empty(v.shape, dtype=v.dtype, device=v.device),
+        torch.empty(initial_state.shape, dtype=initial_state.dtype, device=v.device),
+    )
+
+
+def fastest(v: Tensor, *_: Any) -> str:
+    """What "fastest" means without a kernel: a single step needs no chunks."""
+    return "recurrent" if v.shape[1] == 1 else "serial_recalculated"
+
+
+def in_the_open(algorithm: str) -> str:
+    """The algorithm that stands for another where only torch's own operators are wanted.
+
+    Raises:
+        RuntimeError: it is a compiled one.
+    """
+    if algorithm == "fused":
+        raise RuntimeError("SsdPath.fused(): there is no compiled kernel inside anymamba.portable()")
+    return {"fastest": "minimal", "serial_recalculated": "serial"}.get(algorithm, algorithm)
+
+
+_ALGORITHMS = {
+    "recurrent": Implementation(scan_recurrent),
+    "minimal": Implementation(scan_minimal),
+    "serial": Implementation(scan_serial),
+    "serial_recalculated": Implementation(serial_recalculated.forward, serial_recalculated.backward),
+}
+
+
+def _definition(*inputs: Any) -> tuple[Tensor, Tensor]:
+    y, final_state = _ALGORITHMS[in_the_open(inputs[-1])].forward(*inputs)
+    return y, final_state
+
+
+scan_operator = Operator(
+    "scan",
+    inputs="Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, Tensor? cu_seqlens, int? chunk_len, "
+    "str algorithm",
+    outputs=2,
+    differentiable=5,
+    fake=fake,
+    definition=_definition,
+    portable=_ALGORITHMS,
+    fastest=fastest,
+)

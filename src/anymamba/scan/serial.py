@@ -18,8 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anymamba.ground.numerics import state_dtype
 from anymamba.scan.chunking import ChunkLayout
-from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor, state_dtype
+from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor
+from anymamba.scan.path import SsdPath
 
 
 def fuse_ranks(x: Float[Tensor, "... l l"], rank: int) -> Float[Tensor, "... i i"]:
@@ -62,9 +64,9 @@ def chunk_states(
 def pass_states(
     added_bchpn: Float[Tensor, "b c h p n"],
     total_bch: Float[Tensor, "b c h"],
-    initial_state: Float[Tensor, "s h p n"],
+    initial_state: Float[Tensor, "z h p n"],
     layout: ChunkLayout,
-) -> tuple[Float[Tensor, "b c h p n"], Float[Tensor, "s h p n"]]:
+) -> tuple[Float[Tensor, "b c h p n"], Float[Tensor, "z h p n"]]:
     """K4: `H_{c+1} = exp(Lam_end) H_c + S_c`, chunk after chunk; the entering states and the final ones."""
     kept_bch = decay_factor(total_bch, added_bchpn.dtype)
     entering, finals = [], []
@@ -101,14 +103,15 @@ def scan_serial(
     k: Float[Tensor, "b t r g n"],
     q: Float[Tensor, "b t r g n"],
     log_decay: Float[Tensor, "b t h"],
-    *,
-    initial_state: Float[Tensor, "s h p n"],
-    chunk_len: int,
-    cu_seqlens: Int[Tensor, " s1"] | None,
-) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "s h p n"]]:
+    initial_state: Float[Tensor, "z h p n"],
+    cu_seqlens: Int[Tensor, " z1"] | None,
+    chunk_len: int | None,
+    algorithm: str,
+) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
     """The scan by K1 to K5 (`anymamba.scan.scan` has the contract)."""
     dtype, rank = state_dtype(v.dtype), v.shape[2]
-    layout = ChunkLayout(v.shape[1], chunk_len, cu_seqlens)
+    length = chunk_len or SsdPath.optimal_chunk_len(k.shape[4], v.shape[4], rank)
+    layout = ChunkLayout(v.shape[1], length, cu_seqlens)
     v_bcihp = layout.split(v.to(dtype)).flatten(2, 3)
     k_bcgin = layout.split(k.to(dtype)).flatten(2, 3).transpose(2, 3)
     q_bcgin = layout.split(q.to(dtype)).flatten(2, 3).transpose(2, 3)

@@ -15,8 +15,6 @@ large sums, so nothing cancels). With `E = (dy vᵀ) ∘ W` the gradient on the 
 
     da_k   = Σ_{l ≥ k} out_l + Σ_{l < k} in_l + keep + Σ_{l ≥ k} Σ_{s < k} E[l, s]
 
-It is registered as an operator, so that `torch.compile` and `torch.export` see one node, for any sequence length.
-
 Letters: b batch, l steps of the chunk, i, j = (l r) steps and MIMO ranks fused, g groups, e heads of a group,
 m = (e p) the heads of a group and their width fused, h = (g e), p head width, n state.
 """
@@ -29,9 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.scan.chunking import chunk_spans
-from anymamba.scan.numerics import cumulative_decay, decay_between, decay_factor, state_dtype, without_autocast
-from anymamba.scan.operator import scan_operator
+from anymamba.ground.numerics import state_dtype
+from anymamba.ground.sequences import chunks, spans
+from anymamba.scan.numerics import cumulative_decay, decay_between, decay_factor
+from anymamba.scan.path import SsdPath
 from anymamba.scan.serial import fuse_ranks
 
 
@@ -47,9 +46,9 @@ class _Chunk(NamedTuple):
     kept_bh11: Tensor
 
     @staticmethod
-    def cut(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, start: int, stop: int) -> _Chunk:
+    def cut(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, time: slice) -> _Chunk:
         dtype, rank = state_dtype(v.dtype), v.shape[2]
-        lam_bhl = cumulative_decay(log_decay[:, start:stop].transpose(1, 2), -1)
+        lam_bhl = cumulative_decay(log_decay[:, time].transpose(1, 2), -1)
         end_bh1 = lam_bhl[..., -1:]
         from_start_blh = decay_factor(lam_bhl, dtype).transpose(1, 2)
         to_end_blh = decay_factor(end_bh1 - lam_bhl, dtype).transpose(1, 2)
@@ -57,9 +56,9 @@ class _Chunk(NamedTuple):
             from_start_blh = from_start_blh.repeat_interleave(rank, dim=1)
             to_end_blh = to_end_blh.repeat_interleave(rank, dim=1)
         return _Chunk(
-            v[:, start:stop].to(dtype).flatten(1, 2),
-            k[:, start:stop].to(dtype).flatten(1, 2).transpose(1, 2),
-            q[:, start:stop].to(dtype).flatten(1, 2).transpose(1, 2),
+            v[:, time].to(dtype).flatten(1, 2),
+            k[:, time].to(dtype).flatten(1, 2).transpose(1, 2),
+            q[:, time].to(dtype).flatten(1, 2).transpose(1, 2),
             lam_bhl,
             from_start_blh.unsqueeze(-1),
             to_end_blh.unsqueeze(-1),
@@ -177,20 +176,28 @@ def _crossing(e_bhii: Tensor, rank: int) -> Tensor:
     return F.pad(sums_bhl, (1, 0))
 
 
-def _forward(
-    v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, chunk_len: int, cu_seqlens: Tensor | None
+def forward(
+    v: Tensor,
+    k: Tensor,
+    q: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_len: int | None,
+    algorithm: str,
 ) -> tuple[Tensor, Tensor]:
+    """The scan (`anymamba.scan.scan` has the contract)."""
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    states = list(initial_state.split(initial_state.shape[0] if cu_seqlens is None else 1))
-    with without_autocast(v.device):
-        for sequence, start, stop in chunk_spans(v.shape[1], chunk_len, cu_seqlens):
-            chunk = _Chunk.cut(v, k, q, log_decay, start, stop)
-            y[:, start:stop] = chunk.by_step(chunk.outputs(states[sequence]))
-            states[sequence] = chunk.next_state(states[sequence])
-    return y, torch.cat(states)
+    states, length = initial_state.clone(), _length(v, k, chunk_len)
+    for span in spans(v.shape[1], cu_seqlens):
+        for time in chunks(span, length):
+            chunk = _Chunk.cut(v, k, q, log_decay, time)
+            y[:, time] = chunk.by_step(chunk.outputs(states[span.rows]))
+            states[span.rows] = chunk.next_state(states[span.rows])
+    return y, states
 
 
-def _backward(
+def backward(
     dy: Tensor,
     dfinal_state: Tensor,
     v: Tensor,
@@ -198,28 +205,28 @@ def _backward(
     q: Tensor,
     log_decay: Tensor,
     initial_state: Tensor,
-    chunk_len: int,
     cu_seqlens: Tensor | None,
+    chunk_len: int | None,
+    algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = initial_state.shape[0] if cu_seqlens is None else 1
-    spans = chunk_spans(v.shape[1], chunk_len, cu_seqlens)
+    """The gradients of v, k, q, log_decay and initial_state."""
     dv, dk, dq, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, k, q, log_decay))
-    with without_autocast(v.device):
-        states, entering = list(initial_state.split(rows)), []
-        for sequence, start, stop in spans:
-            entering.append(states[sequence])
-            states[sequence] = _Chunk.cut(v, k, q, log_decay, start, stop).next_state(states[sequence])
-        leaving = list(dfinal_state.split(rows))
-        for sequence, start, stop in reversed(spans):
-            chunk = _Chunk.cut(v, k, q, log_decay, start, stop)
-            dy_bihp = dy[:, start:stop].to(initial_state.dtype).flatten(1, 2)
-            grads = _chunk_backward(chunk, entering.pop(), dy_bihp, leaving[sequence])
-            dv[:, start:stop] = chunk.by_step(grads.dv_bihp)
-            dk[:, start:stop] = chunk.by_step(grads.dk_bgin.transpose(1, 2))
-            dq[:, start:stop] = chunk.by_step(grads.dq_bgin.transpose(1, 2))
-            da[:, start:stop] = grads.da_bhl.transpose(1, 2)
-            leaving[sequence] = grads.dstate_bhpn
-    return dv, dk, dq, da, torch.cat(leaving)
+    dstates, length = dfinal_state.clone(), _length(v, k, chunk_len)
+    for span in spans(v.shape[1], cu_seqlens):
+        times, entering = list(chunks(span, length)), [initial_state[span.rows]]
+        for time in times[:-1]:
+            entering.append(_Chunk.cut(v, k, q, log_decay, time).next_state(entering[-1]))
+        for time in reversed(times):
+            chunk = _Chunk.cut(v, k, q, log_decay, time)
+            dy_bihp = dy[:, time].to(initial_state.dtype).flatten(1, 2)
+            grads = _chunk_backward(chunk, entering.pop(), dy_bihp, dstates[span.rows])
+            dv[:, time] = chunk.by_step(grads.dv_bihp)
+            dk[:, time] = chunk.by_step(grads.dk_bgin.transpose(1, 2))
+            dq[:, time] = chunk.by_step(grads.dq_bgin.transpose(1, 2))
+            da[:, time] = grads.da_bhl.transpose(1, 2)
+            dstates[span.rows] = grads.dstate_bhpn
+    return dv, dk, dq, da, dstates
 
 
-scan_serial_recalculated = scan_operator("scan_recalculated", _forward, _backward)
+def _length(v: Tensor, k: Tensor, chunk_len: int | None) -> int:
+    return chunk_len or SsdPath.optimal_chunk_len(k.shape[4], v.shape[4], v.shape[2])

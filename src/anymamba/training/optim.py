@@ -53,7 +53,7 @@ def _embeddings(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Optimiser:
-    """AdamW; or Muon for the hidden matrices, cut at their seams, and AdamW for the rest.
+    """AdamW; or Muon for the hidden matrices, cut into their parts, and AdamW for the rest.
 
     Make it when the parameters are where they shall stay: what is cut is a view of its parameter, with a gradient and a
     state of its own.
@@ -126,7 +126,7 @@ def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Ten
     """The parts of a weight: their names, a view of each, the first of its rows, and whether it is a matrix."""
     path, _, projection = name.removesuffix(".weight").rpartition(".")
     owner: Any = model.get_submodule(path)
-    parts = owner.seams().get(projection, ()) if hasattr(owner, "seams") else ()
+    parts = owner.projection_parts().get(projection, ()) if hasattr(owner, "projection_parts") else ()
     if not parts:
         yield name, weight, 0, True
         return

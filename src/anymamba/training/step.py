@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.loss import head_nats
 from anymamba.training.data import Batch
 
 
@@ -23,12 +22,12 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any
 
 
 def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype) -> tuple[Tensor, LMCache]:
-    """The negative log-likelihood of a batch's targets, added up, and the state behind each of its rows.
+    """The negative log-likelihood of a batch's targets, added up, and the state after each of its rows.
 
     Args:
         model: the language model.
         batch: on the model's device.
-        carried: the state of each row, behind the step before; None for a fresh start of all.
+        carried: the state of each row, after the step before; None for a fresh start of all.
         dtype: of the computation.
 
     Returns:
@@ -39,9 +38,9 @@ def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: tor
         if carried is not None and bool((batch.carried < len(batch.last)).any()):
             fresh = model.init_cache(1).to(dtype=dtype)
             cache = LMCache.cat([carried, fresh]).rows(batch.carried)
-        hidden_1td, new = model.backbone(batch.inputs, cache, cu_seqlens=batch.cu_seqlens)
-        nats = head_nats(model.lm_head, hidden_1td[0], batch.targets[0])
-    return nats, new.detach().rows(batch.last)
+        output = model(batch.inputs, cache, targets=batch.targets, cu_seqlens=batch.cu_seqlens, logits="none")
+    assert output.nats is not None
+    return output.nats, output.cache.detach().rows(batch.last)
 
 
 def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:

@@ -1,189 +1,223 @@
-"""Forward and backward of the scan by the compiled kernels.
+"""The scan, Mamba-2's form of it and Mamba-3's by the compiled kernels (contracts: `scan/`).
 
-The backward keeps the inputs only; the formulas are those of `scan/serial_recalculated.py`.
+The backward keeps the inputs only; its formulas are those of `scan/serial_recalculated.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from anymamba.kernels import library
-from anymamba.kernels.cpu.structures import ScanArgs
+from anymamba.ground.operators import Implementation
+from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu.call import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
+
+# Steps times ranks of a chunk: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
+_CHUNK_ROWS = 64
 
 
-class Call:
-    """The arguments of one call, and the tensors behind its pointers, which must outlive it."""
+class _Scan(NamedTuple):
+    """What every scan has, and what Mamba-2's has beside it."""
 
-    def __init__(
-        self, v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, chunk_len: int, cu_seqlens: Tensor | None
-    ) -> None:
-        """Fill in what every scan has: shapes as in `ssd_forward`."""
-        b, t, r, h, p = v.shape
-        g, n = k.shape[3:]
-        if t < 1 or chunk_len < 1:
-            raise ValueError(f"a scan has at least one step, in chunks of at least one, got {t} and {chunk_len}")
-        if g < 1 or h % g:
-            raise ValueError(f"the groups must divide the {h} heads, got {g}")
-        self.kept: list[Tensor] = []
-        self.dtype = v.dtype
-        self.wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-        self.args = ScanArgs(
-            dtype=library.dtype_code(v.dtype),
-            threads=torch.get_num_threads(),
-            batch=b,
-            time=t,
-            rank=r,
-            heads=h,
-            groups=g,
-            width=p,
-            state=n,
-            chunk_len=chunk_len,
-            sequences=b if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        )
-        self.strided("v", v, v.shape)
-        self.strided("k", k, (b, t, r, g, n))
-        self.strided("q", q, (b, t, r, g, n))
-        self.decay("log_decay", log_decay)
-        if cu_seqlens is not None:
-            self.dense("bounds", library.checked_bounds(cu_seqlens, b, t))
+    v: Tensor  # (b, t, r, h, p)
+    k: Tensor
+    q: Tensor
+    log_decay: Tensor
+    scale: Tensor | None
+    skip: Tensor | None
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
+    chunk_len: int | None
 
     @property
-    def state_shape(self) -> tuple[int, int, int, int]:
-        """Of the initial and final states, (s, h, p, n)."""
-        return self.args.sequences, self.args.heads, self.args.width, self.args.state
+    def is_empty(self) -> bool:
+        """Without values there is nothing to sum."""
+        return not self.initial_state.shape[0] * self.v.shape[3] * self.v.shape[4]
 
-    def scale_and_skip(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        """Fill in both where they are given."""
-        if scale is not None:
-            self.decay("scale", scale)
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor], **numbers: Any) -> None:
+        """Call a kernel; `tensors` and `numbers` are those beyond these fields."""
+        b, t, r, h, p = self.v.shape
+        if t < 1 or self.k.shape[3] < 1 or h % self.k.shape[3]:
+            raise ValueError(f"a scan has steps, and groups that divide the {h} heads, got {t} and {self.k.shape[3]}")
+        chunk_len = max(1, _CHUNK_ROWS // r) if self.chunk_len is None else self.chunk_len
+        if chunk_len < 1:
+            raise ValueError(f"chunks have at least one step, got {chunk_len}")
+        skip = self.skip
         if skip is not None:
-            shape = (self.args.heads, self.args.width)
-            library.expect("skip", skip, shape[: skip.ndim])
-            self.dense(
-                "skip", (skip if skip.ndim == 2 else skip.unsqueeze(-1)).to(self.wide).expand(shape).contiguous()
-            )
+            skip = (skip if skip.ndim == 2 else skip.unsqueeze(-1)).expand(h, p)
+        given = {
+            "v": self.v,
+            "k": self.k,
+            "q": self.q,
+            "log_decay": self.log_decay,
+            "scale": self.scale,
+            "skip": skip,
+            "initial_state": self.initial_state,
+            **tensors,
+        }
+        bounds = checked_bounds(self.cu_seqlens, b, t)
+        sizes = {"z": b if bounds is None else bounds.shape[0] - 1}
+        call(function, self.v.dtype, given, results, bounds=bounds, sizes=sizes, chunk_len=chunk_len, **numbers)
 
-    def decay(self, name: str, x: Tensor) -> None:
-        """Fill in a number for each head and step, (b, t, h), with its strides."""
-        a = self.args
-        setattr(a, f"{name}_strides", library.expect(name, x, (a.batch, a.time, a.heads), self.wide).stride())
-        self.dense(name, x)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """y and the final states."""
+        y, final_state = empty_like(self.v), empty_like(self.initial_state)
+        if self.initial_state.shape[0]:
+            self.run("scan_forward", {}, {"y": y, "final_state": final_state})
+        return y, final_state
 
-    def strided(self, name: str, x: Tensor, shape: Sequence[int]) -> None:
-        """Fill in activations with their strides."""
-        x = library.dense_last_axis(library.expect(name, x, shape, self.dtype))
-        setattr(self.args, f"{name}_strides", x.stride()[:-1])
-        self.dense(name, x)
-
-    def given(self, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
-        """Fill in a tensor that the kernels read as contiguous: states, and whatever else is of their dtype."""
-        self.dense(name, library.expect(name, x, shape, dtype).to(dtype or self.wide).contiguous())
-
-    def dense(self, name: str, x: Tensor) -> None:
-        """Fill in a tensor that the kernels need no strides of, or know them already."""
-        self.kept.append(x)
-        setattr(self.args, name, x.data_ptr())
-
-    def run(self, name: str, **results: Tensor) -> None:
-        """Fill in the contiguous tensors that the kernel writes, by the names of their fields, and call it."""
-        for field, x in results.items():
-            self.dense(field, x)
-        library.call(name, self.args)
-
-
-def ssd_forward(
-    v: Tensor,
-    k: Tensor,
-    q: Tensor,
-    log_decay: Tensor,
-    scale: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    chunk_len: int,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The scan of `scale · v`, and `skip · v` added to y: y and the final states.
-
-    Args:
-        v: (b, t, r, h, p), as for `anymamba.scan.scan`, like k, q and the others that are not listed here.
-        k: (b, t, r, g, n).
-        q: (b, t, r, g, n).
-        log_decay: (b, t, h).
-        scale: (b, t, h) in the dtype of `log_decay`, or none.
-        skip: (h,) or (h, p), or none.
-        initial_state: (s, h, p, n).
-        chunk_len: steps of a chunk.
-        cu_seqlens: boundaries of packed sequences, or none.
-    """
-    y, final_state = (library.empty(x.shape, dtype=x.dtype) for x in (v, initial_state))
-    if final_state.shape[0]:
-        call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
-        call.scale_and_skip(scale, skip)
-        call.given("initial_state", initial_state, call.state_shape)
-        call.run("scan_forward", y=y, final_state=final_state)
-    return y, final_state
+    def backward(self, dy: Tensor, dfinal_state: Tensor) -> dict[str, Tensor]:
+        """The gradients of the tensors, empty where there is none."""
+        make = zeros_like if self.is_empty else empty_like
+        grads = {f"d{name}": make(x) for name, x in self._asdict().items() if name in _TENSORS and x is not None}
+        (z, h, p), wide = self.initial_state.shape[:3], self.log_decay.dtype
+        if self.skip is not None:
+            grads["dskip"] = make(empty((z, h, p), wide))
+        if not self.is_empty:
+            self.run("scan_backward", {"dy": dy, "dfinal_state": dfinal_state}, grads)
+        if self.skip is not None:
+            dskip = grads["dskip"].sum(0)
+            grads["dskip"] = (dskip if self.skip.ndim == 2 else dskip.sum(-1)).to(self.skip.dtype)
+        return grads
 
 
-def ssd_backward(
-    dy: Tensor,
-    dfinal_state: Tensor,
-    v: Tensor,
-    k: Tensor,
-    q: Tensor,
-    log_decay: Tensor,
-    scale: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    chunk_len: int,
-    cu_seqlens: Tensor | None,
+_TENSORS = ("v", "k", "q", "log_decay", "scale", "initial_state")
+
+
+def _of_scan(
+    v: Tensor, k: Tensor, q: Tensor, a: Tensor, state: Tensor, cu_seqlens: Any, chunk_len: Any, _: Any
+) -> _Scan:
+    return _Scan(v, k, q, a, None, None, state, cu_seqlens, chunk_len)
+
+
+def _of_ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Any,
+    state: Tensor,
+    cu_seqlens: Any,
+    chunk_len: Any,
+    _: Any,
+) -> _Scan:
+    return _Scan(x.unsqueeze(2), b.unsqueeze(2), c.unsqueeze(2), a, dt, d, state, cu_seqlens, chunk_len)
+
+
+def _scan_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _of_scan(*inputs).forward()
+
+
+def _scan_backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    grads = _of_scan(*inputs).backward(dy, dfinal_state)
+    return tuple(grads[name] for name in ("dv", "dk", "dq", "dlog_decay", "dinitial_state"))
+
+
+def _ssd_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    y, final_state = _of_ssd(*inputs).forward()
+    return y.squeeze(2), final_state
+
+
+def _ssd_backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    grads = _of_ssd(*inputs).backward(dy.unsqueeze(2), dfinal_state)
+    dskip = grads.get("dskip", dy.new_empty(0))
+    dx, db, dc = (grads[name].squeeze(2) for name in ("dv", "dk", "dq"))
+    return dx, grads["dscale"], grads["dlog_decay"], db, dc, dskip, grads["dinitial_state"]
+
+
+class _Rotated(NamedTuple):
+    """The inputs of `rotated_trapezoid_scan`, in the order of its schema."""
+
+    x: Tensor
+    k: Tensor
+    q: Tensor
+    k_bias: Tensor
+    q_bias: Tensor
+    rate: Tensor
+    step: Tensor
+    log_decay: Tensor
+    gamma: Tensor
+    kappa: Tensor
+    skip: Tensor
+    value_weight: Tensor | None
+    pending_state: Tensor
+    start: Tensor
+    rotation: str
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    chunk_len: int | None
+    algorithm: str
+    pathway: str
+
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
+        """Call a kernel with all of them, and `tensors`."""
+        r, n, pairs = self.k.shape[2], self.k.shape[4], self.rate.shape[-1]
+        if r > 1 and self.value_weight is None:
+            raise ValueError(f"value_weight must be given for more than one rank, got none for {r}")
+        if not 0 <= 2 * pairs <= n:
+            raise ValueError(f"at most {n // 2} pairs can turn in a state of {n}, got {pairs}")
+        # One row of values for all ranks, each with its own weights: a stride of zero.
+        v_btrhp = self.x.unsqueeze(2).expand(-1, -1, r, -1, -1)
+        state, scan = self.pending_state, _Scan
+        given = {
+            name: getattr(self, name)
+            for name in ("k_bias", "q_bias", "rate", "start", "gamma", "kappa", "value_weight")
+        }
+        given |= {"dt": self.step, "lengths": checked_lengths(self.lengths, self.x.shape[1]), **tensors}
+        call_of = scan(v_btrhp, self.k, self.q, self.log_decay, None, self.skip, state, self.cu_seqlens, self.chunk_len)
+        call_of.run(function, given, results, interleaved=self.rotation == "interleaved")
+
+
+def _rotated_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    i = _Rotated(*inputs)
+    (b, t, h, p), (r, n), z = i.x.shape, (i.k.shape[2], i.k.shape[4]), i.pending_state.shape[0]
+    y, last_k = empty((b, t, r, h, p), i.x.dtype), empty((z, r, h, n), i.x.dtype)
+    final_state, turned = empty_like(i.pending_state), empty_like(i.start)
+    if z:
+        results = {"y": y, "final_state": final_state, "last_k": last_k, "turned": turned}
+        i.run("scan_forward", {}, results)
+    return y, final_state, last_k, turned
+
+
+def _rotated_backward(
+    dy: Tensor, dfinal_state: Tensor, dlast_k: Tensor, dturned: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of v, k, q, log_decay, scale, skip (empty where there is none) and initial_state."""
-    sequences, h, p = initial_state.shape[:3]
-    # Without values there is nothing to sum, and everything else has a gradient of zero.
-    make = library.empty if sequences * h * p else library.zeros
-    grads = {
-        name: make(x.shape, dtype=x.dtype)
-        for name, x in (("v", v), ("k", k), ("q", q), ("log_decay", log_decay), ("initial_state", initial_state))
-    }
-    wide = log_decay.dtype
-    grads["scale"] = make((0,) if scale is None else scale.shape, dtype=wide)
-    grads["skip"] = make((0 if skip is None else sequences, h, p), dtype=wide)
-    if make is library.empty:
-        call = Call(v, k, q, log_decay, chunk_len, cu_seqlens)
-        call.scale_and_skip(scale, skip)
-        call.strided("dy", dy, v.shape)
-        call.given("initial_state", initial_state, call.state_shape)
-        call.given("dfinal_state", dfinal_state, call.state_shape)
-        call.run("scan_backward", **{f"d{name}": grad for name, grad in grads.items()})
-    dskip = grads["skip"].sum(0)
-    if skip is not None:
-        dskip = (dskip if skip.ndim == 2 else dskip.sum(-1)).to(skip.dtype)
-    names = ("v", "k", "q", "log_decay", "scale")
-    return (*(grads[name] for name in names), dskip, grads["initial_state"])
+    i = _Rotated(*inputs)
+    z, wide = i.pending_state.shape[0], i.step.dtype
+    make = empty_like if z else zeros_like
+    fields = {"v": i.x, "k": i.k, "q": i.q, "rate": i.rate, "dt": i.step, "log_decay": i.log_decay, "gamma": i.gamma}
+    fields |= {"kappa": i.kappa, "initial_state": i.pending_state, "start": i.start}
+    grads = {f"d{name}": make(x) for name, x in fields.items()}
+    # Those of parameters come one for each sequence, and are summed here.
+    shared = {"k_bias": i.k_bias, "q_bias": i.q_bias, "value_weight": i.value_weight}
+    shapes = {name: x.shape for name, x in shared.items() if x is not None} | {"skip": i.x.shape[2:]}
+    grads |= {f"d{name}": make(empty((z, *shape), wide)) for name, shape in shapes.items()}
+    if z:
+        given: dict[str, Tensor | None] = {"dy": dy, "dfinal_state": dfinal_state, "dlast_k": dlast_k}
+        i.run("scan_backward", {**given, "dturned": dturned}, grads)
+    for name, x in shared.items():
+        if x is not None:
+            grads[f"d{name}"] = grads[f"d{name}"].sum(0).to(x.dtype)
+    grads["dskip"] = grads["dskip"].sum((0, 2)).to(i.skip.dtype)
+    names = "dv dk dq dk_bias dq_bias drate ddt dlog_decay dgamma dkappa dskip dvalue_weight dinitial_state dstart"
+    return tuple(grads.get(name, dy.new_empty(0)) for name in names.split())
 
 
-def scan_forward(
-    v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, chunk_len: int, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The scan (`anymamba.scan.scan` has the contract): y and the final states."""
-    return ssd_forward(v, k, q, log_decay, None, None, initial_state, chunk_len, cu_seqlens)
+def _missing(x: Tensor, *_: Any) -> str:
+    return library.missing(x.dtype)
 
 
-def scan_backward(
-    dy: Tensor,
-    dfinal_state: Tensor,
-    v: Tensor,
-    k: Tensor,
-    q: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor,
-    chunk_len: int,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The gradients of v, k, q, log_decay and initial_state from those of y and the final states."""
-    inputs = (v, k, q, log_decay, None, None, initial_state, chunk_len, cu_seqlens)
-    dv, dk, dq, da, _, _, dinitial_state = ssd_backward(dy, dfinal_state, *inputs)
-    return dv, dk, dq, da, dinitial_state
+def _rotated_missing(*inputs: Any) -> str:
+    i = _Rotated(*inputs)
+    if i.rotation == "quaternion" or i.pathway == "double":
+        return f"there is none for {'quaternion rotation' if i.rotation == 'quaternion' else 'the double pathway'}"
+    return library.missing(i.x.dtype)
+
+
+IMPLEMENTATIONS = {
+    "scan": Implementation(_scan_forward, _scan_backward, _missing),
+    "ssd": Implementation(_ssd_forward, _ssd_backward, _missing),
+    "rotated_trapezoid_scan": Implementation(_rotated_forward, _rotated_backward, _rotated_missing),
+}

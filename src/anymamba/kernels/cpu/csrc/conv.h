@@ -5,7 +5,7 @@
 // end - width + j.
 #pragma once
 
-#include "block_args.h"
+#include "arguments.h"
 #include "rows.h"
 #include "threads.h"
 

@@ -113,7 +113,7 @@ size_t phase_scratch(const Phase& phase) {
       return mamba1_scratch<T>(args_of<Mamba1Phase>(phase));
     case kMamba2:
       return mamba2_scratch<T>(args_of<Mamba2Phase>(phase));
-    case kMamba3Keys:
+    case kMamba3Tokens:
     case kMamba3Heads:
       return mamba3_scratch<T>(args_of<Mamba3Phase>(phase));
     default:
@@ -147,8 +147,8 @@ void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
       return mamba1_states(token, args_of<Mamba1Phase>(phase), scratch);
     case kMamba2:
       return mamba2_heads(token, args_of<Mamba2Phase>(phase), scratch);
-    case kMamba3Keys:
-      return mamba3_keys(token, args_of<Mamba3Phase>(phase), scratch);
+    case kMamba3Tokens:
+      return mamba3_tokens(token, args_of<Mamba3Phase>(phase), scratch);
     case kMamba3Heads:
       return mamba3_heads(token, args_of<Mamba3Phase>(phase), scratch);
   }

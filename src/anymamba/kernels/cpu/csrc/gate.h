@@ -1,7 +1,7 @@
 // The gate over ranks, one pass over memory each way. Formulas: blocks/mimo.py.
 #pragma once
 
-#include "mamba3_args.h"
+#include "arguments.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -24,7 +24,7 @@ bool gate_forward(const GateArgs& args) {
                      const int64_t stop = (task + 1) * kGateRows < args.rows ? (task + 1) * kGateRows : args.rows;
                      for (int64_t row = task * kGateRows; row < stop; ++row) {
                        const T* y = row_as(y_buffer, args.y, row * rank * i, args.dtype, rank * i);
-                       const T* z = row_as(z_buffer, args.z, row * args.z_row, args.dtype, i);
+                       const T* z = row_as(z_buffer, args.z, row * args.z_strides[0], args.dtype, i);
                        char* target = static_cast<char*>(args.out) + row * i * size;
                        T* out = args.dtype == own_dtype<T>() ? reinterpret_cast<T*>(target) : buffer;
                        for (int64_t c = 0; c < i; c += kLanes<T>) {
@@ -46,8 +46,8 @@ void gate_backward_row(const GateArgs& args, int64_t row, T* dweights, T* buffer
   T *y_buffer = buffer, *z_buffer = y_buffer + rank * i, *dout_buffer = z_buffer + i, *dy = dout_buffer + i;
   T *dz = dy + rank * i, *dgate_weight = dweights, *dout_weight = dweights + rank * i;
   const T* y = row_as(y_buffer, args.y, row * rank * i, args.dtype, rank * i);
-  const T* z = row_as(z_buffer, args.z, row * args.z_row, args.dtype, i);
-  const T* dout = row_as(dout_buffer, args.dout, row * args.dout_row, args.dtype, i);
+  const T* z = row_as(z_buffer, args.z, row * args.z_strides[0], args.dtype, i);
+  const T* dout = row_as(dout_buffer, args.dout, row * args.dout_strides[0], args.dtype, i);
   const auto add = [](T* target, Vec<T> x, int64_t left) { store_first(target, load_first(target, left) + x, left); };
   for (int64_t c = 0; c < i; c += kLanes<T>) {
     const int64_t left = i - c;

@@ -70,8 +70,6 @@ const Choice& choice() {
 // Runs when the library is loaded.
 const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-int status(bool ok) { return ok ? 0 : 1; }
-
 }  // namespace
 
 extern "C" {
@@ -79,30 +77,8 @@ extern "C" {
 
 bool anymamba_is_forked() { return forked; }
 
-// The size of an argument structure, 0 for a name that is none: library.py refuses a library with other ones.
-int64_t anymamba_size_of(const char* structure) {
-#define ANYMAMBA_SIZE_OF(name) \
-  if (!std::strcmp(structure, #name)) return sizeof(name);
-  ANYMAMBA_SIZE_OF(ScanArgs)
-  ANYMAMBA_SIZE_OF(ConvArgs)
-  ANYMAMBA_SIZE_OF(NormArgs)
-  ANYMAMBA_SIZE_OF(PrepareArgs)
-  ANYMAMBA_SIZE_OF(GateArgs)
-  ANYMAMBA_SIZE_OF(SelectiveArgs)
-  ANYMAMBA_SIZE_OF(Parameter)
-  ANYMAMBA_SIZE_OF(Phase)
-  ANYMAMBA_SIZE_OF(EdgePhase)
-  ANYMAMBA_SIZE_OF(NormPhase)
-  ANYMAMBA_SIZE_OF(GatePhase)
-  ANYMAMBA_SIZE_OF(LinearPhase)
-  ANYMAMBA_SIZE_OF(ConvPhase)
-  ANYMAMBA_SIZE_OF(Mamba1Phase)
-  ANYMAMBA_SIZE_OF(Mamba2Phase)
-  ANYMAMBA_SIZE_OF(Mamba3Phase)
-  ANYMAMBA_SIZE_OF(ProgramArgs)
-#undef ANYMAMBA_SIZE_OF
-  return 0;
-}
+// Names the description that the argument structures were made from: library.py refuses a library with another one.
+const char* anymamba_arguments() { return ANYMAMBA_ARGUMENTS; }
 
 // Whether it was built with OpenMP; without, everything runs on one thread.
 bool anymamba_has_threads() {
@@ -116,18 +92,9 @@ bool anymamba_has_threads() {
 const char* anymamba_isa() { return choice().name; }
 
 // 0: done. 1: out of memory.
-int anymamba_scan_forward(const ScanArgs* args) { return status(choice().kernels->scan_forward(*args)); }
-int anymamba_scan_backward(const ScanArgs* args) { return status(choice().kernels->scan_backward(*args)); }
-int anymamba_conv_forward(const ConvArgs* args) { return status(choice().kernels->conv_forward(*args)); }
-int anymamba_conv_backward(const ConvArgs* args) { return status(choice().kernels->conv_backward(*args)); }
-int anymamba_norm_forward(const NormArgs* args) { return status(choice().kernels->norm_forward(*args)); }
-int anymamba_norm_backward(const NormArgs* args) { return status(choice().kernels->norm_backward(*args)); }
-int anymamba_run_program(const ProgramArgs* args) { return status(choice().kernels->run_program(*args)); }
-int anymamba_prepare_forward(const PrepareArgs* args) { return status(choice().kernels->prepare_forward(*args)); }
-int anymamba_prepare_backward(const PrepareArgs* args) { return status(choice().kernels->prepare_backward(*args)); }
-int anymamba_gate_forward(const GateArgs* args) { return status(choice().kernels->gate_forward(*args)); }
-int anymamba_gate_backward(const GateArgs* args) { return status(choice().kernels->gate_backward(*args)); }
-int anymamba_selective_forward(const SelectiveArgs* args) { return status(choice().kernels->selective_forward(*args)); }
-int anymamba_selective_backward(const SelectiveArgs* args) { return status(choice().kernels->selective_backward(*args)); }
+#define ANYMAMBA_FUNCTION(function, structure) \
+  int anymamba_##function(const structure* args) { return choice().kernels->function(*args) ? 0 : 1; }
+ANYMAMBA_KERNELS(ANYMAMBA_FUNCTION)
+#undef ANYMAMBA_FUNCTION
 #pragma GCC visibility pop
 }

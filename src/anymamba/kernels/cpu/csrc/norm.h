@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "block_args.h"
+#include "arguments.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -44,8 +44,8 @@ bool norm_forward(const NormArgs& args) {
     T *x_buffer = arena.take<T>(i), *z_buffer = arena.take<T>(i), *unit = arena.take<T>(i), *y = arena.take<T>(i);
     const int64_t stop = (task + 1) * kNormRows < args.rows ? (task + 1) * kNormRows : args.rows;
     for (int64_t row = task * kNormRows; row < stop; ++row) {
-      const T* x = row_as(x_buffer, args.x, row * args.x_row, args.dtype, i);
-      const T* z = args.z ? row_as(z_buffer, args.z, row * args.z_row, args.dtype, i) : nullptr;
+      const T* x = row_as(x_buffer, args.x, row * args.x_strides[0], args.dtype, i);
+      const T* z = args.z ? row_as(z_buffer, args.z, row * args.z_strides[0], args.dtype, i) : nullptr;
       const T* weight = static_cast<const T*>(args.weight);
       T* out = args.dtype == own_dtype<T>() ? static_cast<T*>(args.y) + row * i : y;
       for (int64_t c = 0; c < i; c += width)
@@ -112,9 +112,9 @@ bool norm_backward(const NormArgs& args) {
     std::memset(dweight, 0, i * sizeof(T));
     const int64_t stop = (task + 1) * kNormRows < args.rows ? (task + 1) * kNormRows : args.rows;
     for (int64_t row = task * kNormRows; row < stop; ++row) {
-      const T* x = row_as(x_buffer, args.x, row * args.x_row, args.dtype, i);
-      const T* z = args.z ? row_as(z_buffer, args.z, row * args.z_row, args.dtype, i) : nullptr;
-      const T* dy = row_as(dy_buffer, args.dy, row * args.dy_row, args.dtype, i);
+      const T* x = row_as(x_buffer, args.x, row * args.x_strides[0], args.dtype, i);
+      const T* z = args.z ? row_as(z_buffer, args.z, row * args.z_strides[0], args.dtype, i) : nullptr;
+      const T* dy = row_as(dy_buffer, args.dy, row * args.dy_strides[0], args.dtype, i);
       for (int64_t c = 0; c < i; c += width)
         norm_backward_group(x + c, z ? z + c : nullptr, dy + c, static_cast<const T*>(args.weight) + c, unit, dx + c, dz + c,
                             dweight + c, width, args.norm_before_gate != 0, args.eps);

@@ -8,7 +8,7 @@
 #include "dtypes.h"
 #include "gemm.h"
 #include "rows.h"
-#include "scan_args.h"
+#include "arguments.h"
 #include "simd.h"
 #include "threads.h"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "scan_keys.h"
+#include "state.h"
 
 namespace ANYMAMBA_ISA {
 
@@ -140,8 +141,108 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
   }
 }
 
+// Sequences of one step: the state of a head advances where it lies.
+template <typename T>
+struct StepBuffers {
+  double* angle;
+  T *quarter, *rest, *cos, *sin;
+  T *k, *q, *v, *values, *weight, *y;
+
+  StepBuffers(Arena& arena, const ScanArgs& args) {
+    const int64_t pairs = round_up<T>(static_cast<int>(args.k_bias ? args.pairs : 0));
+    const int64_t n = round_up<T>(static_cast<int>(args.state)), p = round_up<T>(static_cast<int>(args.width));
+    angle = arena.take<double>(pairs);
+    quarter = arena.take<T>(pairs), rest = arena.take<T>(pairs), cos = arena.take<T>(pairs), sin = arena.take<T>(pairs);
+    k = arena.take<T>(args.rank * n), q = arena.take<T>(args.rank * n);
+    v = arena.take<T>(args.rank * p), values = arena.take<T>(args.rank * args.width);
+    weight = arena.take<T>(p), y = arena.take<T>(args.rank * args.width);
+  }
+};
+
+// The angles of a head after its step, and with them its keys and queries, biased and turned.
+template <typename T>
+void turn_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, StepBuffers<T>& b) {
+  const int pairs = static_cast<int>(args.pairs), n = static_cast<int>(args.state), row = round_up<T>(n);
+  const int64_t lane = (sequence * args.heads + head) * pairs;
+  for (int s = 0; s < pairs; ++s) b.angle[s] = static_cast<double>(static_cast<const T*>(args.start)[lane + s]);
+  for (int s = pairs; s < round_up<T>(pairs); ++s) b.quarter[s] = b.rest[s] = 0;
+  const double dt = static_cast<double>(*at_step<T>(args.dt, args, chunk.batch, chunk.start, head));
+  const T* rate = static_cast<const T*>(args.rate) + (chunk.batch * args.time + chunk.start) * pairs;
+  advance_angles(b.angle, rate, dt, pairs, b.quarter, b.rest, b.cos, b.sin);
+  for (int s = 0; s < pairs; ++s) static_cast<T*>(args.turned)[lane + s] = static_cast<T>(b.angle[s]);
+  const bool is_real = !args.lengths || args.lengths[sequence] > 0;
+  for (int64_t r = 0; r < args.rank; ++r) {
+    T* const rows[2] = {b.k + r * row, b.q + r * row};
+    const void* const biases[2] = {args.k_bias, args.q_bias};
+    for (int side = 0; side < 2; ++side) {
+      const T* bias = static_cast<const T*>(biases[side]) + (head * args.rank + r) * n;
+      for (int c = 0; c < n; ++c) rows[side][c] += bias[c];
+      rotate_pairs(rows[side], b.cos, b.sin, pairs, n, args.interleaved != 0);
+    }
+    char* last = static_cast<char*>(args.last_k) +
+                 ((sequence * args.rank + r) * args.heads + head) * n * static_cast<int64_t>(size_of(args.dtype));
+    if (is_real)
+      write_row(last, rows[0], args.dtype, n);
+    else
+      std::memset(last, 0, n * size_of(args.dtype));
+  }
+}
+
+template <typename T>
+void forward_step(const ScanArgs& args, int64_t sequence, int64_t head, void* scratch) {
+  Arena arena(scratch);
+  StepBuffers<T> b(arena, args);
+  const Sequence seq = sequence_of(args, sequence);
+  const Chunk chunk{seq.batch, seq.start, 1};
+  const int rank = static_cast<int>(args.rank), n = static_cast<int>(args.state), p = static_cast<int>(args.width);
+  const int n_row = round_up<T>(n), p_row = round_up<T>(p);
+  const int64_t group = head / (args.heads / args.groups);
+  read_chunk(b.k, n_row, args.k, args.dtype, args.k_strides, group, chunk, rank, n);
+  read_chunk(b.q, n_row, args.q, args.dtype, args.q_strides, group, chunk, rank, n);
+  read_chunk(b.v, p_row, args.v, args.dtype, args.v_strides, head, chunk, rank, p);
+  if (args.k_bias) turn_step(args, chunk, sequence, head, b);
+  T scale = 1;
+  if (args.gamma)
+    scale = *at_step<T>(args.gamma, args, chunk.batch, chunk.start, head);
+  else if (args.scale)
+    scale = static_cast<const T*>(args.scale)[chunk.batch * args.scale_strides[0] + chunk.start * args.scale_strides[1] +
+                                              head * args.scale_strides[2]];
+  for (int r = 0; r < rank; ++r)
+    for (int c = 0; c < p; ++c) {
+      if (args.value_weight) b.v[r * p_row + c] *= static_cast<const T*>(args.value_weight)[(head * rank + r) * p + c];
+      b.values[r * p + c] = scale * b.v[r * p_row + c];
+    }
+  const int64_t at = (sequence * args.heads + head) * p * n;
+  const T log_decay = static_cast<const T*>(args.log_decay)[chunk.batch * args.log_decay_strides[0] +
+                                                            chunk.start * args.log_decay_strides[1] +
+                                                            head * args.log_decay_strides[2]];
+  HeadState<T> state;
+  state.before = static_cast<const T*>(args.initial_state) + at;
+  state.after = static_cast<T*>(args.final_state) + at;
+  state.p = p, state.n = n, state.stride = n_row;
+  state.decay = exp_nonpositive_scalar(log_decay, kMinExponent<T>);
+  state.values = b.values, state.keys = b.k, state.queries = b.q, state.y = b.y;
+  advance_state(state, rank, rank);
+  const T* skip = args.skip ? static_cast<const T*>(args.skip) + head * p : nullptr;
+  for (int r = 0; r < rank; ++r)
+    for (int c = 0; skip && c < p; ++c) b.y[r * p + c] += skip[c] * b.v[r * p_row + c];
+  write_chunk(args.y, b.y, p, args.dtype, args, head, args.heads, chunk, p);
+}
+
+template <typename T>
+bool forward_steps(const ScanArgs& args) {
+  Arena count;
+  StepBuffers<T>(count, args);
+  const int64_t heads = 4, blocks = (args.heads + heads - 1) / heads;  // of a task
+  return run_tasks(args.sequences * blocks, args.threads, count.used(), [&](int64_t index, void* scratch) {
+    const int64_t first = index % blocks * heads, stop = first + heads < args.heads ? first + heads : args.heads;
+    for (int64_t head = first; head < stop; ++head) forward_step<T>(args, index / blocks, head, scratch);
+  });
+}
+
 template <typename T>
 bool scan_forward(const ScanArgs& args) {
+  if (longest_sequence(args) == 1) return forward_steps<T>(args);
   const ChunkSizes<T> size(args);
   // A head's numbers do not depend on the block that it is computed in, so blocks may shrink to occupy the threads.
   int64_t heads = 6;

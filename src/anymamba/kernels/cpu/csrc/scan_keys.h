@@ -1,11 +1,11 @@
 // Keys and queries of a chunk, held transposed, (n, rows): those of a group, or for Mamba-3 a head's own, which are the
-// group's with the head's bias, turned by the head's angles. Formulas: blocks/rotation.py and blocks/turning.py.
+// group's with the head's bias, turned by the head's angles. Formulas: ops/rotation.py.
 #pragma once
 
 #include <numeric>
 
+#include "rotate.h"
 #include "scan_chunk.h"
-#include "trig.h"
 
 namespace ANYMAMBA_ISA {
 
@@ -56,16 +56,8 @@ struct Turns {
       const int64_t time = chunk.start + l;
       const double dt = *at_step<T>(args.dt, args, chunk.batch, time, head);
       const T* rate = static_cast<const T*>(args.rate) + (chunk.batch * args.time + time) * pairs;
-      for (int s = 0; s < pairs; ++s) {
-        angle[s] = full_turns_removed(angle[s] + dt * static_cast<double>(rate[s]));
-        split_angle(angle[s], quarter + s, rest + s);
-      }
-      for (int s = 0; s < pairs; s += kLanes<T>) {
-        Vec<T> c, d;
-        cos_sin<T>(load(quarter + s), load(rest + s), &c, &d);
-        store(step_cos + l * ptrdiff_t(size.pairs_row) + s, c);
-        store(step_sin + l * ptrdiff_t(size.pairs_row) + s, d);
-      }
+      const ptrdiff_t row = l * ptrdiff_t(size.pairs_row);
+      advance_angles(angle, rate, dt, pairs, quarter, rest, step_cos + row, step_sin + row);
     }
     spread(cos, step_cos, chunk.steps, size);
     spread(sin, step_sin, chunk.steps, size);

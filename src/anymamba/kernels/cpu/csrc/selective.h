@@ -8,7 +8,7 @@
 
 #include "activations.h"
 #include "rows.h"
-#include "selective_args.h"
+#include "arguments.h"
 #include "threads.h"
 
 namespace ANYMAMBA_ISA {

@@ -1,6 +1,7 @@
 // Mamba-2 between its convolution and its norm: the states, over heads.
 #pragma once
 
+#include "discretise.h"
 #include "state.h"
 #include "token.h"
 
@@ -22,8 +23,9 @@ void mamba2_head(const Token<T>& token, const Mamba2Phase& phase, int64_t row, i
   T *b_buffer = arena.take<T>(stride), *c_buffer = arena.take<T>(stride);
   T *values = arena.take<T>(p), *skip_buffer = arena.take<T>(p);
   const T *act = token.at(row, phase.act), *x = act + head * p;
-  const T dt = step_size(*token.at(row, phase.dt + head) + read_parameter<T>(phase.dt_bias, head), phase.dt_min,
-                         phase.dt_max);
+  const double raw = static_cast<double>(*token.at(row, phase.dt + head)) + read_parameter<T>(phase.dt_bias, head);
+  const StepLimits limits{false, 0, phase.dt_min, phase.dt_max, 0};
+  const T dt = static_cast<T>(StepSize(broadcast(raw), limits, false).value[0]);
   for (int64_t i = 0; i < p; ++i) values[i] = dt * x[i];
   const int64_t at = (row * phase.heads + head) * p * n;
   HeadState<T> state;

@@ -1,19 +1,52 @@
-// Mamba-3 between its projections, in two phases: the norms of B and C, and everything else head by head.
+// Mamba-3 between its projections, in two phases: the numbers and keys that heads share, and everything else head by head.
 //
 //   h = alpha (h + kappa Σ_r v_before[r] ⊗ k_before[r]) + gamma Σ_r v[r] ⊗ k[r]        y[r] = h q[r] + D v[r]
 #pragma once
 
+#include "discretise.h"
+#include "rotate.h"
 #include "state.h"
 #include "token.h"
 
 namespace ANYMAMBA_ISA {
 
-// B and C of every rank and group, normed over the state: (2, rank, groups, state).
+// How many numbers describe the turn of a token, and the rotation of a head.
+inline int64_t rate_count(const Mamba3Phase& phase) {
+  return phase.rotation == kQuaternion ? phase.heads * phase.turns * 3 : phase.turns;
+}
+inline int64_t rotation_count(const Mamba3Phase& phase) {
+  return phase.rotation == kQuaternion ? 4 * phase.turns : phase.turns;
+}
+
+// Step sizes, decays, weights and rates of a row, in slot `numbers`: dt, log_decay, gamma, kappa (heads each), rates.
 template <typename T>
-void mamba3_keys(const Token<T>& token, const Mamba3Phase& phase, void* scratch) {
+void discretise_token(const Token<T>& token, const Mamba3Phase& phase, int64_t row, Arena arena) {
+  const int64_t h = phase.heads, count = rate_count(phase);
+  const StepLimits limits{phase.heavy_tail != 0, phase.a_floor, phase.dt_min, phase.dt_max, phase.rate_range};
+  DiscretisedRow numbers(arena, h, count);
+  const T* bias = read_parameter(arena.take<T>(h), phase.dt_bias, 0, h);
+  widen(numbers.dt, token.at(row, phase.dt), h);
+  for (int64_t c = 0; c < h; ++c) numbers.dt[c] += static_cast<double>(bias[c]);
+  widen(numbers.a, token.at(row, phase.a), h);
+  widen(numbers.trap, token.at(row, phase.trap), h);
+  widen(numbers.turn, token.at(row, phase.turn), count);
+  numbers.compute(limits, false);
+  if (phase.rotation == kQuaternion)
+    numbers.bound_vectors(limits);
+  else
+    numbers.bound_angles(limits);
+  T* to = token.at(row, phase.numbers);
+  for (int i = 0; i < 5; ++i)
+    for (int64_t c = 0; c < (i < 4 ? h : count); ++c) to[i * h + c] = static_cast<T>(numbers.results[i][c]);
+}
+
+// The above, and B and C of every rank and group, normed over the state: (2, rank, groups, state).
+template <typename T>
+void mamba3_tokens(const Token<T>& token, const Mamba3Phase& phase, void* scratch) {
   const int64_t n = phase.state, rows = phase.rank * phase.groups;
-  share(token.args.batch * 2, [&](int64_t task) {
-    const int64_t row = task / 2, side = task % 2;
+  share(token.args.batch * 3, [&](int64_t task) {
+    const int64_t row = task / 3, side = task % 3;
+    if (side == 2) return discretise_token(token, phase, row, Arena(scratch));
     const T* weight = read_parameter(static_cast<T*>(scratch), side ? phase.query_norm : phase.key_norm, 0, n);
     const T* source = token.at(row, side ? phase.c : phase.b);
     T* target = token.at(row, phase.keys + side * rows * n);
@@ -22,68 +55,74 @@ void mamba3_keys(const Token<T>& token, const Mamba3Phase& phase, void* scratch)
   });
 }
 
-// The numbers of a head that its ranks share.
 template <typename T>
-struct HeadWeights {
-  T dt, alpha, gamma, kappa;
+struct Mamba3Buffers {
+  double* angle;
+  T *quarter, *rest, *cos, *sin, *turned;
+  T *row, *keys, *queries, *values, *before, *y, *z, *o, *norm;
+
+  Mamba3Buffers(Arena& arena, const Mamba3Phase& phase) {
+    const int64_t p = phase.head_width, r = phase.rank, stride = round_up<T>(static_cast<int>(phase.state));
+    const int64_t turns = round_up<T>(static_cast<int>(rotation_count(phase)));
+    angle = arena.take<double>(turns);
+    quarter = arena.take<T>(turns), rest = arena.take<T>(turns);
+    cos = arena.take<T>(turns), sin = arena.take<T>(turns), turned = arena.take<T>(turns);
+    row = arena.take<T>(phase.state > p ? phase.state : p);
+    keys = arena.take<T>(2 * r * stride), queries = arena.take<T>(r * stride);
+    values = arena.take<T>(2 * r * p), before = arena.take<T>(p), y = arena.take<T>(r * p);
+    z = arena.take<T>(p), o = arena.take<T>(p), norm = arena.take<T>(p);
+  }
 };
 
 template <typename T>
-HeadWeights<T> head_weights(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head) {
-  HeadWeights<T> weights;
-  weights.dt = step_size(*token.at(row, phase.dt + head) + read_parameter<T>(phase.dt_bias, head), phase.dt_min,
-                         phase.dt_max);
-  const T a = *token.at(row, phase.a + head), trap = *token.at(row, phase.trap + head);
-  const T activated = !phase.heavy_tail ? softplus(a) : a >= 0 ? T(1) + a : T(1) / (T(1) - a);
-  const T rate = activated < T(phase.a_floor) ? T(phase.a_floor) : activated;
-  const T lambda = sigmoid<T>(broadcast(trap))[0];
-  weights.alpha = std::exp(-weights.dt * rate);
-  weights.gamma = lambda * weights.dt;
-  weights.kappa = (T(1) - lambda) * weights.dt;
-  return weights;
+size_t mamba3_scratch(const Mamba3Phase& phase) {
+  Arena heads, tokens;
+  const Mamba3Buffers<T> buffers(heads, phase);
+  const DiscretisedRow numbers(tokens, phase.heads, rate_count(phase));
+  tokens.take<T>(phase.heads > phase.state ? phase.heads : phase.state);
+  return heads.used() > tokens.used() ? heads.used() : tokens.used();
 }
 
-// The angles of a head move on; their cosines and sines.
+// The rotation of a head advances by one step.
 template <typename T>
-void advance_angles(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head, T dt, T* cosine,
-                    T* sine) {
-  constexpr double kTurn = 6.283185307179586476925;
-  const int64_t at = (row * phase.heads + head) * phase.pairs;
-  const T* before = reinterpret_cast<const T*>(token.before(phase.cache_angle, at, own_dtype<T>()));
-  T* after = reinterpret_cast<T*>(token.after(phase.cache_angle, at, own_dtype<T>()));
-  const T* raw = token.at(row, phase.angle);
-  for (int64_t s = 0; s < phase.pairs; ++s) {
-    const T rate = static_cast<T>(phase.rate_range) * std::tanh(raw[s]);
-    const double angle = static_cast<double>(before[s]) + static_cast<double>(dt) * static_cast<double>(rate);
-    after[s] = static_cast<T>(angle - kTurn * std::floor(angle / kTurn));
-    cosine[s] = std::cos(after[s]);
-    sine[s] = std::sin(after[s]);
+void advance_rotation(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head, T dt,
+                      const Mamba3Buffers<T>& b) {
+  const int64_t count = rotation_count(phase), at = (row * phase.heads + head) * count;
+  const T* before = reinterpret_cast<const T*>(token.before(phase.cache_rotation, at, own_dtype<T>()));
+  T* after = reinterpret_cast<T*>(token.after(phase.cache_rotation, at, own_dtype<T>()));
+  const T* rates = token.at(row, phase.numbers + 4 * phase.heads);
+  if (phase.rotation == kQuaternion) {
+    for (int64_t j = 0; j < phase.turns; ++j) {
+      const T* q = before + 4 * j;
+      const Quaternion turned =
+          advance_quaternion(Quaternion{q[0], q[1], q[2], q[3]}, rates + (head * phase.turns + j) * 3, dt);
+      const double parts[4] = {turned.w, turned.x, turned.y, turned.z};
+      for (int i = 0; i < 4; ++i) after[4 * j + i] = b.turned[4 * j + i] = static_cast<T>(parts[i]);
+    }
+    return;
   }
+  for (int64_t s = 0; s < count; ++s) b.angle[s] = static_cast<double>(before[s]);
+  for (int64_t s = count; s < round_up<T>(static_cast<int>(count)); ++s) b.quarter[s] = b.rest[s] = 0;
+  advance_angles(b.angle, rates, static_cast<double>(dt), static_cast<int>(count), b.quarter, b.rest, b.cos, b.sin);
+  for (int64_t s = 0; s < count; ++s) after[s] = static_cast<T>(b.angle[s]);
 }
 
-template <typename T>
-void rotate(T* x, const Mamba3Phase& phase, const T* cosine, const T* sine) {
-  const int64_t step = phase.interleaved ? 2 : 1, other = phase.interleaved ? 1 : phase.state / 2;
-  for (int64_t s = 0; s < phase.pairs; ++s) {
-    const T u = x[s * step], w = x[s * step + other];
-    x[s * step] = u * cosine[s] - w * sine[s];
-    x[s * step + other] = u * sine[s] + w * cosine[s];
-  }
-}
-
-// out (rank, stride) = rotated(normed + bias), with zeros behind each row.
+// out (rank, stride) = rotated(normed + bias), with zeros after each row.
 template <typename T>
 void turned_rows(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head, int64_t side,
-                 const T* cosine, const T* sine, int64_t stride, T* buffer, T* out) {
+                 int64_t stride, const Mamba3Buffers<T>& b, T* out) {
   const int64_t n = phase.state, group = head / (phase.heads / phase.groups);
   const Parameter& biases = side ? phase.query_bias : phase.key_bias;
   for (int64_t r = 0; r < phase.rank; ++r) {
     const T* normed = token.at(row, phase.keys + ((side * phase.rank + r) * phase.groups + group) * n);
-    const T* bias = read_parameter(buffer, biases, (head * phase.rank + r) * n, n);
+    const T* bias = read_parameter(b.row, biases, (head * phase.rank + r) * n, n);
     T* target = out + r * stride;
     for (int64_t i = 0; i < n; ++i) target[i] = normed[i] + bias[i];
     for (int64_t i = n; i < stride; ++i) target[i] = 0;
-    rotate(target, phase, cosine, sine);
+    if (phase.rotation == kQuaternion)
+      for (int64_t j = 0; j < phase.turns; ++j) rotate_block(target + 4 * j, b.turned + 4 * j);
+    else
+      rotate_pairs(target, b.cos, b.sin, phase.turns, n, phase.rotation == kInterleaved);
   }
 }
 
@@ -96,18 +135,17 @@ const T* of_rank(const Mamba3Phase& phase, const Parameter& parameter, int64_t h
 
 // Σ_r mimo_o[r] norm(y[r]) silu(z mimo_z[r]) of a head, where mimo_o, mimo_z and the norm are there.
 template <typename T>
-void gate_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head, T* y, T* z_buffer,
-               T* o_buffer, T* norm_buffer) {
+void gate_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head, const Mamba3Buffers<T>& b) {
   const int64_t p = phase.head_width;
   const T* z = token.at(row, phase.z + head * p);
-  T* out = token.at(row, phase.to + head * p);
+  T *out = token.at(row, phase.to + head * p), *y = b.y;
   if (phase.out_norm.data) {
-    const T* weight = read_parameter(norm_buffer, phase.out_norm, head * p, p);
+    const T* weight = read_parameter(b.norm, phase.out_norm, head * p, p);
     for (int64_t r = 0; r < phase.rank; ++r) rms_norm(y + r * p, weight, y + r * p, p, phase.out_eps);
   }
   for (int64_t r = 0; r < phase.rank; ++r) {
-    const T* mimo_z = of_rank(phase, phase.mimo_z, head, r, z_buffer);
-    const T* mimo_o = of_rank(phase, phase.mimo_o, head, r, o_buffer);
+    const T* mimo_z = of_rank(phase, phase.mimo_z, head, r, b.z);
+    const T* mimo_o = of_rank(phase, phase.mimo_o, head, r, b.o);
     for (int64_t i = 0; i < p; i += kLanes<T>) {
       const int64_t left = p - i;
       Vec<T> gate = load_first(z + i, left);
@@ -117,27 +155,6 @@ void gate_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int
       store_first(out + i, r ? load_first(out + i, left) + o : o, left);
     }
   }
-}
-
-template <typename T>
-struct Mamba3Buffers {
-  T *cosine, *sine, *row, *keys, *queries, *values, *before, *y, *z, *o, *norm;
-
-  Mamba3Buffers(Arena& arena, const Mamba3Phase& phase) {
-    const int64_t p = phase.head_width, r = phase.rank, stride = round_up<T>(static_cast<int>(phase.state));
-    cosine = arena.take<T>(phase.pairs), sine = arena.take<T>(phase.pairs);
-    row = arena.take<T>(phase.state > p ? phase.state : p);
-    keys = arena.take<T>(2 * r * stride), queries = arena.take<T>(r * stride);
-    values = arena.take<T>(2 * r * p), before = arena.take<T>(p), y = arena.take<T>(r * p);
-    z = arena.take<T>(p), o = arena.take<T>(p), norm = arena.take<T>(p);
-  }
-};
-
-template <typename T>
-size_t mamba3_scratch(const Mamba3Phase& phase) {
-  Arena count;
-  const Mamba3Buffers<T> buffers(count, phase);
-  return count.used();
 }
 
 // The keys and values of the last token, out of the cache, and those of this one into it.
@@ -160,19 +177,20 @@ template <typename T>
 void mamba3_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, int64_t head, Arena arena) {
   const int64_t p = phase.head_width, n = phase.state, rank = phase.rank, stride = round_up<T>(static_cast<int>(n));
   const Mamba3Buffers<T> buffers(arena, phase);
-  const HeadWeights<T> weights = head_weights(token, phase, row, head);
+  const T* numbers = token.at(row, phase.numbers + head);
+  const T dt = numbers[0], alpha = exp_nonpositive_scalar(numbers[phase.heads]);
+  const T gamma = numbers[2 * phase.heads], pending = alpha * numbers[3 * phase.heads];
   const T* x = token.at(row, phase.x + head * p);
-  advance_angles(token, phase, row, head, weights.dt, buffers.cosine, buffers.sine);
-  turned_rows(token, phase, row, head, 0, buffers.cosine, buffers.sine, stride, buffers.row, buffers.keys);
-  turned_rows(token, phase, row, head, 1, buffers.cosine, buffers.sine, stride, buffers.row, buffers.queries);
+  advance_rotation(token, phase, row, head, dt, buffers);
+  turned_rows(token, phase, row, head, 0, stride, buffers, buffers.keys);
+  turned_rows(token, phase, row, head, 1, stride, buffers, buffers.queries);
   exchange_token(token, phase, row, head, x, stride, buffers);
-  const T pending = weights.alpha * weights.kappa;
   for (int64_t r = 0; r < rank; ++r) {
     const T* mimo_x = of_rank(phase, phase.mimo_x, head, r, buffers.row);
     T *now = buffers.values + r * p, *last = buffers.values + (rank + r) * p;
     for (int64_t i = 0; i < p; ++i) {
       const T factor = mimo_x ? mimo_x[i] : T(1);
-      now[i] = weights.gamma * x[i] * factor;
+      now[i] = gamma * x[i] * factor;
       last[i] = pending * buffers.before[i] * factor;
     }
   }
@@ -181,7 +199,7 @@ void mamba3_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, i
   state.before = reinterpret_cast<const T*>(token.before(phase.cache_state, at, own_dtype<T>()));
   state.after = reinterpret_cast<T*>(token.after(phase.cache_state, at, own_dtype<T>()));
   state.p = p, state.n = n, state.stride = stride;
-  state.decay = weights.alpha;
+  state.decay = alpha;
   state.values = buffers.values, state.keys = buffers.keys, state.queries = buffers.queries;
   state.y = buffers.y;
   advance_state(state, 2 * rank, rank);
@@ -190,7 +208,7 @@ void mamba3_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, i
     const T* mimo_x = of_rank(phase, phase.mimo_x, head, r, buffers.row);
     for (int64_t i = 0; i < p; ++i) buffers.y[r * p + i] += skip * x[i] * (mimo_x ? mimo_x[i] : T(1));
   }
-  gate_head(token, phase, row, head, buffers.y, buffers.z, buffers.o, buffers.norm);
+  gate_head(token, phase, row, head, buffers);
 }
 
 template <typename T>

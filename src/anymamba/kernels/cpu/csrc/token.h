@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "decode_args.h"
+#include "arguments.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -38,11 +38,11 @@ inline const T* read_parameter(T* buffer, const Parameter& parameter, int64_t at
 }
 template <typename T>
 inline T read_parameter(const Parameter& parameter, int64_t at) {
-  T buffer;
+  T buffer = 0;
   return *read_parameter(&buffer, parameter, at, 1);
 }
 
-// `n` numbers with zeros behind them up to a whole vector.
+// `n` numbers with zeros after them up to a whole vector.
 template <typename T>
 const T* padded(T* buffer, const T* source, int64_t n) {
   const int64_t width = round_up<T>(static_cast<int>(n));
@@ -50,17 +50,6 @@ const T* padded(T* buffer, const T* source, int64_t n) {
   std::memcpy(buffer, source, n * sizeof(T));
   for (int64_t i = n; i < width; ++i) buffer[i] = 0;
   return buffer;
-}
-
-template <typename T>
-inline T softplus(T x) {
-  return x > T(20) ? x : static_cast<T>(std::log1p(std::exp(x)));
-}
-
-template <typename T>
-inline T step_size(T raw, double least, double most) {
-  const T dt = softplus(raw);
-  return dt < T(least) ? T(least) : dt > T(most) ? T(most) : dt;
 }
 
 // y = weight x / sqrt(mean(x²) + eps); y may be x.

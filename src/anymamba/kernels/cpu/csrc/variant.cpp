@@ -1,9 +1,9 @@
 // Everything that depends on the instruction set. The build compiles this file once per set, with ANYMAMBA_ISA naming it.
 #include "conv.h"
 #include "decode.h"
+#include "discretise.h"
 #include "gate.h"
 #include "norm.h"
-#include "prepare.h"
 #include "scan_backward.h"
 #include "scan_forward.h"
 #include "selective.h"
@@ -19,19 +19,9 @@ bool by_dtype(const Args& args) {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    by_dtype<ScanArgs, scan_forward<float>, scan_forward<double>>,
-    by_dtype<ScanArgs, scan_backward<float>, scan_backward<double>>,
-    by_dtype<ConvArgs, conv_forward<float>, conv_forward<double>>,
-    by_dtype<ConvArgs, conv_backward<float>, conv_backward<double>>,
-    by_dtype<NormArgs, norm_forward<float>, norm_forward<double>>,
-    by_dtype<NormArgs, norm_backward<float>, norm_backward<double>>,
-    by_dtype<ProgramArgs, run_program<float>, run_program<double>>,
-    by_dtype<PrepareArgs, prepare_forward<float>, prepare_forward<double>>,
-    by_dtype<PrepareArgs, prepare_backward<float>, prepare_backward<double>>,
-    by_dtype<GateArgs, gate_forward<float>, gate_forward<double>>,
-    by_dtype<GateArgs, gate_backward<float>, gate_backward<double>>,
-    by_dtype<SelectiveArgs, selective_forward<float>, selective_forward<double>>,
-    by_dtype<SelectiveArgs, selective_backward<float>, selective_backward<double>>,
+#define ANYMAMBA_ENTRY(function, structure) by_dtype<structure, function<float>, function<double>>,
+    ANYMAMBA_KERNELS(ANYMAMBA_ENTRY)
+#undef ANYMAMBA_ENTRY
 };
 
 }  // namespace ANYMAMBA_ISA

@@ -1,0 +1,286 @@
+"""Mamba-3: the block, SISO and MIMO (Lahoti et al. 2026).
+
+    z, x, B, C, dt, A, trap, turn = in_proj(u)      dt = softplus(dt + dt_bias)      A = -max(act(A), A_floor)
+    k, q = rotated(norm(B) + B_bias), rotated(norm(C) + C_bias)                      v[r] = x mimo_x[r]
+    alpha = exp(dt A)     gamma = sigmoid(trap) dt     kappa = (1 - sigmoid(trap)) dt
+
+    h_t = alpha_t (h_{t-1} + kappa_t Σ_r v_{t-1}[r] ⊗ k_{t-1}[r]) + gamma_t Σ_r v_t[r] ⊗ k_t[r]
+    y_t[r] = h_t q_t[r] + D v_t[r]                  out = out_proj(Σ_r mimo_o[r] y[r] silu(z mimo_z[r]))
+
+Where each line is computed: `ops/discretise.py` (step sizes, decays and weights), `ops/rotation.py` (how keys and
+queries turn), `scan/trapezoid.py` (the recurrence), `scan/rotated.py` (the recurrence with biases, rotation and skip),
+`ops/gates.py` (the gate over ranks).
+
+| letter | b | t | d | h | p | n | g | r | z |
+|---|---|---|---|---|---|---|---|---|---|
+| | batch | time | d_model | heads | head width | state | groups | MIMO rank | sequences |
+
+`prefill` from any cache, `step` unrolled from it, and any split of the sequence are the same function.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from anymamba.blocks.block import Block, ProjectionPart
+from anymamba.blocks.config import make_config
+from anymamba.blocks.initialisation import initial_dt_bias
+from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
+from anymamba.blocks.modules import GatedRMSNorm, RMSNorm
+from anymamba.ground.numerics import state_dtype
+from anymamba.ground.sequences import last_of
+from anymamba.ops.discretise import discretise
+from anymamba.ops.gates import rank_gate
+from anymamba.ops.rotation import fresh_rotation, stationary_key
+from anymamba.scan import SsdPath, rotated_trapezoid_scan
+
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.program import Program
+
+
+class Mamba3(Block):
+    """The Mamba-3 block. Parameter names, shapes and initialisation are the official ones.
+
+    Args:
+        config: a `Mamba3Config`, or d_model, with the other fields of `Mamba3Config` as keywords.
+        device: of the parameters.
+        dtype: of the parameters (dt_bias, D and the key and query biases are float32 or wider, as officially).
+    """
+
+    CACHE = Mamba3Cache
+    SIZES = (
+        *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo", "mimo_rank"),
+        *("rope_fraction", "A_floor", "is_outproj_norm", "chunk_size"),
+    )
+
+    def __init__(
+        self,
+        config: Mamba3Config | int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create and initialise the parameters."""
+        super().__init__(make_config(Mamba3Config, config, fields))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
+        c: Mamba3Config = self.config
+        heads = c.nheads
+        self.in_proj = nn.Linear(c.d_model, sum(self._widths().values()), bias=c.bias, **factory)
+        self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **wide))
+        self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
+        self.C_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
+        self.B_norm = RMSNorm(c.d_state, **factory)
+        self.C_norm = RMSNorm(c.d_state, **factory)
+        self.D = nn.Parameter(torch.ones(heads, **wide))
+        if c.is_mimo:
+            shape = (heads, c.rank, c.headdim)
+            self.mimo_x = nn.Parameter(torch.full(shape, 1 / c.rank, **factory))
+            self.mimo_z = nn.Parameter(torch.ones(shape, **factory))
+            self.mimo_o = nn.Parameter(torch.full(shape, 1 / c.rank, **factory))
+        if c.is_outproj_norm:
+            self.norm = GatedRMSNorm(c.d_inner, group_size=c.headdim, norm_before_gate=True, **factory)
+        self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
+        if c.learnable_init_states:
+            self.init_states = nn.Parameter(torch.zeros(heads, c.headdim, c.d_state, **factory))
+        for parameter in (self.dt_bias, self.D):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def _like(self) -> Tensor:
+        return self.B_norm.weight
+
+    def _widths(self) -> dict[str, int]:
+        """Channels of everything in the projection."""
+        c = self.config
+        inner, shared, heads = c.d_inner, c.rank * c.ngroups * c.d_state, c.nheads
+        parts = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads, "A": heads, "trap": heads}
+        return {**parts, "turn": c.turn_channels}
+
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
+        """The parts of `in_proj`."""
+        parts = ((name, rows) for name, rows in self._widths().items() if rows)
+        return {"in_proj": tuple(ProjectionPart(name, rows, name not in ("dt", "A", "trap")) for name, rows in parts)}
+
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A state, a key, a value and a rotation a head."""
+        c = self.config
+        rotation = (c.nheads, c.turns, 4) if c.rotation == "quaternion" else (c.nheads, c.turns)
+        shapes = {"ssm": (c.nheads, c.headdim, c.d_state), "k": (c.rank, c.nheads, c.d_state)}
+        return {**shapes, "v": (c.nheads, c.headdim), "rotation": rotation}
+
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba3Cache:
+        """The cache of a fresh start: no previous token, no rotation, and the learnable initial state or zeros.
+
+        Args:
+            batch_size: rows, or packed sequences.
+            dtype: of the activations; the parameters' if not given.
+        """
+        cache: Mamba3Cache = super().init_cache(batch_size, dtype)
+        c, ssm = self.config, cache.ssm
+        if c.learnable_init_states:
+            ssm = self.init_states.to(ssm.dtype).repeat(batch_size, 1, 1, 1)
+        rotation = fresh_rotation(c.rotation_kind, batch_size, c.nheads, c.turns, ssm, ssm.dtype)
+        return cache._replace(ssm=ssm, rotation=rotation)
+
+    def mix(
+        self, x: Tensor, cache: Mamba3Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Mamba3Cache]:
+        """The formulas at the top of this file."""
+        c: Mamba3Config = self.config
+        z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(self.in_proj(x))
+        dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretise(raw, lengths)
+        step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
+        y_btrhp, ssm, k, rotation = rotated_trapezoid_scan(
+            x_bthp,
+            self.B_norm(k_btrgn),
+            self.C_norm(q_btrgn),
+            self.B_bias,
+            self.C_bias,
+            rate_btc,
+            step_bth,
+            log_decay_bth,
+            gamma_bth,
+            kappa_bth,
+            self.D,
+            self.mimo_x if c.is_mimo else None,
+            state=cache.ssm,
+            previous_k=cache.k,
+            previous_x=cache.v,
+            start=cache.rotation,
+            rotation=c.rotation_kind,
+            path=path,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+        )
+        last_x = last_of(x_bthp, cu_seqlens, lengths, cache.v)
+        return self._output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
+
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats for ever, in closed form.
+
+        The token k steps back has weight `alpha^k gamma + alpha^{k-1} beta [k ≥ 1]` and is turned k times; the sum over
+        all k is one factor on the key. No cache goes in or comes out.
+        """
+        self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
+        c: Mamba3Config = self.config
+        z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(self.in_proj(x).unsqueeze(1))
+        dt_b1h, log_decay_b1h, gamma_b1h, kappa_b1h, rate_b1c = self._discretise(raw, None)
+        step_bh, rate_bc = (turn[:, 0] for turn in self._turns(dt_b1h, rate_b1c, None))
+        alpha_bh, wide = torch.exp(log_decay_b1h)[:, 0], dt_b1h.dtype
+        k_brhn, q_brhn = (
+            normed[:, 0].to(wide).repeat_interleave(c.nheads // c.ngroups, dim=2) + bias.to(wide).transpose(0, 1)
+            for normed, bias in ((self.B_norm(k_b1rgn), self.B_bias), (self.C_norm(q_b1rgn), self.C_bias))
+        )
+        gamma_bh, beta_bh = gamma_b1h[:, 0], kappa_b1h[:, 0] * alpha_bh
+        k_sum_brhn = stationary_key(c.rotation_kind, k_brhn, rate_bc, step_bh, gamma_bh, beta_bh, alpha_bh, c.turns)
+        v_brhp = x_b1hp.to(wide)
+        if c.is_mimo:
+            v_brhp = v_brhp * self.mimo_x.to(wide).transpose(0, 1)
+        y_brhp = torch.einsum("brhn,bqhn,bqhp->brhp", q_brhn, k_sum_brhn, v_brhp)
+        y_brhp = torch.addcmul(y_brhp, self.D.to(wide).unsqueeze(-1), v_brhp).to(x_b1hp.dtype)
+        return self._output(y_brhp.unsqueeze(1), z_b1hp).squeeze(1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """(b, t, ...) -> z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); turn (b, t, c)."""
+        c = self.config
+        z, x, k, q, *raw = projected.split(list(self._widths().values()), dim=-1)
+        heads, shared = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
+        return z.unflatten(-1, heads), x.unflatten(-1, heads), k.unflatten(-1, shared), q.unflatten(-1, shared), *raw
+
+    def _discretise(self, raw: list[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        c: Mamba3Config = self.config
+        dt, a, trap, turn = raw
+        return discretise(
+            dt,
+            a,
+            trap,
+            turn,
+            self.dt_bias,
+            heavy_tail=c.a_activation == "heavy_tail",
+            a_floor=c.A_floor,
+            dt_limit=c.dt_limit,
+            turn_range=c.rotation_range,
+            about_axes=c.rotation == "quaternion",
+            lengths=lengths,
+        )
+
+    def _turns(self, dt_bth: Tensor, rate_btc: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """For how long every head turns at a token, and how fast; a fixed rotation does so whatever the token is."""
+        c: Mamba3Config = self.config
+        if c.rotation != "fixed":
+            return dt_bth, rate_btc
+        number_s = torch.arange(c.turns, dtype=dt_bth.dtype, device=dt_bth.device)
+        rate_s = c.rotation_range * 10000 ** (-number_s / max(1, c.turns))
+        step_bth = torch.ones_like(dt_bth)
+        if lengths is not None:
+            padded_bt = torch.arange(dt_bth.shape[1], device=dt_bth.device) >= lengths.unsqueeze(1)
+            step_bth = step_bth.masked_fill(padded_bt.unsqueeze(-1), 0)
+        return step_bth, rate_s.expand(*dt_bth.shape[:2], -1)
+
+    def _output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
+        """Gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
+        c: Mamba3Config = self.config
+        if not c.is_outproj_norm:
+            weights = (self.mimo_z, self.mimo_o) if c.is_mimo else ()
+            return self.out_proj(rank_gate(y_btrhp, z_bthp, *weights).flatten(2))
+        if not c.is_mimo:
+            return self.out_proj(self.norm(y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)))
+        z_btrhp = z_bthp.unsqueeze(2) * self.mimo_z.transpose(0, 1).to(z_bthp.dtype)
+        normed_btrhp = self.norm(y_btrhp.flatten(3), z_btrhp.flatten(3)).unflatten(3, (c.nheads, c.headdim))
+        return self.out_proj((normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2))
+
+    def record_core(self, program: Program, projected: int) -> int:
+        """Numbers and keys that heads share, then states, readout and gate."""
+        program.expect_plain(self, Mamba3)
+        c: Mamba3Config = self.config
+        if c.rotation == "fixed":
+            program.refuse("a fixed rotation has no compiled step")
+        names = ("z", "x", "b", "c", "dt", "a", "trap", "turn")
+        starts = dict(zip(names, accumulate(list(self._widths().values())[:-1], initial=projected), strict=True))
+        key_norm, query_norm = (program.child(self, name, RMSNorm) for name in ("B_norm", "C_norm"))
+        out_norm = program.child(self, "norm", GatedRMSNorm) if c.is_outproj_norm else None
+        by_head = {"key_bias": "B_bias", "query_bias": "C_bias"}
+        mimo = ("mimo_x", "mimo_z", "mimo_o") if c.is_mimo else ()
+        y, cache = program.slot(c.d_inner), self.cache_shapes()
+        fields = {
+            "heads": c.nheads,
+            "head_width": c.headdim,
+            "groups": c.ngroups,
+            "state": c.d_state,
+            "rank": c.rank,
+            "turns": c.turns,
+            "rotation": program.rotation(c.rotation_kind),
+            "heavy_tail": c.a_activation == "heavy_tail",
+            "rate_range": c.rotation_range,
+            "dt_min": c.dt_limit[0],
+            "dt_max": c.dt_limit[1],
+            "a_floor": c.A_floor,
+            "key_eps": key_norm.eps,
+            "query_eps": query_norm.eps,
+            "out_eps": 0.0 if out_norm is None else out_norm.eps,
+            **starts,
+            "numbers": program.slot(4 * c.nheads + c.turn_channels),
+            "keys": program.slot(2 * c.rank * c.ngroups * c.d_state),
+            "to": y,
+            "cache_state": program.cached(*cache["ssm"], dtype=program.wide),
+            "cache_k": program.cached(*cache["k"]),
+            "cache_v": program.cached(*cache["v"]),
+            "cache_rotation": program.cached(*cache["rotation"], dtype=program.wide),
+            "key_norm": program.parameter(key_norm, "weight", c.d_state),
+            "query_norm": program.parameter(query_norm, "weight", c.d_state),
+            **{field: program.parameter(self, name, c.nheads, c.rank, c.d_state) for field, name in by_head.items()},
+            "dt_bias": program.parameter(self, "dt_bias", c.nheads),
+            "skip": program.parameter(self, "D", c.nheads),
+            **{name: program.parameter(self, name, c.nheads, c.rank, c.headdim) for name in mimo},
+        }
+        if out_norm is not None:
+            fields["out_norm"] = program.parameter(out_norm, "weight", c.d_inner)
+        program.phase("mamba3_tokens", **fields)
+        program.phase("mamba3_heads", **fields)
+        return y

@@ -1,0 +1,131 @@
+"""Mamba-3: config and cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.config import expect_sizes
+from anymamba.ops.rotation import Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba3Config:
+    """Sizes and options of a Mamba-3 block, named as in the official implementation."""
+
+    d_model: int  # D, width of the residual stream
+    d_state: int = 128  # N, state size of a head
+    expand: int | float = 2  # E / D
+    headdim: int = 64  # P, width of a head
+    ngroups: int = 1  # G, groups of heads that share B and C
+    rope_fraction: int | float = 0.5  # share of the state that rotates, from 0 to 1
+    dt_min: int | float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
+    dt_max: int | float = 0.1
+    dt_init_floor: int | float = 1e-4
+    A_floor: int | float = 1e-4  # least decay rate
+    is_outproj_norm: bool = False  # norm per head before the gate
+    is_mimo: bool = False  # several inputs and outputs per head, with their own weights and pairing
+    mimo_rank: int = 4  # R, of MIMO
+    bias: bool = False  # of in_proj and out_proj; official blocks have none
+    chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
+    a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"  # official since June 2026 | before
+    rotation: Literal["complex", "quaternion", "fixed"] = "complex"  # fixed: the same for every token, as RoPE
+    rotation_range: int | float = 1.0  # largest turn per unit of dt, in half circles; 1 is official
+    dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
+    learnable_init_states: bool = False  # a parameter is the state of a fresh start
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        expect_sizes(self)
+        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
+            raise ValueError(
+                f"Mamba3Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
+            )
+        if self.d_inner % self.headdim:
+            raise ValueError(
+                f"Mamba3Config: headdim must divide the {self.d_inner} inner channels, got headdim = {self.headdim}"
+            )
+        if self.nheads % self.ngroups:
+            raise ValueError(f"Mamba3Config: ngroups must divide the {self.nheads} heads, got ngroups = {self.ngroups}")
+        if not 0 <= self.rope_fraction <= 1:
+            raise ValueError(f"Mamba3Config: rope_fraction must be between 0 and 1, got {self.rope_fraction}")
+        unit = 4 if self.rotation == "quaternion" else 2
+        if self.rope_fraction > 0 and self.d_state % unit:
+            raise ValueError(
+                f"Mamba3Config: d_state must be a multiple of {unit} for {self.rotation} rotation, got {self.d_state}"
+            )
+        if self.rope_fraction > 0 and int(self.d_state * self.rope_fraction) < unit:
+            raise ValueError(
+                f"Mamba3Config: rope_fraction · d_state must be 0 or at least {unit}, the channels that turn together, "
+                f"got {self.rope_fraction} · {self.d_state}"
+            )
+        if self.a_activation not in ("heavy_tail", "softplus"):
+            raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
+        if self.rotation not in ("complex", "quaternion", "fixed"):
+            raise ValueError(f"Mamba3Config: rotation must be complex, quaternion or fixed, got {self.rotation!r}")
+        if self.A_floor < 0:
+            raise ValueError(f"Mamba3Config: A_floor must not be negative, got {self.A_floor}")
+        if not 0 < self.dt_min <= self.dt_max:
+            raise ValueError(f"Mamba3Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
+        if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
+            raise ValueError(f"Mamba3Config: dt_limit must satisfy 0 <= low <= high, got {self.dt_limit}")
+
+    @property
+    def d_inner(self) -> int:
+        """E = expand · d_model."""
+        return int(self.expand * self.d_model)
+
+    @property
+    def nheads(self) -> int:
+        """H."""
+        return self.d_inner // self.headdim
+
+    @property
+    def rank(self) -> int:
+        """R: `mimo_rank` for MIMO, else 1."""
+        return self.mimo_rank if self.is_mimo else 1
+
+    @property
+    def rotation_kind(self) -> Rotation:
+        """Which channels turn together, and how (`anymamba.ops.rotation`)."""
+        if self.rotation == "quaternion":
+            return "quaternion"
+        return "halves" if self.is_mimo else "interleaved"
+
+    @property
+    def turns(self) -> int:
+        """How many pairs of channels, or blocks of four, turn in each head."""
+        return int(self.d_state * self.rope_fraction) // (4 if self.rotation == "quaternion" else 2)
+
+    @property
+    def turn_channels(self) -> int:
+        """Channels of the projection that control the turns: shared by the heads, or an axis per head and block."""
+        if self.rotation == "fixed":
+            return 0
+        return self.nheads * self.turns * 3 if self.rotation == "quaternion" else self.turns
+
+
+class _Mamba3CacheFields(NamedTuple):
+    ssm: Float[Tensor, "b h p n"]
+    k: Float[Tensor, "b r h n"]
+    v: Float[Tensor, "b h p"]
+    rotation: Float[Tensor, "b h *turn"]
+
+
+class Mamba3Cache(_Mamba3CacheFields, CacheMethods):
+    """What a block carries from one token to the next.
+
+    Attributes:
+        ssm: the state h, (b, h, p, n), float32 or wider.
+        k: the last key, after norm, bias and rotation, (b, r, h, n).
+        v: the last x, before `mimo_x`, (b, h, p).
+        rotation: the running rotation, angles (b, h, s) or unit quaternions (b, h, j, 4), float32 or wider.
+    """
+
+    __slots__ = ()
+    STATES: ClassVar[frozenset[str]] = frozenset({"ssm", "rotation"})

@@ -1,0 +1,79 @@
+"""One token a row through a whole model, in one call to the compiled kernels where they cover it."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.ground.numerics import is_autocast, state_dtype
+from anymamba.ground.operators import is_observed, kernels_are_off
+from anymamba.kernels.cpu.program import NotCovered, Program
+from anymamba.models.cache import LMCache
+from anymamba.models.lm import MambaLM
+
+
+class Decoder:
+    """`MambaLM.step` without gradients, recorded from a model.
+
+    It reads the weights where they lie, so changes of their values count at once. It looks at the modules when it is
+    made, at the start of a sequence (a step without a cache), and when parameters have moved; `refresh` makes it look
+    at any other time. A module that was exchanged, wrapped or hooked in the middle of a sequence is not seen before.
+
+    Attributes:
+        model: the language model.
+        reason: why the model's modules are called instead of the kernels; empty where the kernels run.
+    """
+
+    def __init__(self, model: MambaLM) -> None:
+        """Look at the model."""
+        self.model = model
+        self.reason = ""
+        self._program: Program | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the model again."""
+        model, dtype = self.model, self.model.dtype
+        self._program, self.reason = None, ""
+        try:
+            if not model.backbone.residual_in_fp32 and dtype != state_dtype(dtype):
+                raise NotCovered("the residual stream is narrower than float32")
+            self._program = Program(model.record, dtype, model.config.d_model, state_dtype(dtype))
+        except NotCovered as reason:
+            self.reason = str(reason)
+
+    @torch.no_grad()
+    def step(
+        self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None, *, in_place: bool = False
+    ) -> tuple[Float[Tensor, "b v"], LMCache]:
+        """Run over one token a row.
+
+        Args:
+            input_ids: token ids.
+            cache: what the rows continue from; a fresh start if not given.
+            in_place: the new cache may take the old one's memory: for a cache that nobody else holds.
+
+        Returns:
+            The logits of the next token, and the new cache.
+        """
+        if cache is None or (self._program is not None and not self._program.is_current()):
+            self.refresh()
+        if self._program is not None and self._covers(input_ids, cache):
+            before = self.model.init_cache(input_ids.shape[0]) if cache is None else cache
+            residual = self.model.backbone.embed(input_ids)
+            done = self._program.run(residual, [x for layer in before.layers for x in layer.tensors()], in_place)
+            if done is not None:
+                return done[0], before.with_tensors(done[1])
+        return self.model.step(input_ids, cache)
+
+    def _covers(self, input_ids: object, cache: object) -> bool:
+        """Whether these may be tokens and a cache, which nobody follows and nothing changes on their way."""
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 1 or not isinstance(cache, LMCache | None):
+            return False
+        return not (is_observed() or kernels_are_off() or is_autocast(input_ids.device))
+
+
+def decoder(model: MambaLM) -> Decoder:
+    """A decoder of `model`, for a loop of one's own: `logits, cache = decoder.step(ids, cache)`."""
+    return Decoder(model)

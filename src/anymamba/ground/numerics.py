@@ -1,0 +1,27 @@
+"""Which dtypes are computed in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, decays and weights for activations of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def summing_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of long sums: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for `device`."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which `device` computes in the dtypes that it is given."""
+    return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()

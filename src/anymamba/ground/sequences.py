@@ -1,0 +1,81 @@
+"""How a batch lies in time: one sequence a row, or several packed one after another into a batch of one.
+
+Letters: b batch, t time, z sequences: the rows of a batch, or the packed sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """A stretch of time [start, stop) of the sequences in `rows`: all rows at once, or one packed sequence."""
+
+    rows: slice
+    start: int
+    stop: int
+
+
+def spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
+    """Time, one span for all rows, or one for each packed sequence."""
+    if cu_seqlens is None:
+        return [Span(slice(None), 0, t)]
+    pairs = itertools.pairwise(cu_seqlens.tolist())
+    return [Span(slice(z, z + 1), start, stop) for z, (start, stop) in enumerate(pairs)]
+
+
+def chunks(span: Span, length: int) -> Iterator[slice]:
+    """A span cut into pieces of `length`; the last is as long as what is left."""
+    for start in range(span.start, span.stop, length):
+        yield slice(start, min(start + length, span.stop))
+
+
+def pieces(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """(b, t, ...) and the starts (z, ...) as one pair, or packed (1, t, ...) as one pair for each sequence."""
+    if cu_seqlens is None:
+        return [(x, start)]
+    return list(zip(x.split(cu_seqlens.diff().tolist(), dim=1), start.split(1), strict=True))
+
+
+def first_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """(b, t, ...) -> (z, ...): the first step of each sequence."""
+    return x[:, 0] if cu_seqlens is None else x[0, cu_seqlens[:-1].long()]
+
+
+def last_of(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before: Tensor) -> Tensor:
+    """(b, t, ...) -> (z, ...): a copy of the last real step of each sequence; `before` for rows that have none."""
+    if cu_seqlens is not None:
+        return x[0, cu_seqlens[1:].long() - 1]
+    if lengths is None:
+        return x[:, -1].clone()  # a view would keep all of x in memory for as long as the cache lives
+    rows = torch.arange(x.shape[0], device=x.device)
+    return where_real(lengths, x[rows, (lengths - 1).clamp(min=0)], before)
+
+
+def where_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
+    """`x` (b, ...) for rows that have a real step, `before` for those that have none."""
+    if lengths is None:
+        return x
+    return torch.where((lengths > 0).view(-1, *[1] * (x.ndim - 1)), x, before)
+
+
+def following(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """(b, t, ...) shifted one step earlier; the last step of a sequence sees zero."""
+    # A roll keeps the length: a traced graph would have to tell a length of t - 1 from one of 1.
+    last = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
+    if cu_seqlens is not None:
+        last = last.index_fill(0, cu_seqlens[1:].long() - 1, True)
+    return x.roll(-1, dims=1).masked_fill(last.view(-1, *[1] * (x.ndim - 2)), 0)
+
+
+def previous(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """(b, t, ...) shifted one step later; the first step of a sequence sees zero."""
+    first = torch.arange(x.shape[1], device=x.device) == 0
+    if cu_seqlens is not None:
+        first = first.index_fill(0, cu_seqlens[:-1].long(), True)
+    return x.roll(1, dims=1).masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)

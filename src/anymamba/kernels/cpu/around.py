@@ -1,0 +1,281 @@
+"""The operators around a scan, and Mamba-1's scan, by the compiled kernels (contracts: `ops/`, `scan/selective.py`)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.ground.numerics import state_dtype
+from anymamba.ground.operators import Implementation
+from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu.call import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
+
+
+def _missing(x: Tensor, *_: Any) -> str:
+    return library.missing(x.dtype)
+
+
+class _Conv(NamedTuple):
+    """The inputs of `causal_conv`."""
+
+    x: Tensor
+    window: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
+        """Call a kernel with all of them, and `tensors`."""
+        b, t, _ = self.x.shape
+        bounds = checked_bounds(self.cu_seqlens, b, t)
+        given = {**self._asdict(), "lengths": checked_lengths(self.lengths, t), **tensors}
+        sizes = {"z": b if bounds is None else bounds.shape[0] - 1}
+        call(function, self.x.dtype, given, results, bounds=bounds, sizes=sizes)
+
+
+def _conv_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    i = _Conv(*inputs)
+    if not i.x.numel():
+        return empty_like(i.x), i.window.clone()
+    results = {"out": empty_like(i.x), "new_window": empty_like(i.window)}
+    i.run("conv_forward", {}, results)
+    return results["out"], results["new_window"]
+
+
+def _conv_backward(dout: Tensor, dnew_window: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    i = _Conv(*inputs)
+    wide = state_dtype(i.x.dtype)
+    if not i.x.numel():
+        return zeros_like(i.x), dnew_window.clone(), zeros_like(i.weight), zeros_like(i.weight[:, 0])
+    grads = {"dx": empty_like(i.x), "dwindow": empty_like(i.window)}
+    grads |= {"dweight": empty(i.weight.shape, wide), "dbias": empty(i.weight.shape[:1], wide)}
+    i.run("conv_backward", {"dout": dout, "dnew_window": dnew_window}, grads)
+    dbias = grads["dbias"].to(i.weight.dtype if i.bias is None else i.bias.dtype)
+    return grads["dx"], grads["dwindow"], grads["dweight"].to(i.weight.dtype), dbias
+
+
+def _rows_of(x: Tensor) -> int:
+    """How many of the last axes of `x` to take as one row, so that all rows lie evenly apart without a copy."""
+    for axes in range(1, x.ndim):
+        leading = [(x.shape[i], x.stride(i)) for i in range(x.ndim - axes) if x.shape[i] > 1]
+        if all(stride == size * after for (_, stride), (size, after) in itertools.pairwise(leading)):
+            return axes
+    return 1
+
+
+class _Norm(NamedTuple):
+    """The inputs of `rms_norm`."""
+
+    x: Tensor
+    z: Tensor | None
+    weight: Tensor
+    group_size: int
+    norm_before_gate: bool
+    eps: float
+
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
+        """Call a kernel; a row may hold several groups of axes, each with the same weight."""
+        axes = _rows_of(self.x)
+        given = {
+            name: None if x is None else x.flatten(-axes).reshape(-1, self.width)
+            for name, x in {"x": self.x, "z": self.z, **tensors}.items()
+        }
+        given["weight"] = self.weight.repeat(self.width // self.x.shape[-1])
+        size, order = self.group_size, self.norm_before_gate
+        call(function, self.x.dtype, given, results, group_size=size, norm_before_gate=order, eps=self.eps)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        width = 1
+        for size in self.x.shape[self.x.ndim - _rows_of(self.x) :]:
+            width *= size
+        return width
+
+
+def _norm_forward(*inputs: Any) -> Tensor:
+    i = _Norm(*inputs)
+    y = empty_like(i.x)
+    if i.x.numel():
+        i.run("norm_forward", {}, {"y": y})
+    return y
+
+
+def _norm_backward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    i = _Norm(*inputs)
+    make = empty_like if i.x.numel() else zeros_like
+    grads = {"dx": make(i.x)}
+    if i.z is not None:
+        grads["dz"] = make(i.z)
+    dweight = make(empty((i.width if i.x.numel() else i.weight.shape[0],), state_dtype(i.x.dtype)))
+    if i.x.numel():
+        i.run("norm_backward", {"dy": dy}, {**grads, "dweight": dweight})
+    summed = dweight.unflatten(0, (-1, i.weight.shape[0])).sum(0).to(i.weight.dtype)
+    return grads["dx"], grads.get("dz", dy.new_empty(0)), summed
+
+
+class _Gate(NamedTuple):
+    """The inputs of `rank_gate`."""
+
+    y: Tensor
+    z: Tensor
+    gate: Tensor | None
+    out: Tensor | None
+
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
+        """Call a kernel; `tensors` are (b, t, h, p) like z."""
+        b, t, r, h, p = self.y.shape
+        given: dict[str, Tensor | None] = {"y": self.y.reshape(b * t, r, h * p)}
+        for name, x in {"z": self.z, **tensors}.items():
+            given[name] = None if x is None else x.reshape(b * t, h * p)
+        for name, weight in (("gate_weight", self.gate), ("out_weight", self.out)):
+            given[name] = None if weight is None else weight.transpose(0, 1).reshape(r, h * p)
+        call(function, self.y.dtype, given, results)
+
+
+def _gate_forward(*inputs: Any) -> Tensor:
+    i = _Gate(*inputs)
+    out = empty_like(i.z)
+    if out.numel():
+        i.run("gate_forward", {}, {"out": out})
+    return out
+
+
+def _gate_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    i = _Gate(*inputs)
+    make = empty_like if i.z.numel() else zeros_like
+    grads = {"dy": make(i.y), "dz": make(i.z)}
+    shape = (2, *i.y.shape[2:]) if i.gate is not None else (2, 0)
+    dweights_2rhp = make(empty(shape, state_dtype(i.y.dtype)))
+    if i.z.numel():
+        i.run("gate_backward", {"dout": dout}, {**grads, "dweights": dweights_2rhp})
+    if i.gate is None or i.out is None:
+        return grads["dy"], grads["dz"], dout.new_empty(0), dout.new_empty(0)
+    dgate, dout_weight = (
+        dweight_rhp.transpose(0, 1).to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
+        for dweight_rhp, weight in zip(dweights_2rhp, (i.gate, i.out), strict=True)
+    )
+    return grads["dy"], grads["dz"], dgate, dout_weight
+
+
+class _Discretise(NamedTuple):
+    """The inputs of `discretise`."""
+
+    dt: Tensor
+    a: Tensor
+    trap: Tensor
+    turn: Tensor
+    dt_bias: Tensor
+    heavy_tail: bool
+    a_floor: float
+    dt_min: float
+    dt_max: float
+    turn_range: float
+    about_axes: bool
+    lengths: Tensor | None
+
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
+        """Call a kernel; `tensors` are (b, t, ...)."""
+        raw = {"dt_raw": self.dt, "a_raw": self.a, "trap_raw": self.trap, "turn_raw": self.turn, **tensors}
+        given = {name: None if x is None else x.flatten(0, 1) for name, x in raw.items()}
+        given |= {"dt_bias": self.dt_bias, "lengths": checked_lengths(self.lengths, self.dt.shape[1])}
+        call(
+            function,
+            self.dt.dtype,
+            given,
+            results,
+            sizes={"b": self.dt.shape[0]},
+            time=self.dt.shape[1],
+            heavy_tail=self.heavy_tail,
+            rate_floor=self.a_floor,
+            dt_min=self.dt_min,
+            dt_max=self.dt_max,
+            range=self.turn_range,
+        )
+
+
+_DISCRETISED = ("dt", "log_decay", "gamma", "kappa", "rate")
+
+
+def _discretise_forward(*inputs: Any) -> tuple[Tensor, ...]:
+    i = _Discretise(*inputs)
+    wide, like = state_dtype(i.dt.dtype), (i.dt, i.dt, i.dt, i.dt, i.turn)
+    results = {name: empty(x.shape, wide) for name, x in zip(_DISCRETISED, like, strict=True)}
+    if i.dt.numel():
+        i.run("discretise_forward", {}, results)
+    return tuple(results.values())
+
+
+def _discretise_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    cotangents, i = arguments[:5], _Discretise(*arguments[5:])
+    make = empty_like if i.dt.numel() else zeros_like
+    grads = {f"d{name}_raw": make(x) for name, x in zip(("dt", "a", "trap", "turn"), i[:4], strict=True)}
+    grads["ddt_bias"] = make(empty(i.dt_bias.shape, state_dtype(i.dt.dtype)))
+    if i.dt.numel():
+        i.run("discretise_backward", {f"d{name}": x for name, x in zip(_DISCRETISED, cotangents, strict=True)}, grads)
+    grads["ddt_bias"] = grads["ddt_bias"].to(i.dt_bias.dtype)
+    return tuple(grads.values())
+
+
+def _discretise_missing(*inputs: Any) -> str:
+    i = _Discretise(*inputs)
+    return "there is none for turns about axes" if i.about_axes else library.missing(i.dt.dtype)
+
+
+class _Selective(NamedTuple):
+    """The inputs of `selective_scan`."""
+
+    x: Tensor
+    dt: Tensor
+    rates: Tensor
+    b: Tensor
+    c: Tensor
+    skip: Tensor | None
+    z: Tensor | None
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
+    chunk_len: int | None
+    algorithm: str
+
+    def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
+        """Call a kernel with all of them, and `tensors`."""
+        rows, t, _ = self.x.shape
+        bounds = checked_bounds(self.cu_seqlens, rows, t)
+        given = {**{name: getattr(self, name) for name in self._fields[:8]}, **tensors}
+        sizes = {"z": rows if bounds is None else bounds.shape[0] - 1}
+        call(function, self.x.dtype, given, results, bounds=bounds, sizes=sizes)
+
+
+def _selective_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    i = _Selective(*inputs)
+    y = empty_like(i.x)
+    if not i.x.numel():
+        return y, i.initial_state.clone()
+    final_state = empty_like(i.initial_state)
+    i.run("selective_forward", {}, {"y": y, "final_state": final_state})
+    return y, final_state
+
+
+def _selective_backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    i = _Selective(*inputs)
+    make = empty_like if i.x.numel() else zeros_like
+    grads = {f"d{name}": make(x) for name, x in zip(i._fields, i[:8], strict=False) if x is not None}
+    grads["dskip"] = make(empty(i.rates.shape[:1], i.rates.dtype))
+    if i.x.numel():
+        i.run("selective_backward", {"dy": dy, "dfinal_state": dfinal_state}, grads)
+    if i.skip is not None:
+        grads["dskip"] = grads["dskip"].to(i.skip.dtype)
+    return tuple(grads.get(f"d{name}", dy.new_empty(0)) for name in i._fields[:8])
+
+
+IMPLEMENTATIONS = {
+    "causal_conv": Implementation(_conv_forward, _conv_backward, _missing),
+    "rms_norm": Implementation(_norm_forward, _norm_backward, _missing),
+    "rank_gate": Implementation(_gate_forward, _gate_backward, _missing),
+    "discretise": Implementation(_discretise_forward, _discretise_backward, _discretise_missing),
+    "selective_scan": Implementation(_selective_forward, _selective_backward, _missing),
+}

@@ -1,0 +1,121 @@
+"""The causal depthwise convolution of a block, followed by SiLU, with a window that carries it from call to call.
+
+    o_t = silu(bias + Σ_{k<w} weight_k s_{t-w+1+k})
+
+Letters: b batch, t time, v channels, w width of the convolution, z sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
+from anymamba.ground.numerics import state_dtype
+from anymamba.ground.operators import Operator
+from anymamba.ground.recompute import recomputed
+
+
+@checked
+def causal_conv(
+    x: Float[Tensor, "b t v"],
+    window: Float[Tensor, "z v w"],
+    weight: Float[Tensor, "v w"],
+    bias: Float[Tensor, " v"] | None = None,
+    *,
+    lengths: Int[Tensor, " b"] | None = None,
+    cu_seqlens: Int[Tensor, " z1"] | None = None,
+) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "z v w"]]:
+    """Convolve a sequence that continues from `window`.
+
+    Args:
+        x: inputs before the convolution.
+        window: the last w inputs before `x`, newest last, of each row or packed sequence, in the dtype of `x`.
+        weight: of each channel, oldest input first.
+        bias: of each channel, or none.
+        lengths: how many leading steps of each row are real. All if not given.
+        cu_seqlens: boundaries of packed sequences (batch 1), each of which starts from its own window.
+
+    Returns:
+        The outputs, and the windows after the last real input.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+        TypeError: the window has another dtype than `x`.
+    """
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if window.shape[0] != rows:
+        raise ValueError(f"causal_conv: window must have shape {(rows, *window.shape[1:])}, got {tuple(window.shape)}")
+    expect_dtypes("causal_conv", "x", x, alike={"window": window}, wide={})
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        expect_parameter("causal_conv", name, parameter, x)
+    out, new_window = _operator(x, window, weight, bias, lengths, cu_seqlens)
+    return out, new_window
+
+
+def _definition(
+    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    window_zwv, w = window.transpose(1, 2), window.shape[2]
+    if cu_seqlens is not None:
+        return _packed(x, window_zwv, weight, bias, cu_seqlens)
+    s_bxv = torch.cat([window_zwv, x], dim=1)
+    if lengths is None:
+        new_window_bwv = s_bxv[:, s_bxv.shape[1] - w :]
+    else:
+        index_bw = lengths.unsqueeze(1) + torch.arange(w, device=x.device)
+        new_window_bwv = s_bxv.gather(1, index_bw.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return _convolve(s_bxv, weight, bias), new_window_bwv.transpose(1, 2).contiguous()
+
+
+def _convolve(s_bxv: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of all steps after the first w. The first of those is history that no step reaches."""
+    wide, w = state_dtype(s_bxv.dtype), weight.shape[1]
+    steps, weight_wv = s_bxv.shape[1] - w, weight.to(wide).t().contiguous()
+    pre_btv = s_bxv[:, 1 : steps + 1].to(wide) * weight_wv[0]
+    for k in range(1, w):
+        pre_btv = torch.addcmul(pre_btv, s_bxv[:, k + 1 : steps + k + 1].to(wide), weight_wv[k])
+    return F.silu(pre_btv if bias is None else pre_btv + bias.to(wide)).to(s_bxv.dtype)
+
+
+def _packed(
+    x_1tv: Tensor, window_zwv: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Lay every sequence after its own window, one after another, and convolve the whole."""
+    t, (sequences, w, _) = x_1tv.shape[1], window_zwv.shape
+    device = x_1tv.device
+    cu_seqlens = cu_seqlens.long()
+    starts, time, taps = cu_seqlens[:-1], torch.arange(t, device=device), torch.arange(w, device=device)
+    row = torch.arange(sequences, device=device)
+    token_slots_t = time + w * torch.searchsorted(starts, time, right=True)
+    window_slots_zw = (starts + w * row).unsqueeze(1) + taps
+    source = torch.empty(t + sequences * w, dtype=torch.long, device=device)
+    source[token_slots_t] = time
+    source[window_slots_zw.flatten()] = t + torch.arange(sequences * w, device=device)
+    s_1xv = torch.cat([x_1tv, window_zwv.flatten(0, 1).unsqueeze(0)], dim=1).index_select(1, source)
+    last_slots_zw = (cu_seqlens[1:] + w * row).unsqueeze(1) + taps
+    new_window = s_1xv[0].index_select(0, last_slots_zw.flatten()).reshape(window_zwv.shape)
+    out_1tv = _convolve(s_1xv, weight, bias).index_select(1, token_slots_t - w)
+    return out_1tv, new_window.transpose(1, 2).contiguous()
+
+
+def _fake(x: Tensor, window: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(window.shape, dtype=x.dtype, device=x.device),
+    )
+
+
+_operator = Operator(
+    "causal_conv",
+    inputs="Tensor x, Tensor window, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? cu_seqlens",
+    outputs=2,
+    differentiable=4,
+    fake=_fake,
+    definition=_definition,
+    portable={"": recomputed(_definition, outputs=2, differentiable=4)},
+)

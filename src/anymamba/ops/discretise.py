@@ -1,0 +1,139 @@
+"""Mamba-3's step sizes, decays, trapezoidal weights and turns, from the raw numbers of its projection.
+
+    dt = clamp(softplus(dt + dt_bias))     log_decay = -dt max(act(A), A_floor)
+    gamma = sigmoid(trap) dt               kappa = (1 - sigmoid(trap)) dt
+
+A rate of turning is bounded: `range · π · tanh(turn)` for each pair of channels that turns in a plane, and the vector
+`range · π · tanh|turn| turn / |turn|` for each block of four that turns about an axis.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
+from anymamba.ground.numerics import state_dtype
+from anymamba.ground.operators import Operator
+from anymamba.ground.recompute import recomputed
+
+
+@checked
+def discretise(
+    dt: Float[Tensor, "b t h"],
+    a: Float[Tensor, "b t h"],
+    trap: Float[Tensor, "b t h"],
+    turn: Float[Tensor, "b t c"],
+    dt_bias: Float[Tensor, " h"],
+    *,
+    heavy_tail: bool = True,
+    a_floor: int | float = 0.0,
+    dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
+    turn_range: int | float = 1.0,
+    about_axes: bool = False,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> tuple[
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t c"],
+]:
+    """The formulas above; all results are in the dtype of states.
+
+    Args:
+        dt: raw step sizes.
+        a: raw decay rates.
+        trap: raw shares of the trapezoidal rule.
+        turn: raw rates of turning.
+        dt_bias: added to the step sizes.
+        heavy_tail: the activation of the decay rates: `heavy_tail`, else softplus.
+        a_floor: the least decay rate.
+        dt_limit: step sizes are clamped to it.
+        turn_range: the largest rate, in half circles per unit of dt.
+        about_axes: three channels of `turn` at a time are a vector.
+        lengths: how many leading steps of each row are real; after them the step size is zero. All if not given.
+
+    Returns:
+        dt, log_decay, gamma, kappa and the rates of turning.
+    """
+    expect_dtypes("discretise", "dt", dt, alike={"a": a, "trap": trap, "turn": turn}, wide={})
+    expect_parameter("discretise", "dt_bias", dt_bias, dt)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _operator(
+        dt,
+        a,
+        trap,
+        turn,
+        dt_bias,
+        heavy_tail,
+        float(a_floor),
+        float(dt_limit[0]),
+        float(dt_limit[1]),
+        float(turn_range),
+        about_axes,
+        lengths,
+    )
+    return results
+
+
+def heavy_tail(x: Tensor) -> Tensor:
+    """`1 + x` for x ≥ 0, `1 / (1 - x)` below: positive, smooth, decaying like 1/|x| where softplus decays like e^x."""
+    return F.relu(x) + 1 / (1 - x.clamp(max=0))
+
+
+def bounded_vector(x: Tensor) -> Tensor:
+    """`tanh|x| x / |x|` over the last axis, smooth at zero and for any length."""
+    tiny = torch.finfo(x.dtype).tiny
+    # |x| without overflow or underflow of its squares; the scale cancels, so it needs no gradient.
+    scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=math.sqrt(tiny))
+    length = scale * (x / scale).square().sum(-1, keepdim=True).clamp(min=tiny).sqrt()
+    return torch.tanh(length) * (x / length)
+
+
+def _definition(
+    dt: Tensor,
+    a: Tensor,
+    trap: Tensor,
+    turn: Tensor,
+    dt_bias: Tensor,
+    is_heavy: bool,
+    a_floor: float,
+    dt_min: float,
+    dt_max: float,
+    turn_range: float,
+    about_axes: bool,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide = state_dtype(dt.dtype)
+    size = F.softplus(dt.to(wide) + dt_bias.to(wide))
+    if (dt_min, dt_max) != (0.0, math.inf):
+        size = size.clamp(dt_min, dt_max)
+    if lengths is not None:
+        real_bt = torch.arange(dt.shape[1], device=dt.device) < lengths.unsqueeze(1)
+        size = size.masked_fill(~real_bt.unsqueeze(-1), 0)
+    rate = (heavy_tail(a.to(wide)) if is_heavy else F.softplus(a.to(wide))).clamp(min=a_floor)
+    share, raw = torch.sigmoid(trap.to(wide)), turn.to(wide)
+    bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if about_axes else torch.tanh(raw)
+    return size, -size * rate, share * size, (1 - share) * size, (turn_range * math.pi) * bounded
+
+
+def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    wide = state_dtype(dt.dtype)
+    return tuple(torch.empty(x.shape, dtype=wide, device=dt.device) for x in (dt, dt, dt, dt, turn))
+
+
+_operator = Operator(
+    "discretise",
+    inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "
+    "float dt_min, float dt_max, float turn_range, bool about_axes, Tensor? lengths",
+    outputs=5,
+    differentiable=5,
+    fake=_fake,
+    definition=_definition,
+    portable={"": recomputed(_definition, outputs=5, differentiable=5)},
+)

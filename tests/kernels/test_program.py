@@ -1,0 +1,312 @@
+"""One token in one call: the same numbers as the modules give."""
+
+import pytest
+import torch
+from torch import nn
+
+from anymamba import Mamba1, Mamba2, Mamba3
+from anymamba.ground.operators import kernels_off
+from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, NotCovered, Program
+from tests.blocks.families import OPTIONS, make_block, random_cache
+from tests.support import FLOOR, assert_near, in_another_process
+
+pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# Large enough for threads, with awkward sizes.
+LARGE = {
+    "mamba1": (Mamba1, {"d_model": 102, "d_state": 21, "dt_rank": 5}),
+    "mamba2": (Mamba2, {"d_model": 102, "d_state": 21, "headdim": 17, "ngroups": 3}),
+    "mamba3": (Mamba3, {"d_model": 102, "d_state": 22, "headdim": 17, "ngroups": 3}),
+    "mamba3 quaternion": (Mamba3, {"d_model": 102, "d_state": 24, "headdim": 17, "rotation": "quaternion"}),
+    "mamba3 mimo": (Mamba3, {"d_model": 102, "d_state": 22, "headdim": 17, "is_mimo": True, "mimo_rank": 3}),
+}
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def program_of(block):
+    """One token of a block."""
+    dtype = block.in_proj.weight.dtype
+    return Program(lambda program: block.record(program, 0, to=OUTPUT), dtype, block.d_model, dtype)
+
+
+def program_steps(block, tokens, cache=None):
+    """Outputs of a few steps of its program, and the last cache."""
+    program, cache, outputs = program_of(block), cache or block.init_cache(tokens.shape[1]), []
+    for x in tokens:
+        y, tensors = program.run(x, list(cache))
+        cache = type(cache)(*tensors)
+        outputs.append(y)
+    return torch.stack(outputs), cache
+
+
+def module_steps(block, tokens, cache=None):
+    """The same by the portable implementations of its operators."""
+    outputs = []
+    with kernels_off():
+        for x in tokens:
+            y, cache = block.step(x, cache)
+            outputs.append(y)
+    return torch.stack(outputs), cache
+
+
+def compare(actual, expected, dtype):
+    """Outputs and caches; an angle counts by its place on the circle."""
+    assert_near(actual[0], expected[0], FLOOR[dtype], "y")
+    for name, x, reference in zip(actual[1]._fields, actual[1], expected[1], strict=True):
+        if name == "rotation" and x.ndim == 3:
+            turn = torch.polar(torch.ones_like(x), x - reference)
+            assert_near(torch.view_as_real(turn), torch.view_as_real(torch.ones_like(turn)), FLOOR[dtype], name)
+        else:
+            assert_near(x, reference, FLOOR[dtype], name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "mamba3 fixed rotation"])
+def test_a_program_steps_as_the_modules_do(options, dtype):
+    block = make_block(options, dtype)
+    tokens, cache = torch.randn(5, 3, 16, dtype=dtype), random_cache(block, 3).detach()
+    compare(program_steps(block, tokens, cache), module_steps(block, tokens, cache), dtype)
+    compare(program_steps(block, tokens), module_steps(block, tokens), dtype)
+
+
+def make_large(name, dtype):
+    family, fields = LARGE[name]
+    torch.manual_seed(3)
+    return family(**fields, dtype=dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_neither_threads_nor_the_batch_move_a_bit(name, dtype, threads):
+    block = make_large(name, dtype)
+    tokens = torch.randn(2, 7, 102, dtype=dtype)
+    threads(2)
+    y, cache = program_steps(block, tokens)
+    threads(1)
+    for rows in (slice(0, 1), slice(3, 4), slice(1, 4), slice(2, 7)):
+        y_alone, cache_alone = program_steps(block, tokens[:, rows])
+        assert torch.equal(y_alone, y[:, rows])
+        for alone, together in zip(cache_alone, cache, strict=True):
+            assert torch.equal(alone, together[rows])
+
+
+@torch.no_grad()
+def test_a_program_runs_up_to_its_rows_and_leaves_the_rest_to_others():
+    block = make_block("mamba3 mimo 2", torch.float64)
+    program = program_of(block)
+    tokens = torch.randn(1, MAX_ROWS, 16, dtype=torch.float64)
+    compare(program_steps(block, tokens), module_steps(block, tokens), torch.float64)
+    for rows in (0, MAX_ROWS + 1):
+        assert program.run(torch.zeros(rows, 16, dtype=torch.float64), list(block.init_cache(rows))) is None
+    x, cache = tokens[0, :2], block.init_cache(2)
+    assert program.run(x.float(), list(cache)) is None
+    assert program.run(x[:, :8], list(cache)) is None
+    assert program.run(x, list(block.init_cache(3))) is None
+    assert program.run(x, list(cache.to(torch.float32))) is None
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_in_any_layout():
+    block = make_block("mamba3 mimo 2", torch.float64)
+    program = program_of(block)
+    x, cache = torch.randn(4, 16, dtype=torch.float64), random_cache(block, 4).detach()
+    y, _ = program.run(x, list(cache))
+    strided = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in cache]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(program.run(x, strided)[0], y)
+    assert torch.equal(program.run(x[::2], list(cache.rows(slice(None, None, 2))))[0], y[::2])
+    assert torch.equal(program.run(x.t().contiguous().t(), list(cache))[0], y)
+    negated = [torch._neg_view(-t) for t in cache]
+    assert torch.equal(program.run(x, negated)[0], y)
+
+
+class Doubled(nn.Linear):
+    """A layer that has something to add, as an adapter has."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Quiet(Mamba2):
+    """A block with its own idea of a step size."""
+
+    def _dt(self, dt):
+        return super()._dt(dt) / 2
+
+
+def exchange_module(block):
+    block.in_proj.__class__ = Doubled
+
+
+def hook(block):
+    block.in_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def patch_forward(block):
+    block.out_proj.forward = lambda x: x
+
+
+def transpose(block):
+    block.in_proj.weight.data = block.in_proj.weight.data.t().contiguous().t()
+
+
+def negate_lazily(block):
+    block.D = nn.Parameter(torch._neg_view(block.D.data))
+
+
+def remove(block):
+    block.D = None
+
+
+def free(block):
+    block.D.untyped_storage().resize_(0)
+
+
+def cast(block):
+    block.D.data = block.D.data.to(torch.int8)
+
+
+CHANGES = [exchange_module, hook, patch_forward, transpose, negate_lazily, remove, free]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("family", [Mamba2, Mamba3])
+def test_what_only_the_modules_know_how_to_run_is_refused_with_a_reason(family, change):
+    block = family(16, d_state=8, headdim=8)
+    program_of(block)
+    change(block)
+    with pytest.raises(NotCovered, match=r"in_proj|out_proj|D|weight"):
+        program_of(block)
+
+
+def test_a_subclass_and_a_family_without_kernels_are_refused():
+    with pytest.raises(NotCovered, match="Quiet, not a Mamba2"):
+        program_of(Quiet(16, d_state=8, headdim=8))
+    with pytest.raises(NotCovered, match="fixed rotation"):
+        program_of(make_block("mamba3 fixed rotation"))
+
+
+@torch.no_grad()
+def test_a_program_notices_when_parameters_have_moved():
+    block = Mamba2(16, d_state=8, headdim=8)
+    program = program_of(block)
+    assert program.is_current()
+    block.in_proj.weight.mul_(2)
+    assert program.is_current()
+    block.in_proj.weight.data = block.in_proj.weight.data.clone()
+    assert not program.is_current()
+    program = program_of(block)
+    block.D.untyped_storage().resize_(0)
+    assert not program.is_current()
+
+
+class Holder(nn.Module):
+    """A matrix by the name that a program is given."""
+
+    def __init__(self, width, out, dtype, bias):
+        super().__init__()
+        self.matrix = nn.Linear(width, out, bias=bias, dtype=dtype)
+
+
+def multiply(holder, x):
+    out, width = holder.matrix.weight.shape
+
+    def record(program):
+        program.linear(0, holder, "matrix", width, out, to=OUTPUT)
+
+    return Program(record, x.dtype, width, x.dtype).run(x, [])[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width", "out"), [(1, 1, 1), (1, 300, 131), (2, 37, 50), (5, 129, 64), (64, 16, 7)])
+def test_few_rows_times_a_matrix(rows, width, out, dtype):
+    holder, x = Holder(width, out, dtype, bias=True), torch.randn(rows, width).to(dtype)
+    holder.matrix.weight[0, 0] = 3 * torch.finfo(torch.float16).smallest_normal / 8  # a denormal of float16
+    expected = x.double() @ holder.matrix.weight.double().t() + holder.matrix.bias.double()
+    assert_near(multiply(holder, x), expected, {torch.float64: 1e-14, torch.float32: 2e-6}.get(dtype, FLOOR[dtype]))
+
+
+@torch.no_grad()
+def test_numbers_of_half_precision_are_read_exactly():
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = values.view(dtype)
+        weight = weight[weight.isfinite()]
+        if dtype == torch.bfloat16:  # whose denormals are those of float32, which are flushed
+            weight = weight[(weight == 0) | (weight.abs() >= torch.finfo(torch.float32).smallest_normal)]
+        weight = weight[: weight.numel() // 8 * 8].reshape(-1, 8)
+        holder = Holder(8, weight.shape[0], dtype, bias=False)
+        holder.matrix.weight.copy_(weight)
+        for rows in (1, 5):  # both ways to read
+            for channel in range(8):
+                one = torch.eye(8, dtype=dtype)[channel].expand(rows, 8).contiguous()
+                assert torch.equal(multiply(holder, one), weight[:, channel].expand(rows, -1))
+
+
+FORCED = """
+import torch
+from anymamba.kernels.cpu import library
+from tests.kernels.test_program import DTYPES, LARGE, make_large, module_steps, program_steps
+from tests.support import FLOOR, assert_near
+with torch.no_grad():
+    for name in LARGE:
+        for dtype in DTYPES:
+            block, tokens = make_large(name, dtype), torch.randn(2, 3, 102, dtype=dtype)
+            assert_near(program_steps(block, tokens)[0], module_steps(block, tokens)[0], FLOOR[dtype])
+print(library.LIBRARY.isa)
+"""
+FORKED = """
+import os, torch
+from tests.kernels.test_program import make_large, program_steps
+torch.set_num_threads(2)
+block, tokens = make_large("mamba2", torch.float32), torch.randn(2, 3, 102)
+with torch.no_grad():
+    expected = program_steps(block, tokens)[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(program_steps(block, tokens)[0], expected) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_every_instruction_set_computes_the_same(isa):
+    found = in_another_process(FORCED, ANYMAMBA_ISA=isa)
+    if found != isa:
+        pytest.skip(f"this processor has no {isa}")
+
+
+def test_a_program_runs_in_a_forked_process():
+    assert in_another_process(FORKED) == "0"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [8, 32])
+def test_an_input_of_another_width_is_refused(width, unchecked):
+    for options in ("mamba1", "mamba2", "mamba3"):
+        with pytest.raises(ValueError, match=rf"x must have shape \(b, d=16\), got \(2, {width}\)"):
+            make_block(options, torch.float32).step(torch.ones(2, width))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", ["mamba1", "mamba2", "mamba3"])
+def test_the_default_device_is_not_where_kernels_write(options):
+    block, x = make_block(options, torch.float32), torch.randn(2, 5, 16)
+    y, cache = block.prefill(x)
+    y_next, _ = block.step(x[:, 0], cache)
+    with torch.device("meta"):
+        again, cache = block.prefill(x)
+        next_again, _ = block.step(x[:, 0], cache)
+    assert torch.equal(y, again)
+    assert torch.equal(y_next, next_again)
