@@ -94,7 +94,6 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_values_that_a_field_allows_are_known():
     hints = TrainingConfig.hints()
     assert hints.keys() == TrainingConfig.fields_by_name().keys()
-    assert choices(hints["model.family"]) == ("Mamba1", "Mamba2", "Mamba3")
     assert choices(hints["schedule.kind"]) == ("cosine", "wsd", "constant")
     assert choices(hints["data.sources"]) == choices(hints["seed"]) == ()
 
@@ -102,5 +101,5 @@ def test_the_values_that_a_field_allows_are_known():
 def test_mamba_1_has_channels_and_no_heads():
     block = read_config(None, {"model.family": "Mamba1"}).model.lm_config(256).block_config()
     assert (block.d_state, block.d_inner) == (16, 512)
-    with pytest.raises(ValueError, match="Mamba-1 has no heads, got 8"):
+    with pytest.raises(ValueError, match=r"model.headdim: Mamba1 has none, got 8"):
         read_config(None, {"model.family": "Mamba1", "model.headdim": "8"}).model.lm_config(256)

@@ -34,14 +34,18 @@ class ProjectionPart(NamedTuple):
 
 
 class Block(nn.Module):
-    """A block around a scan. A family adds its parameters, `CACHE`, `cache_shapes`, `mix` and `projection_parts`.
+    """A block around a scan. A family adds its parameters, `CONFIG`, `CACHE`, `cache_shapes` and `mix`.
+
+    If it has compiled kernels for a token, it adds `record_core` and `projection_parts` too.
 
     Attributes:
         config: the family's.
+        CONFIG: the type of its config.
         CACHE: the type of its cache.
         SIZES: fields of the config that are attributes of the block too, as officially.
     """
 
+    CONFIG: ClassVar[Any]
     CACHE: ClassVar[Any]
     SIZES: ClassVar[tuple[str, ...]] = ("d_model",)
 

@@ -118,6 +118,7 @@ class Mamba1(Block):
         dtype: of the parameters (A_log and D are float32 or wider, as officially).
     """
 
+    CONFIG = Mamba1Config
     CACHE = Mamba1Cache
     SIZES = ("d_model", "d_state", "d_conv", "expand", "d_inner")
 

@@ -127,6 +127,7 @@ class Mamba2(Block):
         dtype: of the parameters (D is float32 or wider, as officially).
     """
 
+    CONFIG = Mamba2Config
     CACHE = Mamba2Cache
     SIZES = (
         *("d_model", "d_state", "d_conv", "expand", "d_inner", "headdim", "d_ssm", "ngroups", "nheads", "conv_dim"),

@@ -7,8 +7,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from anymamba.blocks.block import Block
 from anymamba.blocks.config import IGNORED_OPTIONS
-from anymamba.models.families import Family, family
+from anymamba.models.families import family
 
 # Entries of `ssm_cfg` that tune the official kernels. They are kept and written back, and change no result.
 # `chunk_size` is among them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
@@ -59,8 +60,8 @@ class MambaLMConfig:
         return str(self.ssm_cfg.get("layer", "Mamba1"))
 
     @property
-    def family(self) -> Family:
-        """Classes of the block family."""
+    def family(self) -> type[Block]:
+        """The class of the blocks."""
         return family(self.layer)
 
     @property
@@ -79,12 +80,12 @@ class MambaLMConfig:
         Raises:
             ValueError: `ssm_cfg` has entries that the block does not know, or values that cannot work.
         """
-        fields = {f.name: f for f in dataclasses.fields(self.family.config)}
+        fields = {f.name: f for f in dataclasses.fields(self.family.CONFIG)}
         given = {k: v for k, v in self.ssm_cfg.items() if k != "layer" and k not in _KERNEL_OPTIONS}
         if unknown := sorted(set(given) - set(fields)):
             raise ValueError(f"MambaLMConfig: ssm_cfg has entries that {self.layer} does not know: {unknown}")
         values = {name: _typed(f'ssm_cfg["{name}"]', value, fields[name]) for name, value in given.items()}
-        return self.family.config(**{**values, "d_model": self.d_model})
+        return self.family.CONFIG(**{**values, "d_model": self.d_model})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MambaLMConfig:

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from anymamba.blocks.cache import CacheMethods
-from anymamba.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
-from anymamba.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
-from anymamba.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
-
-
-class Family(NamedTuple):
-    """The three classes of a block family: module, config and cache."""
-
-    block: Any
-    config: Any
-    cache: type[CacheMethods]
-
+from anymamba.blocks.block import Block
+from anymamba.blocks.mamba1 import Mamba1
+from anymamba.blocks.mamba2 import Mamba2
+from anymamba.blocks.mamba3 import Mamba3
 
 # Keyed by the value of "layer" in the official `ssm_cfg`.
-FAMILIES: dict[str, Family] = {
-    "Mamba1": Family(Mamba1, Mamba1Config, Mamba1Cache),
-    "Mamba2": Family(Mamba2, Mamba2Config, Mamba2Cache),
-    "Mamba3": Family(Mamba3, Mamba3Config, Mamba3Cache),
-}
+FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
 
 
-def family(name: str) -> Family:
-    """The family that `ssm_cfg["layer"]` names.
+def family(name: str) -> type[Block]:
+    """The block that `ssm_cfg["layer"]` names.
 
     Raises:
         ValueError: there is no such family.

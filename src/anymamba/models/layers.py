@@ -89,7 +89,7 @@ class ResidualLayer(nn.Module):
         """Create the block, the norms and the MLP."""
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.mixer = config.family.block(config.block_config(), **factory)
+        self.mixer = config.family(config.block_config(), **factory)
         self.norm = make_norm(config, **factory)
         self.mlp: GatedMLP | None = None
         if config.mlp_width:

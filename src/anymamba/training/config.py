@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from anymamba.models.config import MambaLMConfig
+from anymamba.models.families import FAMILIES, family
 from anymamba.training.values import checked, expect_known, parse
 
 if sys.version_info >= (3, 11):
@@ -45,7 +46,7 @@ class ModelSection:
     init: str | None = option(
         None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
     )
-    family: Literal["Mamba1", "Mamba2", "Mamba3"] | None = option(None, "family of the blocks; none: Mamba3")
+    family: str | None = option(None, f"family of the blocks, one of {', '.join(FAMILIES)}; none: Mamba3")
     depth: int | None = option(
         None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many); none: 4"
     )
@@ -62,26 +63,27 @@ class ModelSection:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
+        if self.family not in (None, *FAMILIES):
+            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
         depth = self.depth or 4
         width = self.d_model or 64 * depth
-        family = self.family or "Mamba3"
-        if family == "Mamba1":
-            if self.headdim is not None:
-                raise ValueError(f"model.headdim: Mamba-1 has no heads, got {self.headdim}")
-            sizes = {"d_state": self.d_state or 16}
-        else:
-            headdim = self.headdim or next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
-            sizes = {"d_state": self.d_state or 64, "headdim": headdim}
+        name = self.family or "Mamba3"
+        fields = {field.name for field in dataclasses.fields(family(name).CONFIG)}
+        divisor = next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
+        usual = {"d_state": 64 if "headdim" in fields else 16, "headdim": divisor}
+        if strange := [size for size in usual if getattr(self, size) is not None and size not in fields]:
+            raise ValueError(f"model.{strange[0]}: {name} has none, got {getattr(self, strange[0])}")
+        sizes = {size: getattr(self, size) or default for size, default in usual.items() if size in fields}
         return MambaLMConfig(
             d_model=width,
             n_layer=self.n_layer or depth,
             vocab_size=vocab_size,
             d_intermediate=self.d_intermediate or 0,
             tie_embeddings=self.tie_embeddings is not False,
-            ssm_cfg={"layer": family, **sizes, **self.block},
+            ssm_cfg={"layer": name, **sizes, **self.block},
         )
 
     def expect(self, found: MambaLMConfig) -> None:

@@ -52,6 +52,7 @@ class Mamba3(Block):
         dtype: of the parameters (dt_bias, D and the key and query biases are float32 or wider, as officially).
     """
 
+    CONFIG = Mamba3Config
     CACHE = Mamba3Cache
     SIZES = (
         *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo", "mimo_rank"),

@@ -52,7 +52,7 @@ class CodestralFormat:
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """The inverse of `read_config`, for models that the format can hold."""
         require("the Codestral format", config, {"layer": "Mamba2", "d_intermediate": 0})
-        kind = config.family.config
+        kind = config.family.CONFIG
         free = ("d_model", "ngroups")
         require(
             "the Codestral format",

@@ -1,0 +1,108 @@
+"""A new block family is its own file and one line of `families.py`: it trains, generates and saves with nothing else."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anymamba import MambaLM, decoder
+from anymamba.blocks.block import Block
+from anymamba.blocks.cache import CacheMethods
+from anymamba.blocks.config import make_config
+from anymamba.models.families import FAMILIES
+from anymamba.scan import scan
+from anymamba.training.language import resume, train
+from tests.support import FLOOR, assert_near
+from tests.training.cases import silent, tiny, write_corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakyConfig:
+    """A leaky average of what came before, a channel at a time."""
+
+    d_model: int
+    rate: float = 0.1
+
+
+class _Fields(NamedTuple):
+    mean: Tensor
+
+
+class LeakyCache(_Fields, CacheMethods):
+    """The average so far, (b, d, 1, 1)."""
+
+    __slots__ = ()
+    STATES = frozenset({"mean"})
+
+
+class Leaky(Block):
+    """`h_t = exp(-rate) h_{t-1} + in_proj(x_t)`, `y_t = out_proj(h_t)`."""
+
+    CONFIG = LeakyConfig
+    CACHE = LeakyCache
+
+    def __init__(self, config=None, *, device=None, dtype=None, **fields):
+        super().__init__(make_config(LeakyConfig, config, fields))
+        self.in_proj = nn.Linear(self.d_model, self.d_model, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(self.d_model, self.d_model, device=device, dtype=dtype)
+
+    def cache_shapes(self):
+        return {"mean": (self.d_model, 1, 1)}
+
+    def mix(self, x, cache, *, path, lengths, cu_seqlens):
+        v = self.in_proj(x)
+        decay = torch.full(v.shape, -self.config.rate, dtype=cache.mean.dtype)
+        if lengths is not None:
+            real = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
+            v, decay = v * real, decay * real
+        ones = torch.ones_like(v[:, :, None, :1, None])
+        v = v[:, :, None, :, None]
+        y, mean = scan(v, ones, ones, decay, initial_state=cache.mean, path=path, cu_seqlens=cu_seqlens)
+        return self.out_proj(y[:, :, 0, :, 0]), LeakyCache(mean)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "Leaky", Leaky)
+
+
+def test_prefill_equals_steps_and_padded_and_packed_rows_equal_rows_alone():
+    block = Leaky(8, dtype=torch.float64)
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    y, cache = block.prefill(x)
+    stepped = None
+    for t in range(7):
+        y_t, stepped = block.step(x[:, t], stepped)
+        assert_near(y_t, y[:, t], FLOOR[torch.float64])
+    assert_near(stepped.mean, cache.mean, FLOOR[torch.float64])
+    padded, _ = block.prefill(x, mask=torch.tensor([7, 3]))
+    assert_near(padded[1, :3], y[1, :3], FLOOR[torch.float64])
+    packed, _ = block.prefill(x.flatten(0, 1).unsqueeze(0), cu_seqlens=torch.tensor([0, 7, 14]))
+    assert_near(packed.view(2, 7, 8), y, FLOOR[torch.float64])
+
+
+def test_a_language_model_of_it_generates_and_saves(tmp_path):
+    model = MambaLM(d_model=8, n_layer=2, vocab_size=20, ssm_cfg={"layer": "Leaky", "rate": 0.3}).eval()
+    ids = torch.randint(20, (2, 5))
+    tokens = model.generate(ids, 6).tokens
+    assert "Leaky has no compiled step" in decoder(model).reason or "not built" in decoder(model).reason
+    model.save_pretrained(tmp_path)
+    again = MambaLM.from_pretrained(tmp_path)
+    assert again.config.block_config().rate == 0.3
+    assert torch.equal(again.generate(ids, 6).tokens, tokens)
+    state = again.generate(ids, 3, return_state=True).state
+    state.save(tmp_path / "state", again)
+    resumed = type(state).load(tmp_path / "state", again)
+    assert torch.equal(again.generate(None, 3, cache=resumed).tokens, tokens[:, 3:])
+
+
+def test_it_trains_and_resumes(tmp_path):
+    model = {"family": "Leaky", "d_state": None, "headdim": None, "block": {"rate": 0.2}}
+    config = tiny(write_corpus(tmp_path / "corpus"), model=model)
+    trainer = train(config, tmp_path / "run", silent)
+    assert trainer.run()
+    assert isinstance(trainer.model.backbone.layers[0].mixer, Leaky)
+    again = resume(tmp_path / "run", {}, silent)
+    assert again.step == 6
