@@ -82,6 +82,10 @@ EXAMPLES = {
         (normal(2, 5, 1, 4, 3), normal(2, 5, 4, 3), None, None),
         (normal(2, 5, 2, 4, 3), normal(2, 5, 4, 3), normal(4, 2, 3), normal(4, 2, 3)),
     ],
+    "step_sizes": lambda: [
+        (normal(2, 5, 4), normal(4), 0.0, float("inf"), None),
+        (normal(2, 5, 4), normal(4), 0.5, 1.0, LENGTHS),
+    ],
     "discretise": lambda: [
         (*(normal(2, 5, 4) for _ in range(3)), normal(2, 5, 2), normal(4), True, 0.1, 0.0, 1.0, 1.0, False, LENGTHS),
         (*(normal(2, 5, 4) for _ in range(3)), normal(2, 5, 12), normal(4), False, 0.1, 0.0, 1.0, 1.0, True, None),

@@ -186,7 +186,7 @@ def test_a_step_reads_no_more_of_a_parameter_than_it_has(family):
 def test_a_method_replaced_on_a_block_is_called():
     block, x = Mamba2(16, d_state=8, headdim=8), torch.randn(2, 16)
     before, original = block.step(x)[0], block._dt
-    block._dt = lambda dt: 2 * original(dt)
+    block._dt = lambda *inputs: 2 * original(*inputs)
     after = block.step(x)[0]
     assert not torch.allclose(before, after)
     assert_near(after, block(x.unsqueeze(1))[:, 0], 1e-5)

@@ -140,8 +140,8 @@ class Doubled(nn.Linear):
 class Quiet(Mamba2):
     """A block with its own idea of a step size."""
 
-    def _dt(self, dt):
-        return super()._dt(dt) / 2
+    def _dt(self, dt, lengths):
+        return super()._dt(dt, lengths) / 2
 
 
 def exchange_module(block):

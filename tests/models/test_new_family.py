@@ -1,4 +1,4 @@
-"""A new block family is its own file and one line of `families.py`: it trains, generates and saves with nothing else."""
+"""A new block family is its own file and one line of `families.py`: it trains, generates and saves by that alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -27,6 +27,7 @@ from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, GatedRMSNorm
 from anymamba.ground.numerics import state_dtype
+from anymamba.ops.discretise import step_sizes
 from anymamba.scan import SsdPath, ssd
 
 if TYPE_CHECKING:
@@ -207,10 +208,7 @@ class Mamba2(Block):
         """The formulas at the top of this file."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
         xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
-        dt_bth = self._dt(dt_bth)
-        if lengths is not None:
-            padded_bt = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
-            dt_bth = dt_bth.masked_fill(padded_bt.unsqueeze(-1), 0)
+        dt_bth = self._dt(dt_bth, lengths)
         x_bthp, b_btgn, c_btgn = self._heads(xbc_btv)
         rates = -torch.exp(self.A_log.to(dt_bth.dtype))
         skip = self.D.unflatten(0, (-1, self.headdim)) if self.config.D_has_hdim else self.D
@@ -270,7 +268,5 @@ class Mamba2(Block):
         x, b, cc = xbc.split([c.ssm_width, math.prod(shape), math.prod(shape)], dim=-1)
         return x.unflatten(-1, (c.nheads, c.headdim)), b.unflatten(-1, shape), cc.unflatten(-1, shape)
 
-    def _dt(self, dt: Tensor) -> Tensor:
-        wide = state_dtype(dt.dtype)
-        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
-        return dt if self.config.dt_limit == (0.0, math.inf) else dt.clamp(*self.config.dt_limit)
+    def _dt(self, dt: Tensor, lengths: Tensor | None) -> Tensor:
+        return step_sizes(dt, self.dt_bias, dt_limit=self.config.dt_limit, lengths=lengths)

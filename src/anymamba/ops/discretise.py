@@ -1,4 +1,4 @@
-"""Mamba-3's step sizes, decays, trapezoidal weights and turns, from the raw numbers of its projection.
+"""Step sizes, and Mamba-3's decays, trapezoidal weights and turns, from the raw numbers of a projection.
 
     dt = clamp(softplus(dt + dt_bias))     log_decay = -dt max(act(A), A_floor)
     gamma = sigmoid(trap) dt               kappa = (1 - sigmoid(trap)) dt
@@ -21,6 +21,21 @@ from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import Operator
 from anymamba.ground.recompute import recomputed
+
+
+@checked
+def step_sizes(
+    dt: Float[Tensor, "b t h"],
+    dt_bias: Float[Tensor, " h"],
+    *,
+    dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
+    lengths: Int[Tensor, " b"] | None = None,
+) -> Float[Tensor, "b t h"]:
+    """The first formula above alone, which is Mamba-2's; arguments as for `discretise`."""
+    expect_dtypes("step_sizes", "dt", dt, alike={}, wide={})
+    expect_parameter("step_sizes", "dt_bias", dt_bias, dt)
+    sizes: Tensor = _step_sizes(dt, dt_bias, float(dt_limit[0]), float(dt_limit[1]), lengths)
+    return sizes
 
 
 @checked
@@ -95,6 +110,17 @@ def bounded_vector(x: Tensor) -> Tensor:
     return torch.tanh(length) * (x / length)
 
 
+def _sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: Tensor | None) -> Tensor:
+    wide = state_dtype(dt.dtype)
+    sizes = F.softplus(dt.to(wide) + dt_bias.to(wide))
+    if (dt_min, dt_max) != (0.0, math.inf):
+        sizes = sizes.clamp(dt_min, dt_max)
+    if lengths is None:
+        return sizes
+    real_bt = torch.arange(dt.shape[1], device=dt.device) < lengths.unsqueeze(1)
+    return sizes.masked_fill(~real_bt.unsqueeze(-1), 0)
+
+
 def _definition(
     dt: Tensor,
     a: Tensor,
@@ -109,13 +135,7 @@ def _definition(
     about_axes: bool,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = state_dtype(dt.dtype)
-    size = F.softplus(dt.to(wide) + dt_bias.to(wide))
-    if (dt_min, dt_max) != (0.0, math.inf):
-        size = size.clamp(dt_min, dt_max)
-    if lengths is not None:
-        real_bt = torch.arange(dt.shape[1], device=dt.device) < lengths.unsqueeze(1)
-        size = size.masked_fill(~real_bt.unsqueeze(-1), 0)
+    wide, size = state_dtype(dt.dtype), _sizes(dt, dt_bias, dt_min, dt_max, lengths)
     rate = (heavy_tail(a.to(wide)) if is_heavy else F.softplus(a.to(wide))).clamp(min=a_floor)
     share, raw = torch.sigmoid(trap.to(wide)), turn.to(wide)
     bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if about_axes else torch.tanh(raw)
@@ -127,6 +147,15 @@ def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[T
     return tuple(torch.empty(x.shape, dtype=wide, device=dt.device) for x in (dt, dt, dt, dt, turn))
 
 
+_step_sizes = Operator(
+    "step_sizes",
+    inputs="Tensor dt, Tensor dt_bias, float dt_min, float dt_max, Tensor? lengths",
+    outputs=1,
+    differentiable=2,
+    fake=lambda dt, *_: torch.empty(dt.shape, dtype=state_dtype(dt.dtype), device=dt.device),
+    definition=_sizes,
+    portable={"": recomputed(_sizes, outputs=1, differentiable=2)},
+)
 _operator = Operator(
     "discretise",
     inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "

@@ -194,7 +194,7 @@ NORM = Structure(
 )
 DISCRETISE = Structure(
     "DiscretiseArgs",
-    "Mamba-3's step sizes, decays, weights and turns; rows are batch and time fused.",
+    "Step sizes, and for Mamba-3 decays, weights and turns; rows are batch and time fused.",
     {"m": "rows", "b": "batch", "h": "heads", "s": "pairs"},
     (
         *_CALL,
@@ -202,7 +202,7 @@ DISCRETISE = Structure(
         *reals("rate_floor dt_min dt_max range"),
         _LENGTHS,
         tensor("own", "dt_raw", "m h", 1),
-        tensor("own", "a_raw", "m h", 1),
+        tensor("own", "a_raw", "m h", 1, "null: step sizes alone are wanted"),
         tensor("own", "trap_raw", "m h", 1),
         tensor("own", "turn_raw", "m s", 1),
         tensor("any", "dt_bias", "h"),

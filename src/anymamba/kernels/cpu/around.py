@@ -226,6 +226,31 @@ def _discretise_missing(*inputs: Any) -> str:
     return "there is none for turns about axes" if i.about_axes else library.missing(i.dt.dtype)
 
 
+def _run_steps(function: str, inputs: tuple[Any, ...], ddt: Tensor | None, results: dict[str, Tensor]) -> None:
+    dt, bias, low, high, lengths = inputs
+    given = {"dt_raw": dt.flatten(0, 1), "dt_bias": bias, "lengths": checked_lengths(lengths, dt.shape[1])}
+    given["ddt"] = None if ddt is None else ddt.flatten(0, 1)
+    sizes = {"b": dt.shape[0]}
+    call(function, dt.dtype, given, results, sizes=sizes, time=dt.shape[1], dt_min=low, dt_max=high)
+
+
+def _steps_forward(*inputs: Any) -> Tensor:
+    dt: Tensor = inputs[0]
+    sizes = empty(dt.shape, state_dtype(dt.dtype))
+    if dt.numel():
+        _run_steps("discretise_forward", inputs, None, {"dt": sizes})
+    return sizes
+
+
+def _steps_backward(dsizes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    dt, bias = inputs[:2]
+    make = empty_like if dt.numel() else zeros_like
+    ddt, dbias = make(dt), make(empty(bias.shape, state_dtype(dt.dtype)))
+    if dt.numel():
+        _run_steps("discretise_backward", inputs, dsizes, {"ddt_raw": ddt, "ddt_bias": dbias})
+    return ddt, dbias.to(bias.dtype)
+
+
 class _Selective(NamedTuple):
     """The inputs of `selective_scan`."""
 
@@ -276,6 +301,7 @@ IMPLEMENTATIONS = {
     "causal_conv": Implementation(_conv_forward, _conv_backward, _missing),
     "rms_norm": Implementation(_norm_forward, _norm_backward, _missing),
     "rank_gate": Implementation(_gate_forward, _gate_backward, _missing),
+    "step_sizes": Implementation(_steps_forward, _steps_backward, _missing),
     "discretise": Implementation(_discretise_forward, _discretise_backward, _discretise_missing),
     "selective_scan": Implementation(_selective_forward, _selective_backward, _missing),
 }

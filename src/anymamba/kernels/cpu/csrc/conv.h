@@ -1,4 +1,4 @@
-// The causal depthwise convolution with SiLU behind it. Formulas: blocks/conv.py and the window's part below.
+// The causal depthwise convolution, followed by SiLU. Formulas: ops/conv.py and the window's part below.
 //
 // Time is cut into blocks, each a task over all channels. Step t of a sequence reads inputs t - width + 1 .. t; those
 // before the sequence's start come from its window, whose column j is input j - width. The new window's column j is input
@@ -31,7 +31,7 @@ inline ConvTask conv_sequence(const ConvArgs& args, int64_t sequence) {
   return task;
 }
 
-// The blocks of all sequences, one behind the other.
+// The blocks of all sequences, one after the other.
 class ConvTasks {
  public:
   explicit ConvTasks(const ConvArgs& args)
@@ -56,7 +56,7 @@ class ConvTasks {
   }
 
  private:
-  // The first sequence that ends behind the block.
+  // The first sequence that ends after the block.
   int64_t packed_sequence(int64_t index) const {
     int64_t low = 0, high = args_.sequences - 1;
     while (low < high) {
@@ -155,8 +155,69 @@ void conv_forward_task(const ConvArgs& args, const ConvTask& task, const T* weig
   }
 }
 
+constexpr int64_t kConvChannels = 256;  // of a task that takes one step
+
+// sums[c] += <window[c], weight[c]>, where each window has moved on by one to end with x[c].
+template <int kWidth, typename T>
+void conv_windows(T* window, const T* weight, const T* x, T* sums, int64_t count, int64_t any_width) {
+  const int64_t w = kWidth ? kWidth : any_width;
+  for (int64_t c = 0; c < count; ++c) {
+    T sum = sums[c];
+    for (int64_t k = 0; k + 1 < w; ++k) {
+      window[c * w + k] = window[c * w + k + 1];
+      sum += window[c * w + k] * weight[c * w + k];
+    }
+    window[c * w + w - 1] = x[c];
+    sums[c] = sum + x[c] * weight[c * w + w - 1];
+  }
+}
+
+// act = silu(act + conv) of some channels, act being the bias before; their windows advance by x.
+template <typename T>
+void conv_step(const char* before, char* after, int64_t dtype, const T* x, const T* weight, T* act, int64_t count,
+               int64_t w, T* window) {
+  const int taps = static_cast<int>(count * w);
+  read_row(window, before, dtype, taps, taps);
+  if (w == 4)
+    conv_windows<4>(window, weight, x, act, count, w);
+  else
+    conv_windows<0>(window, weight, x, act, count, w);
+  if (after) write_row(after, window, dtype, taps);
+  for (int64_t c = 0; c < count; c += kLanes<T>)
+    store_first(act + c, silu<T>(load_first(act + c, count - c)), count - c);
+}
+
+// Rows of one step.
+template <typename T>
+bool conv_steps(const ConvArgs& args) {
+  const int64_t v = args.channels, w = args.width, size = static_cast<int64_t>(size_of(args.dtype));
+  const int64_t blocks = (v + kConvChannels - 1) / kConvChannels;
+  Arena counted;
+  counted.take<T>(kConvChannels * w), counted.take<T>(kConvChannels), counted.take<T>(kConvChannels);
+  return run_tasks(args.batch * blocks, args.threads, counted.used(), [&](int64_t task, void* scratch) {
+    Arena arena(scratch);
+    T *window = arena.take<T>(kConvChannels * w), *x = arena.take<T>(kConvChannels), *act = arena.take<T>(kConvChannels);
+    const int64_t row = task / blocks, start = task % blocks * kConvChannels, left = v - start;
+    const int64_t count = left < kConvChannels ? left : kConvChannels, at = (row * v + start) * w * size;
+    const int width = static_cast<int>(count);
+    read_row(x, static_cast<const char*>(args.x) + (row * args.x_strides[0] + start) * size, args.dtype, width, width);
+    if (args.bias)
+      std::memcpy(act, static_cast<const T*>(args.bias) + start, count * sizeof(T));
+    else
+      std::memset(act, 0, count * sizeof(T));
+    const char* before = static_cast<const char*>(args.window) + at;
+    char* after = static_cast<char*>(args.new_window) + at;
+    const bool is_real = !args.lengths || args.lengths[row] > 0;
+    if (!is_real) std::memcpy(after, before, count * w * size);
+    conv_step(before, is_real ? after : nullptr, args.dtype, x, static_cast<const T*>(args.weight) + start * w, act, count,
+              w, window);
+    write_row(static_cast<char*>(args.out) + (row * v + start) * size, act, args.dtype, width);
+  });
+}
+
 template <typename T>
 bool conv_forward(const ConvArgs& args) {
+  if (args.time == 1 && !args.bounds) return conv_steps<T>(args);
   const int64_t v = args.channels, w = args.width;
   const Scratch shared(v * w * sizeof(T));
   const ConvTasks tasks(args);
@@ -211,7 +272,7 @@ void conv_backward_task(const ConvArgs& args, const ConvTask& task, const T* wei
   std::memset(dparameters, 0, v * (w + 1) * sizeof(T));
   T* dbias = dparameters + v * w;
 
-  // The gradient before the SiLU, for this task's steps and those behind it that read its inputs.
+  // The gradient before the SiLU, for this task's steps and those after it that read its inputs.
   const int64_t reach = task.stop + w - 1 < task.length ? task.stop + w - 1 : task.length;
   for (int64_t k = 0; k + 1 < w; ++k) b.taps[k + 1] = inputs.row(task.start - w + 1 + k);
   for (int64_t t = task.start; t < reach; ++t) {

@@ -1,4 +1,4 @@
-// What Mamba-3 makes of the raw step sizes, rates and turns of its projection. Formulas: ops/discretise.py.
+// What Mamba-2 makes of raw step sizes, and Mamba-3 of these, rates and turns. Formulas: ops/discretise.py.
 //
 // A row is computed in doubles, of a sequence as of a token: the error of a step size or rate grows with the length of a
 // sequence.
@@ -72,10 +72,15 @@ struct DiscretisedRow {
     for (int i = 0; i < 5; ++i) results[i] = arena.take<double>(h > s ? h : s);
   }
 
+  void compute_steps(const StepLimits& limits, bool padding) {
+    for (int64_t c = 0; c < heads; c += kLanes<double>)
+      store(results[0] + c, StepSize(load(dt + c), limits, padding).value);
+  }
+
   void compute(const StepLimits& limits, bool padding) {
+    compute_steps(limits, padding);
     for (int64_t c = 0; c < heads; c += kLanes<double>) {
-      const Vec<double> size = StepSize(load(dt + c), limits, padding).value;
-      store(results[0] + c, size);
+      const Vec<double> size = load(results[0] + c);
       store(results[1] + c, size * DecayRate(load(a + c), limits).value);
       store(results[2] + c, sigmoid<double>(load(trap + c)) * size);
       store(results[3] + c, sigmoid<double>(-load(trap + c)) * size);
@@ -117,6 +122,7 @@ struct DiscretiseRows {
   void read(int64_t index) {
     widen_raw(row.dt, args.dt_raw, index * args.dt_raw_strides[0], args.heads);
     for (int64_t c = 0; c < args.heads; ++c) row.dt[c] += static_cast<double>(static_cast<const T*>(args.dt_bias)[c]);
+    if (!args.a_raw) return;
     widen_raw(row.a, args.a_raw, index * args.a_raw_strides[0], args.heads);
     widen_raw(row.trap, args.trap_raw, index * args.trap_raw_strides[0], args.heads);
     widen_raw(row.turn, args.turn_raw, index * args.turn_raw_strides[0], args.pairs);
@@ -135,6 +141,10 @@ struct DiscretiseRows {
 
   void forward(int64_t index) {
     read(index);
+    if (!args.a_raw) {
+      row.compute_steps(limits, is_padding(index));
+      return write(args.dt, 0, index, args.heads, own_dtype<T>());
+    }
     row.compute(limits, is_padding(index));
     row.bound_angles(limits);
     void* const targets[4] = {args.dt, args.log_decay, args.gamma, args.kappa};
@@ -148,7 +158,13 @@ struct DiscretiseRows {
     const bool padding = is_padding(index);
     read(index);
     const void* const sources[4] = {args.ddt, args.dlog_decay, args.dgamma, args.dkappa};
-    for (int i = 0; i < 4; ++i) widen(grads[i], static_cast<const T*>(sources[i]) + index * h, h);
+    for (int i = 0; i < (args.a_raw ? 4 : 1); ++i) widen(grads[i], static_cast<const T*>(sources[i]) + index * h, h);
+    if (!args.a_raw) {
+      for (int64_t c = 0; c < h; c += kLanes<double>)
+        store(row.results[0] + c, load(grads[0] + c) * StepSize(load(row.dt + c), limits, padding).slope);
+      for (int64_t c = 0; c < h; ++c) dbias[c] += row.results[0][c];
+      return write(args.ddt_raw, 0, index, h, args.dtype);
+    }
     widen(grads[4], static_cast<const T*>(args.drate) + index * s, s);
     for (int64_t c = 0; c < h; c += kLanes<double>) {
       const StepSize dt(load(row.dt + c), limits, padding);

@@ -1,4 +1,4 @@
-// The gate over ranks, one pass over memory each way. Formulas: blocks/mimo.py.
+// The gate over ranks, one pass over memory each way. Formulas: ops/gates.py.
 #pragma once
 
 #include "arguments.h"

@@ -57,7 +57,7 @@ inline Vec<float> load_wide(const Float16* source) {
 }
 #endif
 
-// The first `count` numbers with zeros behind them.
+// The first `count` numbers with zeros after them.
 template <typename T, typename W>
 inline Vec<T> load_wide_first(const W* source, int64_t count) {
   W padded[kLanes<T>] = {};

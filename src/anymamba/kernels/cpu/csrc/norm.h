@@ -1,4 +1,4 @@
-// The RMS norm over groups of channels, gated or not, one pass over memory each way. Formulas: blocks/norms.py.
+// The RMS norm over groups of channels, gated or not, one pass over memory each way. Formulas: ops/norms.py.
 #pragma once
 
 #include <cmath>

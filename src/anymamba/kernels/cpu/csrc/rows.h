@@ -1,4 +1,4 @@
-// Rows of any length in vectors: the last, partial vector is read with zeros behind it and written without them.
+// Rows of any length in vectors: the last, partial vector is read with zeros after it and written without them.
 #pragma once
 
 #include "dtypes.h"

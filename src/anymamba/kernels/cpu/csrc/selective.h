@@ -23,7 +23,7 @@ struct SelectiveBlock {
 
   const SelectiveArgs& args;
   int64_t row, first, count;
-  T *rates, *skip;      // (n, kWidth) and (kWidth), zero behind `count`
+  T *rates, *skip;      // (n, kWidth) and (kWidth), zero after `count`
   T *x, *dt, *z, *out;  // (kWidth)
   T *b, *c;             // (n)
 
@@ -63,7 +63,7 @@ struct SelectiveBlock {
     transpose(target, args.state, source, kWidth, static_cast<int>(args.state), static_cast<int>(count));
   }
 
-  // This block's channels of a (batch, time, channels) tensor at step t, with zeros behind them, and back.
+  // This block's channels of a (batch, time, channels) tensor at step t, with zeros after them, and back.
   void read_channels(T* target, const void* base, const int64_t* strides, int64_t t, int64_t dtype) const {
     const int64_t at = row * strides[0] + t * strides[1] + first;
     read_row(target, static_cast<const char*>(base) + at * static_cast<int64_t>(size_of(dtype)), dtype,
@@ -81,7 +81,7 @@ struct SelectiveBlock {
              static_cast<int>(n), static_cast<int>(n));
   }
 
-  // The inputs of step t, the step size behind its softplus.
+  // The inputs of step t, the step size after its softplus.
   void read_step(int64_t t) {
     read_channels(x, args.x, args.x_strides, t, args.dtype);
     read_channels(dt, args.dt, args.dt_strides, t, own_dtype<T>());
@@ -90,8 +90,8 @@ struct SelectiveBlock {
     for (int64_t i = 0; i < count; i += kLanes<T>) store(dt + i, softplus<T>(load(dt + i)));
   }
 
-  // y before its gate, from the states before a step, which become those behind it. `decays` and `states` keep both
-  // behind the step where they are given.
+  // y before its gate, from the states before a step, which become those after it. `decays` and `states` keep both
+  // after the step where they are given.
   template <bool kKeep>
   void advance(T* h, T* decays, T* states) {
     for (int64_t i = 0; i < count; i += kLanes<T>) {
@@ -202,7 +202,7 @@ struct SelectiveBackward {
     }
   }
 
-  // One step back; ddt is that behind the softplus.
+  // One step back; ddt is that after the softplus.
   void step(const T* previous, const T* decay, const T* state, T* shared) {
     const SelectiveArgs& args = block.args;
     for (int64_t i = 0; i < block.count; i += kLanes<T>) {

@@ -24,7 +24,7 @@ inline Vec<T> exp_any(Vec<T> x) {
   return x < zero ? e : T(1) / e;
 }
 
-// The gated y of some channels of a row, whose states move on by one.
+// The gated y of some channels of a row, whose states advance by one.
 template <typename T>
 void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t row, int64_t start, int64_t count,
                      Arena arena) {

@@ -15,7 +15,7 @@ size_t mamba2_scratch(const Mamba2Phase& phase) {
   return count.used();
 }
 
-// y of one head of a row, whose state moves on by one.
+// y of one head of a row, whose state advances by one.
 template <typename T>
 void mamba2_head(const Token<T>& token, const Mamba2Phase& phase, int64_t row, int64_t head, Arena arena) {
   const int64_t p = phase.head_width, n = phase.state, inner = phase.heads * p;
