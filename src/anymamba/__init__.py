@@ -1,6 +1,5 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
-from anymamba.allocator import keep_freed_memory as keep_freed_memory
 from anymamba.blocks.mamba1 import Mamba1 as Mamba1
 from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
 from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config
@@ -13,6 +12,7 @@ from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
 from anymamba.generation import GenerationState as GenerationState
 from anymamba.generation import generate as generate
 from anymamba.generation import stream as stream
+from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
 from anymamba.models import LMCache as LMCache
 from anymamba.models import MambaLM as MambaLM
 from anymamba.models import MambaLMConfig as MambaLMConfig

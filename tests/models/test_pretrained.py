@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
-from anymamba.files import read_json
+from anymamba.ground.files import read_json
 from anymamba.models.pretrained import open_checkpoint
 from anymamba.models.weights import weight_file
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
@@ -405,7 +405,7 @@ class TestSaving:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("anymamba.files.save_file", full_disk)
+        monkeypatch.setattr("anymamba.ground.files.save_file", full_disk)
         with pytest.raises(OSError, match="No space left"):
             small_lm().save_pretrained(directory)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

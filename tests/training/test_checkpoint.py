@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anymamba import MambaLM
-from anymamba.files import locked
+from anymamba.ground.files import locked
 from anymamba.training import checkpoint as module
 from anymamba.training.checkpoint import checkpoints, load_latest
 from anymamba.training.language import resume, train
@@ -234,7 +234,7 @@ class TestTwoProcesses:
     def test_a_killed_one_leaves_no_lock(self, tmp_path):
         directory = tmp_path / "run"
         directory.mkdir()
-        hold = f"from anymamba.files import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
+        hold = f"from anymamba.ground.files import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
         command = [sys.executable, "-c", hold]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.files import locked
 from anymamba.generation.tokenizers import ByteTokenizer
+from anymamba.ground.files import locked
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.corpus import find_documents, split
 from anymamba.training.data import Batches, Sequence, permuted, segments

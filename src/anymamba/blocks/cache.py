@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from anymamba.files import open_tensors, write_tensors
+from anymamba.ground.files import open_tensors, write_tensors
 
 _Cache = TypeVar("_Cache", bound="CacheMethods")
 Rows = Tensor | Sequence[int] | slice | int

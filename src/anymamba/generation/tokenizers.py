@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from anymamba.files import read_json
+from anymamba.ground.files import read_json
 from anymamba.models.hub import fetch, is_repository_id
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")

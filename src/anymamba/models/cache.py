@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anymamba.blocks.cache import CacheMethods, Rows, row_index
-from anymamba.files import open_tensors, write_tensors
+from anymamba.ground.files import open_tensors, write_tensors
 
 
 @runtime_checkable

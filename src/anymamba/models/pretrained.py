@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.files import read_json, replacing, write_json, write_tensors
+from anymamba.ground.files import read_json, replacing, write_json, write_tensors
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id

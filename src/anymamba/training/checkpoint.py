@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from anymamba.files import digest_file, read_json, write_json, write_tensors
+from anymamba.ground.files import digest_file, read_json, write_json, write_tensors
 
 _MANIFEST = "training.json"
 _VERSION = 2

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from anymamba.devices import find_device
-from anymamba.files import locked
-from anymamba.interrupts import interrupts
+from anymamba.ground.devices import find_device
+from anymamba.ground.files import locked
+from anymamba.ground.interrupts import interrupts
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anymamba.files import replacing
+from anymamba.ground.files import replacing
 
 
 class Row(NamedTuple):

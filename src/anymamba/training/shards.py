@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.generation.tokenizers import Tokenizer
+from anymamba.ground.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
 

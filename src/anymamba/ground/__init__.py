@@ -1,0 +1,1 @@
+"""What everyone stands on: files, trees of tensors, devices, signals, memory."""
