@@ -53,7 +53,7 @@ FEW = {
         "mamba3 mimo 3",
     )
 }
-PATHWAYS = {Mamba1: [{}], Mamba2: [{}], Mamba3: [{"pathway": "single"}, {"pathway": "double"}]}
+PATHWAYS = {Mamba1: ["single"], Mamba2: ["single"], Mamba3: ["single", "double"]}
 ALGORITHMS = {
     Mamba1: [name for name in cases.ALGORITHMS if name not in ("minimal", "serial")],
     Mamba2: cases.ALGORITHMS,
@@ -75,12 +75,12 @@ def make_block(options, dtype=torch.float64):
 
 
 def tensors_of(cache):
-    return {name: x for name, x in zip(cache._fields, cache, strict=True) if isinstance(x, torch.Tensor)}
+    return dict(zip(cache._fields, cache, strict=True))
 
 
-def random_cache(block, rows, **pathway):
+def random_cache(block, rows):
     """A cache of random leaves; unit quaternions where the cache holds those."""
-    empty = block.init_cache(rows, **pathway)
+    empty = block.init_cache(rows)
     leaves = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in tensors_of(empty).items()}
     if isinstance(getattr(block, "rotation", None), QuaternionRotation):
         leaves["rotation"] /= leaves["rotation"].norm(dim=-1, keepdim=True)

@@ -1,11 +1,13 @@
 """What every block of every family promises."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba import Mamba1, Mamba3, SsdPath
+from anymamba import Mamba1, SsdPath
 from tests.blocks.families import (
     ALGORITHMS,
     FEW,
@@ -26,16 +28,13 @@ from tests.support import FLOOR, assert_all_near, assert_near
 def test_prefill_equals_unrolled_steps(options, start):
     block = make_block(options)
     x = torch.randn(2, 11, 16, dtype=torch.float64)
-    for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 2, **pathway) if start == "random" else None
-        if start == "fresh" and pathway.get("pathway") == "double":
-            cache = block.init_cache(2, pathway="double")
-            cache = cache._replace(**{n: t.detach().clone().requires_grad_() for n, t in tensors_of(cache).items()})
-        stepped = results(block, x, cache, unroll)
-        for algorithm in ALGORITHMS[type(block)]:
-            path = SsdPath(algorithm, None if getattr(block.config, "chunk_size", None) else 4)
-            prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
-            assert_all_near(prefilled, stepped, FLOOR[torch.float64])
+    cache = random_cache(block, 2) if start == "random" else None
+    stepped = results(block, x, cache, unroll)
+    chunk_len = None if getattr(block.config, "chunk_size", None) else 4
+    for algorithm, pathway in itertools.product(ALGORITHMS[type(block)], PATHWAYS[type(block)]):
+        path = SsdPath(algorithm, chunk_len, pathway)
+        prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
+        assert_all_near(prefilled, stepped, FLOOR[torch.float64])
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,9 +54,8 @@ def test_any_split_equals_the_whole(data):
     def in_pieces(block, x, cache):
         ys = []
         for start, stop, by_step, pathway in pieces:
-            if isinstance(block, Mamba3):
-                cache = cache.to_pathway(pathway)
-            y, cache = (unroll if by_step else type(block).prefill)(block, x[:, start:stop], cache)
+            piece, path = x[:, start:stop], SsdPath(pathway=pathway)
+            y, cache = unroll(block, piece, cache) if by_step else block.prefill(piece, cache, path=path)
             ys.append(y)
         return torch.cat(ys, 1), cache
 
@@ -119,9 +117,10 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
     head = torch.randn(3, 8, 16, dtype=torch.float64)
     parameters = list(block.parameters())
     for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 3, **pathway) if start == "random" else block.init_cache(3, **pathway)
+        path = SsdPath(pathway=pathway)
+        cache = random_cache(block, 3) if start == "random" else block.init_cache(3)
         leaf = x.clone().requires_grad_()
-        y, new = block.prefill(leaf, cache, mask=mask)
+        y, new = block.prefill(leaf, cache, mask=mask, path=path)
         loss = (y * head).sum() + sum(f.square().sum() for f in tensors_of(new).values())
         grads = torch.autograd.grad(loss, [leaf, *parameters])
         assert (y[~mask] == 0).all()
@@ -134,7 +133,7 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
                 alone = cache.rows(row)
                 y_alone = tokens
             else:
-                y_alone, alone = block.prefill(tokens, cache.rows(row))
+                y_alone, alone = block.prefill(tokens, cache.rows(row), path=path)
             assert_near(y[row, mask[row]], y_alone[0], FLOOR[torch.float64])
             for name, field in tensors_of(alone).items():
                 assert_near(getattr(new, name)[row : row + 1], field, FLOOR[torch.float64], name)
@@ -163,9 +162,9 @@ def test_lengths_are_a_right_padded_mask(options):
 def test_packed_sequences_equal_separate_ones(options, algorithm):
     block = make_block(options)
     bounds = [0, 1, 3, 12, 20]
-    x, path = torch.randn(1, 20, 16, dtype=torch.float64), SsdPath(algorithm, 4)
+    x, cache = torch.randn(1, 20, 16, dtype=torch.float64), random_cache(block, 4)
     for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 4, **pathway)
+        path = SsdPath(algorithm, 4, pathway)
         y, new = block.prefill(x, cache, path=path, cu_seqlens=torch.tensor(bounds))
         for row in range(4):
             part = slice(bounds[row], bounds[row + 1])

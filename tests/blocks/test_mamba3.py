@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
-from anymamba import Mamba3, Mamba3Cache, Mamba3Config, SsdPath, ssd
+from anymamba import Mamba3, Mamba3Config, SsdPath, ssd
 from anymamba.blocks.mamba3 import heavy_tail
 from anymamba.blocks.norms import RMSNorm
 from anymamba.blocks.quaternions import conjugate, multiply
-from tests.blocks.families import SMALL, make_block, random_cache, tensors_of, unroll
+from tests.blocks.families import SMALL, make_block, tensors_of, unroll
 from tests.scan.cases import ALGORITHMS
 from tests.support import FLOOR, assert_near
 
@@ -256,34 +256,29 @@ def test_quaternion_turns_are_smooth_for_any_generator(value):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_caches_change_their_pathway_at_any_cut(algorithm):
+def test_the_pathway_changes_at_any_cut(algorithm):
     block = make_block("mamba3 mimo 2")
-    x, path = torch.randn(2, 9, 16, dtype=D), SsdPath(algorithm, 4)
-    y, whole = block.prefill(x, path=path)
+    x, single, double = torch.randn(2, 9, 16, dtype=D), SsdPath(algorithm, 4), SsdPath(algorithm, 4, "double")
+    y, whole = block.prefill(x, path=single)
     for cut in range(1, 9):
-        for first, second in (("single", "double"), ("double", "single")):
-            y_head, cache = block.prefill(x[:, :cut], block.init_cache(2, pathway=first), path=path)
-            assert cache.pathway == first
-            y_tail, cache = block.prefill(x[:, cut:], cache.to_pathway(second), path=path)
-            assert cache.pathway == second
+        for first, second in ((single, double), (double, single)):
+            y_head, cache = block.prefill(x[:, :cut], path=first)
+            y_tail, cache = block.prefill(x[:, cut:], cache, path=second)
             assert_near(torch.cat([y_head, y_tail], 1), y, FLOOR[D])
             for name, field in tensors_of(whole).items():
                 assert_near(getattr(cache, name), field, FLOOR[D], name)
 
 
-def test_a_fresh_start_uses_the_single_pathway():
-    block = make_block("mamba3")
-    assert block.prefill(torch.randn(1, 3, 16, dtype=D))[1].pathway == "single"
-    assert block.step(torch.randn(1, 16, dtype=D))[1].pathway == "single"
-
-
-def test_a_cache_file_keeps_the_pathway(tmp_path):
-    block = make_block("mamba3")
-    cache = random_cache(block, 2, pathway="double").detach()
-    cache.save(tmp_path / "state")
-    loaded = Mamba3Cache.load(tmp_path / "state")
-    assert loaded.pathway == "double"
-    assert torch.equal(loaded.rotation, cache.rotation)
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("algorithm", ["fastest", *ALGORITHMS])
+def test_the_path_names_the_pathway(algorithm, chunk_size, monkeypatch):
+    """Whatever else is left open, and however the rest of the path is resolved."""
+    block, taken = Mamba3(**SMALL, chunk_size=chunk_size, rotation="quaternion"), []
+    for name, run in (("single", block._single), ("double", block._double)):
+        monkeypatch.setattr(block, f"_{name}", lambda *a, name=name, run=run: (taken.append(name), run(*a))[1])
+    for path in (None, SsdPath(algorithm), SsdPath(algorithm, pathway="double"), SsdPath(algorithm, 3, "double")):
+        block.prefill(torch.randn(1, 3, 16), path=path)
+    assert taken == ["single", "single", "double", "double"]
 
 
 def test_a_learnable_start_is_the_state_and_is_not_added_to_a_cache():
@@ -355,8 +350,6 @@ def test_bad_input_says_what_was_expected_and_what_came():
         block.step(x[:, 0], block.init_cache(2)._replace(rotation=torch.zeros(2, 4, 1)))
     with pytest.raises(TypeError, match=r"cache.rotation must be torch.float32, got torch.float64"):
         block.step(x[:, 0], block.init_cache(2)._replace(rotation=torch.zeros(2, 4, 2, dtype=D)))
-    with pytest.raises(ValueError, match="pathway must be single or double, got 'triple'"):
-        cache.to_pathway("triple")
     with pytest.raises(ValueError, match="exclude each other"):
         block(x[:1], mask=torch.ones(1, 5).bool(), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="strictly increasing"):

@@ -120,7 +120,7 @@ def test_neither_threads_nor_the_batch_move_a_bit(name, dtype, threads):
     for rows in (slice(0, 1), slice(3, 4), slice(1, 4), slice(2, 7)):
         y_alone, cache_alone = steps(block, tokens[:, rows])
         assert torch.equal(y_alone, y[:, rows])
-        for alone, together in zip(cache_alone.tensors(), cache.tensors(), strict=True):
+        for alone, together in zip(cache_alone, cache, strict=True):
             assert torch.equal(alone, together[rows])
 
 
@@ -174,7 +174,7 @@ def test_rows_of_a_cache_in_any_layout():
     block = make_block("mamba3 mimo 2", torch.float64)
     x, cache = torch.randn(4, 16, dtype=torch.float64), random_cache(block, 4).detach()
     y, _ = block.step(x, cache)
-    strided = cache._map(lambda _, t: t.transpose(0, -1).contiguous().transpose(0, -1))
+    strided = cache.with_tensors(t.transpose(0, -1).contiguous().transpose(0, -1) for t in cache)
     assert not strided.ssm.is_contiguous()
     assert torch.equal(block.step(x, strided)[0], y)
     assert torch.equal(block.step(x[::2], cache.rows(slice(None, None, 2)))[0], y[::2])

@@ -52,8 +52,10 @@ def test_for_block_writes_the_chunk_length_out():
     assert SsdPath.for_block(Mamba2(d_model=64, d_state=64, headdim=64)) == SsdPath(chunk_len=64)
 
 
-def test_unknown_algorithms_and_lengths_are_refused(unchecked):
+def test_unknown_algorithms_lengths_and_pathways_are_refused(unchecked):
     with pytest.raises(ValueError, match=r"one of \('fastest', .*got 'fast'"):
         SsdPath("fast")
     with pytest.raises(ValueError, match=r"from 1 to .*, got 0"):
         SsdPath.serial(0)
+    with pytest.raises(ValueError, match=r"pathway must be one of \('single', 'double'\), got 'triple'"):
+        SsdPath(pathway="triple")

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.padding import Padding
+from anymamba.ground.trees import Tree
 from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath
@@ -130,7 +130,7 @@ class Block(nn.Module):
         like = self._like()
         if x.ndim != 2 or x.shape[1] != self.config.d_model or x.dtype != like.dtype:
             return None
-        if torch.is_autocast_enabled("cpu") or not isinstance(cache, CacheMethods | None):
+        if torch.is_autocast_enabled("cpu") or not isinstance(cache, Tree | None):
             return None
         cache = self.init_cache(x.shape[0]) if cache is None else cache
 
@@ -138,7 +138,7 @@ class Block(nn.Module):
             program.watch.module(self, type(self))
             self.record(program, 0, to=OUTPUT)
 
-        done = self._whole.run(like.dtype, record, x, cache.tensors())
+        done = self._whole.run(like.dtype, record, x, cache.leaves())
         return done and (done[0], cache.with_tensors(done[1]))
 
     def _step_core(self, projected: Tensor, cache: Any) -> tuple[Tensor, Any] | None:
@@ -150,7 +150,7 @@ class Block(nn.Module):
                 raise NotCovered
             program.write(self._record_core(program, 0), self.config.d_inner)
 
-        done = self._core.run(projected.dtype, record, projected, cache.tensors())
+        done = self._core.run(projected.dtype, record, projected, cache.leaves())
         return done and (done[0], cache.with_tensors(done[1]))
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
@@ -164,7 +164,9 @@ class Block(nn.Module):
     def _path(self, path: SsdPath | None) -> SsdPath:
         """`path`, with the config's chunk length where it has none."""
         path = SsdPath.or_default(path)
-        return path if path.chunk_len is not None else SsdPath(path.algorithm, self.config.chunk_size)
+        if path.chunk_len is not None:
+            return path
+        return SsdPath(path.algorithm, self.config.chunk_size, path.pathway)
 
     def _check_input(self, method: str, x: Tensor, letters: str) -> list[int]:
         """Raise unless `x` fits; its sizes without the last."""

@@ -23,10 +23,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, Part
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
+from anymamba.ground.states import SavedTree
 from anymamba.kernels.cpu.program import Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, selective_scan, selective_step
@@ -84,7 +84,7 @@ class _Mamba1CacheFields(NamedTuple):
     ssm: Float[Tensor, "b i n"]
 
 
-class Mamba1Cache(_Mamba1CacheFields, CacheMethods):
+class Mamba1Cache(_Mamba1CacheFields, SavedTree):
     """What a block carries from one token to the next.
 
     Attributes:

@@ -22,11 +22,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, Part
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.conv import CausalConv
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.norms import GatedRMSNorm
+from anymamba.ground.states import SavedTree
 from anymamba.kernels.cpu.program import Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, scan_step, ssd
@@ -107,7 +107,7 @@ class _Mamba2CacheFields(NamedTuple):
     ssm: Float[Tensor, "b h p n"]
 
 
-class Mamba2Cache(_Mamba2CacheFields, CacheMethods):
+class Mamba2Cache(_Mamba2CacheFields, SavedTree):
     """What a block carries from one token to the next.
 
     Attributes:

@@ -14,7 +14,7 @@ The trapezoidal rule weighs every token twice. Two pathways compute it on the sa
   `kappa_0` term added; the look-ahead `kappa_{t+1}` is taken back from the token's own output. There the rotation of
   key and query cancels, so that correction is a few small products.
 
-At the end of a call both leave the same state, so a cache changes its pathway at any cut.
+Both leave the same state at the end of a call, so that the pathway (`SsdPath.pathway`) may change at any cut.
 
 | letter | b | t | d | h | p | n | g | e | r | z |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -36,7 +36,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, Part
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mimo import gate_ranks
@@ -46,14 +45,13 @@ from anymamba.blocks.preparation import prepare
 from anymamba.blocks.rotation import ComplexRotation, FixedRotation, QuaternionRotation, Rotation
 from anymamba.blocks.sequences import first_of, following, last_of, previous
 from anymamba.blocks.turned_scan import turned_scan
+from anymamba.ground.states import SavedTree
 from anymamba.kernels.cpu.program import Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath, scan, scan_step
 from anymamba.scan.checks import expect_like, expect_shape
 from anymamba.scan.numerics import state_dtype, without_autocast
 from anymamba.scan.scan import resolve_path
-
-Pathway = Literal["single", "double"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +144,9 @@ class _Mamba3CacheFields(NamedTuple):
     k: Float[Tensor, "b r h n"]
     v: Float[Tensor, "b h p"]
     rotation: Float[Tensor, "b h *turn"]
-    pathway: Pathway = "single"
 
 
-class Mamba3Cache(_Mamba3CacheFields, CacheMethods):
+class Mamba3Cache(_Mamba3CacheFields, SavedTree):
     """What a block carries from one token to the next.
 
     Attributes:
@@ -157,17 +154,10 @@ class Mamba3Cache(_Mamba3CacheFields, CacheMethods):
         k: the last key, after norm, bias and rotation, (b, r, h, n).
         v: the last x, before `mimo_x`, (b, h, p).
         rotation: the running rotation, angles (b, h, s) or unit quaternions (b, h, j, 4), float32 or wider.
-        pathway: how a prefill goes on from here. Both leave the same state, so changing it is free.
     """
 
     __slots__ = ()
     STATES: ClassVar[frozenset[str]] = frozenset({"ssm", "rotation"})
-
-    def to_pathway(self, pathway: Pathway) -> Mamba3Cache:
-        """The same cache for the other pathway."""
-        if pathway not in ("single", "double"):
-            raise ValueError(f"Mamba3Cache: pathway must be single or double, got {pathway!r}")
-        return self._replace(pathway=pathway)
 
 
 class _Tokens(NamedTuple):
@@ -243,13 +233,12 @@ class Mamba3(Block):
         parts = zip(names, self._widths(), strict=True)
         return {"in_proj": tuple(Part(name, rows, name not in per_head) for name, rows in parts if rows)}
 
-    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None, pathway: Pathway = "single") -> Mamba3Cache:
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba3Cache:
         """The cache of a fresh start: no previous token, no rotation, and the learnable initial state or zeros.
 
         Args:
             batch_size: rows, or packed sequences.
             dtype: of the activations; the parameters' if not given.
-            pathway: of the prefills that go on from it.
         """
         c, like = self.config, self.B_norm.weight
         dtype = dtype or like.dtype
@@ -263,7 +252,6 @@ class Mamba3(Block):
             like.new_zeros((batch_size, c.rank, c.nheads, c.d_state), dtype=dtype),
             like.new_zeros((batch_size, c.nheads, c.headdim), dtype=dtype),
             self.rotation.start(batch_size, c.nheads, like, wide),
-            pathway,
         )
 
     def prefill(
@@ -279,9 +267,8 @@ class Mamba3(Block):
 
         Args:
             x: inputs, (b, t, d).
-            cache: where the rows (or packed sequences) go on from, and on which pathway; a fresh start on the single
-                pathway if not given.
-            path: the scan's algorithm; the default, with the config's `chunk_size`, if not given.
+            cache: where the rows (or packed sequences) continue from; a fresh start if not given.
+            path: the scan's algorithm and the pathway; the default, with the config's `chunk_size`, if not given.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
@@ -293,7 +280,7 @@ class Mamba3(Block):
         projected = self.in_proj(x)
         cache = self._checked_cache("prefill", cache, rows, projected)
         path = resolve_path(self._path(path), projected.device, projected.dtype)
-        if path.algorithm == "fused" and cache.pathway == "single" and type(self.rotation) is ComplexRotation:
+        if path.algorithm == "fused" and path.pathway == "single" and type(self.rotation) is ComplexRotation:
             y_btrhp, z_bthp, new = self._compiled(projected, cache, path, cu_seqlens, padding)
         else:
             y_btrhp, z_bthp, new = self._portable(projected, cache, path, cu_seqlens, padding)
@@ -310,7 +297,7 @@ class Mamba3(Block):
     ) -> tuple[Tensor, Tensor, Mamba3Cache]:
         """Everything of `prefill` between the projections: y (b, t, r, h, p), the gate z (b, t, h, p), the cache."""
         tokens = self._tokens(projected, cache, cu_seqlens, padding)
-        recur = self._single if cache.pathway == "single" else self._double
+        recur = self._single if path.pathway == "single" else self._double
         y_btrhp, ssm = recur(tokens, cache, path, cu_seqlens)
         lengths = padding and padding.lengths
         new = Mamba3Cache(
@@ -318,7 +305,6 @@ class Mamba3(Block):
             last_of(tokens.k_btrhn, cu_seqlens, lengths, cache.k),
             last_of(tokens.x_bthp, cu_seqlens, lengths, cache.v),
             last_of(tokens.turned, cu_seqlens, lengths, cache.rotation),
-            cache.pathway,
         )
         return y_btrhp, tokens.z_bthp, new
 
@@ -368,7 +354,7 @@ class Mamba3(Block):
         if lengths is not None:  # a row without tokens keeps what it had
             last_k = torch.where((lengths > 0).view(-1, 1, 1, 1), last_k, cache.k)
             turned = torch.where((lengths > 0).view(-1, 1, 1), turned, cache.rotation)
-        return y_btrhp, z_bthp, Mamba3Cache(ssm, last_k, last_v, turned, cache.pathway)
+        return y_btrhp, z_bthp, Mamba3Cache(ssm, last_k, last_v, turned)
 
     def step(
         self, x: Float[Tensor, "b d"], cache: Mamba3Cache | None = None
@@ -397,7 +383,7 @@ class Mamba3(Block):
         y_brhp, ssm = scan_step(weighted_brhp, k_brhn, q_brhn, tokens.log_decay_bth[:, 0], state)
         y_brhp = torch.addcmul(y_brhp, self.D.to(y_brhp.dtype).unsqueeze(-1), v_brhp)
         out = self._output(y_brhp.unsqueeze(1), tokens.z_bthp).squeeze(1)
-        return out, Mamba3Cache(ssm, k_brhn, tokens.x_bthp[:, 0].clone(), tokens.turned[:, 0], cache.pathway)
+        return out, Mamba3Cache(ssm, k_brhn, tokens.x_bthp[:, 0].clone(), tokens.turned[:, 0])
 
     def _record_core(self, program: Program, projected: int) -> int:
         c: Mamba3Config = program.watch.value(self, "config")

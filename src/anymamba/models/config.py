@@ -13,6 +13,8 @@ from anymamba.models.families import Family, family
 # Entries of `ssm_cfg` that tune the official kernels. They are kept and written back, and change no result.
 # `chunk_size` is among them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
 _KERNEL_OPTIONS = IGNORED_OPTIONS | {"chunk_size"}
+# Fields of a block that its fresh parameters depend on and nothing else: no part of a trained model.
+INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})
 
 
 @dataclass(frozen=True, kw_only=True)

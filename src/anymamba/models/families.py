@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from anymamba.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from anymamba.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
+from anymamba.ground.states import SavedTree
 
 
 class Family(NamedTuple):
@@ -15,7 +15,7 @@ class Family(NamedTuple):
 
     block: Any
     config: Any
-    cache: type[CacheMethods]
+    cache: type[SavedTree]
 
 
 # Keyed by the value of "layer" in the official `ssm_cfg`.

@@ -7,8 +7,6 @@ Letters: b batch, t time, d d_model, v padded vocabulary, s packed sequences.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks.padding import Padding
 from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
+from anymamba.models import fingerprint
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache, expect_ids, expect_labels, expect_targets
 from anymamba.models.config import MambaLMConfig
@@ -230,8 +229,7 @@ class MambaLM(nn.Module):
         if torch.is_autocast_enabled("cpu") or residual.dtype != state_dtype(self.dtype):
             return None
         cache = self.init_cache(residual.shape[0]) if cache is None else cache
-        tensors = [x for layer in cache.layers for x in layer.tensors()]
-        done = self._decoder.run(self.dtype, self._record, residual, tensors, in_place)
+        done = self._decoder.run(self.dtype, self._record, residual, cache.leaves(), in_place)
         return done and (done[0], cache.with_tensors(done[1]))
 
     def _record(self, program: Program) -> None:
@@ -269,18 +267,15 @@ class MambaLM(nn.Module):
         return self.backbone.embedding.weight.dtype
 
     def fingerprint(self) -> str:
-        """A name for these weights in this dtype, so that a state is not fed to another model.
+        """A name for these weights in this dtype and what is computed with them.
 
-        It covers the architecture and every parameter's name, shape, dtype and up to 256 of its values, evenly spaced.
+        State files have it, so that a state is not fed to another model (`anymamba.models.fingerprint`).
         """
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps([self.config.layer, str(self.config.block_config())]).encode())
-        for name, parameter in self.named_parameters():
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            flat, count = parameter.detach().reshape(-1), min(256, parameter.numel())
-            index = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-            digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return fingerprint.fingerprint(self, self.config)
+
+    def has_fingerprint(self, name: str) -> bool:
+        """Whether `name` is this model's fingerprint, as this or a former version computes it."""
+        return fingerprint.has_fingerprint(self, self.config, name)
 
     @classmethod
     def from_pretrained(

@@ -1,4 +1,4 @@
-"""Which algorithm computes the scan, and with what chunk length."""
+"""Which algorithm computes the scan, with what chunk length, and on which pathway Mamba-3 calls it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 Algorithm = Literal["fastest", "recurrent", "minimal", "serial", "serial_recalculated", "fused"]
+Pathway = Literal["single", "double"]
 
 # Steps times ranks of a chunk in the compiled kernels: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
 FUSED_CHUNK_ROWS = 64
@@ -32,7 +33,7 @@ class ScanDims(Protocol):
 
 @dataclass(frozen=True)
 class SsdPath:
-    """An algorithm for the scan and, optionally, its chunk length.
+    """An algorithm for the scan and, optionally, its chunk length and the pathway of Mamba-3.
 
     All algorithms give the same values and gradients; they differ in time and memory.
 
@@ -46,17 +47,23 @@ class SsdPath:
 
     No chunk length means the one that suits the algorithm and the sizes at hand. Any length from 1 upwards is valid,
     also one beyond the sequence. `recurrent` has no chunks and ignores it.
+
+    The pathway is how Mamba-3 computes its trapezoidal rule: `single` with one scan, `double` with two. Both leave the
+    same state, so that it may change from call to call. Everything else ignores it.
     """
 
     algorithm: Algorithm = "fastest"
     chunk_len: int | None = None
+    pathway: Pathway = "single"
 
     def __post_init__(self) -> None:
-        """Refuse unknown algorithms, and lengths that are none."""
+        """Refuse unknown algorithms and pathways, and lengths that are none."""
         if self.algorithm not in get_args(Algorithm):
             raise ValueError(f"SsdPath: algorithm must be one of {get_args(Algorithm)}, got {self.algorithm!r}")
         if self.chunk_len is not None and not 1 <= self.chunk_len <= _LONGEST:
             raise ValueError(f"SsdPath: chunk_len must be None or from 1 to {_LONGEST}, got {self.chunk_len}")
+        if self.pathway not in get_args(Pathway):
+            raise ValueError(f"SsdPath: pathway must be one of {get_args(Pathway)}, got {self.pathway!r}")
 
     @staticmethod
     def or_default(path: SsdPath | None) -> SsdPath:

@@ -44,10 +44,10 @@ def resolve_path(path: SsdPath | None, device: torch.device, dtype: torch.dtype)
         return path
     reason = library.missing(device, dtype)
     if not reason:
-        return SsdPath("fused", path.chunk_len)
+        return SsdPath("fused", path.chunk_len, path.pathway)
     if path.algorithm == "fused":
         raise RuntimeError(f"SsdPath.fused(): no compiled kernel: {reason}. Use SsdPath() for the fastest there is.")
-    return SsdPath("serial_recalculated", path.chunk_len)
+    return SsdPath("serial_recalculated", path.chunk_len, path.pathway)
 
 
 def scan(
