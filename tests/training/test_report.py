@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from anymamba.training.report import MetricsTable, Row, read_metrics
@@ -55,6 +57,16 @@ def test_a_garbled_row_is_named(tmp_path, lines, bad):
     ):
         MetricsTable(path, 5, ["bits"])
     assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_row_that_cannot_be_written_is_an_error_that_names_the_table(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv", 0, ["bits"])
+    table.close()
+    table._file = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.csv'"):
+        table.add(row(1))
+    table.close()
 
 
 def test_an_empty_table_has_no_rows(tmp_path):
