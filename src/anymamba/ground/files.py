@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+_DEEPEST = 64
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -129,11 +131,22 @@ def parse_json(text: str | bytes, where: object) -> Any:
         ValueError: it is none, is nested too deeply, or has a number of too many digits.
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        if _is_deep(value):
+            raise RecursionError
     except RecursionError:
         raise ValueError(f"{where}: not readable JSON (nested too deeply)") from None
     except ValueError as error:
         raise ValueError(f"{where}: not readable JSON ({error})") from error
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether tables and lists are nested so deeply that copying or writing them may fail."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [x for v in level if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
+    return bool(level)
 
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:

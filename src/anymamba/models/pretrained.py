@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
@@ -17,12 +18,15 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
-from anymamba.models.skeleton import skeleton
+from anymamba.models.skeleton import expected_shapes, skeleton
 from anymamba.models.tying import EMBEDDING, HEAD, same_values
 from anymamba.models.weights import DTYPES, Stored, describe_mismatch, find_weights, read_entries, weight_file
 
 # Files that go with the weights, whatever the format.
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+# Up to so many, what a config asks for is listed and compared with what the files hold, however little that is.
+_FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
 
 
 class Checkpoint(NamedTuple):
@@ -59,10 +63,27 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     files = find_weights(directory, adapter.weight_files)
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
-    tensors, problems = _match(adapter, config, read_entries(files))
+    entries = list(read_entries(files))
+    expected = _expected(directory, config, entries)
+    tensors, problems = _match(adapter, config, expected, entries)
     if problems:
         raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
     return Checkpoint(directory, adapter, config, files, tensors)
+
+
+def _expected(
+    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that a config asks for, unless it asks for more than the files can hold: that is refused at once."""
+    if config.n_layer > max(_FEW_LAYERS, len(entries)):
+        raise ValueError(
+            f"{directory}: the weights do not fit the config: it asks for {config.n_layer} layers, "
+            f"and there are {len(entries)} tensors in all"
+        )
+    try:
+        return expected_shapes(config, max(_FEW_NUMBERS, sum(math.prod(stored.shape) for _, _, stored in entries)))
+    except ValueError as error:
+        raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
 
 
 def load_model(
@@ -120,7 +141,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
             )
         del state[HEAD]
     entries = [(Path(), adapter.their_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
-    if problems := _match(adapter, model.config, entries)[1]:
+    if problems := _match(adapter, model.config, expected_shapes(model.config), entries)[1]:
         raise ValueError(
             f"save_pretrained: the weights do not fit the model's config, so nobody could load them: {problems}; merge "
             "adapters and parametrisations into the weights, and give a resized model a config that says so"
@@ -199,19 +220,21 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
     adapter, raw = (with_weights or found)[0]
     try:
         return adapter, adapter.read_config(raw)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{directory}: {error}") from error
 
 
 def _match(
-    adapter: Format, config: MambaLMConfig, entries: Iterable[tuple[Path, str, Stored]]
+    adapter: Format,
+    config: MambaLMConfig,
+    expected: dict[str, tuple[int, ...]],
+    entries: Iterable[tuple[Path, str, Stored]],
 ) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
-    """Match stored tensors with the model's parameters, one to one, by name and shape.
+    """Match stored tensors with the `expected` ones of the model, one to one, by name and shape.
 
     Returns:
         Them by our names, and what does not fit, empty if all does.
     """
-    expected = {name: tuple(x.shape) for name, x in skeleton(config).state_dict().items()}
     tensors: dict[str, tuple[Path, str, Stored]] = {}
     unexpected, twice, misshapen, foreign = [], [], [], []
     for path, key, stored in entries:

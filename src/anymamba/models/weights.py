@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import pickle
+import reprlib
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -131,8 +132,11 @@ class PickleFile:
         except Exception as error:  # a damaged pickle can fail in any way
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{self.path}: not a readable torch file ({reason})") from error
-        if not isinstance(self._tensors, dict) or not all(isinstance(x, Tensor) for x in self._tensors.values()):
+        if not isinstance(self._tensors, dict) or not all(map(_is_named_tensor, self._tensors.items())):
             raise ValueError(f"{self.path}: expected a table of tensors by name")
+        for name, x in self._tensors.items():
+            if found := _odd_kind(x):
+                raise ValueError(f"{self.path}: {name} must be a plain tensor, got {found}")
         return self
 
     def _load(self) -> Any:
@@ -164,6 +168,23 @@ class PickleFile:
         return tensor
 
 
+def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
+    return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
+
+
+def _odd_kind(x: Tensor) -> str:
+    """What keeps a tensor from being read as numbers in rows, empty if nothing does."""
+    kinds = {
+        "one on the meta device, without values": x.is_meta,
+        "a quantised one": x.is_quantized,
+        "a nested one": x.is_nested,
+        f"a sparse one ({x.layout})": x.layout != torch.strided,
+    }
+    if found := next((name for name, is_so in kinds.items() if is_so), ""):
+        return found
+    return "one that repeats its values" if x.untyped_storage().nbytes() < x.numel() * x.element_size() else ""
+
+
 def weight_file(path: Path) -> SafetensorsFile | PickleFile:
     """The reader for a file, by its suffix."""
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickleFile(path)
@@ -187,7 +208,7 @@ def find_weights(directory: Path, names: tuple[str, ...]) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise ValueError(f'{index}: expected a table "weight_map" of file names, got {table!r}')
+        raise ValueError(f'{index}: expected a table "weight_map" of file names, got {reprlib.repr(table)}')
     names = sorted({str(name) for name in table.values()})
     for name in names:
         if Path(name).name != name:
