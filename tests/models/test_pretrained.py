@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
 from anymamba.ground.files import read_json
-from anymamba.models.pretrained import open_checkpoint
-from anymamba.models.weights import weight_file
+from anymamba.models.pretrained import non_finite_values, open_checkpoint
+from anymamba.models.weights import count_non_finite, weight_file
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -298,6 +298,51 @@ def test_loading_saving_and_looking_draw_nothing(family, tmp_path):
     MambaLM.from_pretrained(tmp_path)
     MambaLM.from_pretrained(tmp_path, dtype=torch.bfloat16, mapped=True)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestNonFinite:
+    """Weights that are infinite or not a number are told of in one line, and loaded: who mends them must open them."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_pattern_of_bits_is_judged_as_torch_does(self, dtype):
+        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        assert all(count_non_finite(x[i : i + 1]) == int(not torch.isfinite(x[i])) for i in range(0, 2**16, 17))
+        assert count_non_finite(x) == int((~torch.isfinite(x)).sum())
+        assert count_non_finite(x[torch.isfinite(x)]) == 0
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_they_are_found_wherever_they_are(self, dtype, monkeypatch):
+        monkeypatch.setattr("anymamba.models.weights._BLOCK", 8)
+        largest = torch.finfo(dtype).max
+        x = torch.tensor([largest, -largest, 0.0, -0.0, torch.finfo(dtype).tiny], dtype=dtype).repeat(5)
+        assert count_non_finite(x) == count_non_finite(x.view(5, 5).T) == count_non_finite(x[:0]) == 0
+        for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+            for place in range(25):
+                y = x.clone()
+                y[place] = y[0] = value
+                assert count_non_finite(y) == (1 if place == 0 else 2)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_loading_warns(self, directory, value):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["backbone.layers.1.mixer.A_log"][:2] = value
+        tensors["backbone.norm_f.weight"][3] = -value
+        save_file(tensors, directory / "model.safetensors")
+        message = r"model: 2 tensors hold values that are not finite, first backbone.layers.1.mixer.A_log \(2 of 8\)$"
+        with pytest.warns(UserWarning, match=message) as caught:
+            model = MambaLM.from_pretrained(directory)
+        assert len(caught) == 1
+        assert not torch.isfinite(model.backbone.norm_f.weight[3])
+        MambaLM.from_pretrained(directory, mapped=True)  # nobody reads those
+        assert "2 tensors hold values" in non_finite_values(open_checkpoint(directory))
+
+    def test_a_number_that_is_too_large_for_the_asked_dtype_is_told_of(self, directory):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["backbone.norm_f.weight"][3] = 1e6
+        save_file(tensors, directory / "model.safetensors")
+        assert non_finite_values(open_checkpoint(directory)) == ""
+        with pytest.warns(UserWarning, match=r"1 tensor holds .* first backbone.norm_f.weight \(1 of 32\)"):
+            MambaLM.from_pretrained(directory, dtype=torch.float16)
 
 
 class TestDamage:

@@ -294,6 +294,8 @@ class MambaLM(nn.Module):
             device: of the parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
+
+        Warns of weights that are not finite, unless they are mapped: nobody reads those before they are used.
         """
         # The file formats are built on this module, so they cannot be imported above it.
         from anymamba.models.pretrained import load_model

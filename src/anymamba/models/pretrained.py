@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,15 @@ from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
 from anymamba.models.skeleton import expected_shapes, skeleton
 from anymamba.models.tying import EMBEDDING, HEAD, same_values
-from anymamba.models.weights import DTYPES, Stored, describe_mismatch, find_weights, read_entries, weight_file
+from anymamba.models.weights import (
+    DTYPES,
+    Stored,
+    describe_mismatch,
+    describe_non_finite,
+    find_weights,
+    read_entries,
+    weight_file,
+)
 
 # Files that go with the weights, whatever the format.
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -106,6 +114,8 @@ def load_model(
         _check_tied(checkpoint)
         targets.pop(HEAD)
     state = _read(checkpoint, targets, mapped=mapped, device=torch.device(device))
+    if not mapped:
+        warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(device).eval()
@@ -261,6 +271,18 @@ def _match(
     return tensors, describe_mismatch(problems)
 
 
+def warn_of_non_finite(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Say that weights are not finite, and go on: a model that is broken must be opened to be looked at or mended."""
+    if found := describe_non_finite(tensors.items()):
+        warnings.warn(f"{directory}: {found}", stacklevel=5)
+
+
+def non_finite_values(checkpoint: Checkpoint) -> str:
+    """Which of the stored tensors hold values that are not finite, empty if none does. All are read, and not kept."""
+    dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
+    return describe_non_finite(_each(checkpoint, dtypes, mapped=True, device=None))
+
+
 def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) -> None:
     """Nobody asked for a dtype, but a model has one for its activations: that of its embedding."""
     stored = {name: entry[2].dtype for name, entry in checkpoint.tensors.items()}
@@ -294,12 +316,17 @@ def _read(
     mapped: bool,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Tensors by our name, those that `dtypes` names and in its dtypes, file by file."""
-    state = {}
+    """Tensors by our name, those that `dtypes` names and in its dtypes."""
+    return dict(_each(checkpoint, dtypes, mapped=mapped, device=device))
+
+
+def _each(
+    checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], *, mapped: bool, device: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
+    """One after another, file by file."""
     for path in checkpoint.files:
         with weight_file(path) as file:
             for name, dtype in dtypes.items():
                 where, key, _ = checkpoint.tensors[name]
                 if where == path:
-                    state[name] = file.read(key, dtype, device, mapped=mapped)
-    return state
+                    yield name, file.read(key, dtype, device, mapped=mapped)

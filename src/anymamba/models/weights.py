@@ -12,7 +12,7 @@ import mmap
 import pickle
 import reprlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from anymamba.ground.files import open_tensors, read_json
 
+_BLOCK = 2**18  # values that are looked at together: they stay in a core's second-level cache
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -216,6 +217,36 @@ def _shards(index: Path) -> list[Path]:
         if not (index.parent / name).is_file():
             raise ValueError(f"{index}: the shard {name} is missing")
     return [index.parent / name for name in names]
+
+
+def count_non_finite(x: Tensor) -> int:
+    """How many values are infinite or not a number, at a fraction of the time that reading them takes.
+
+    Their bits are above those of all finite numbers: as signed integers if they are positive, as unsigned ones if they
+    are negative. numpy finds the largest of each at the speed of the memory; `torch.isfinite` takes ten times as long.
+    """
+    if x.device.type != "cpu":
+        return int((~torch.isfinite(x)).sum())
+    flat, infinity = x.detach().reshape(-1), torch.tensor(float("inf"), dtype=x.dtype)
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits, first = flat.view(signed).numpy(), int(infinity.view(signed))
+    unsigned, sign = f"u{x.element_size()}", 1 << (8 * x.element_size() - 1)
+    found = 0
+    for begin in range(0, len(bits), _BLOCK):
+        part = bits[begin : begin + _BLOCK]
+        if part.max() >= first or part.view(unsigned).max() >= first | sign:
+            found += int((~torch.isfinite(flat[begin : begin + _BLOCK])).sum())
+    return found
+
+
+def describe_non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Which tensors hold values that are infinite or not a number; empty if none does."""
+    found = [(name, count, x.numel()) for name, x in tensors if (count := count_non_finite(x))]
+    if not found:
+        return ""
+    name, count, size = found[0]
+    several = "1 tensor holds" if len(found) == 1 else f"{len(found)} tensors hold"
+    return f"{several} values that are not finite, first {name} ({count:,} of {size:,})"
 
 
 def read_entries(files: list[Path]) -> Iterator[tuple[Path, str, Stored]]:
