@@ -202,6 +202,20 @@ def test_a_bool_that_is_neither_true_nor_false_is_refused(tmp_path):
     refused(load, path, "seen must hold True and False, bytes 0 and 1, got 2")
 
 
+def test_a_shape_that_cannot_be_is_refused(tmp_path):
+    path = tmp_path / "some.state"
+    load, tree = saved("Mamba2Cache", path)
+    metadata = {key: x for key, x in metadata_of(path).items() if key != "checksum"}
+    forged(path, tree.rows([]).tensors(), **metadata)
+    content = path.read_bytes()
+    shape = str(list(tree.rows([]).conv.shape)).replace(" ", "").encode()
+    other = b"[18446744073709551615,0]"
+    header = struct.pack("<Q", struct.unpack("<Q", content[:8])[0] + len(other) - len(shape))
+    path.write_bytes(header + content[8:].replace(shape, other))
+    resign(path)
+    refused(load, path, r"conv must have a shape that can be, got \[18446744073709551615, 0\]")
+
+
 def resign(path):
     content = path.read_bytes()
     place = content.index(b'"checksum":"') + 12

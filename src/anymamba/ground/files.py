@@ -112,26 +112,40 @@ def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
 
 
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, in memory of its own.
+
+    Raises:
+        ValueError: the file is missing, cut short, or of another format.
+    """
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
         ValueError: the file is not JSON, or not an object.
     """
-    value = parse_json(Path(path).read_bytes(), path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not readable JSON ({error})") from error
+    value = parse_json(text, path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """The value of JSON in UTF-8.
+    """The value of JSON.
 
     Raises:
         ValueError: it is none, is nested too deeply, or has a number of too many digits.
     """
     try:
-        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        value = json.loads(text)
         if _is_deep(value):
             raise RecursionError
     except RecursionError:

@@ -210,6 +210,8 @@ def _tensor(where: str, dtype: str, shape: list[int], data: bytearray) -> Tensor
         raise ValueError(f"{where} must be one of {', '.join(_DTYPES)}, got {dtype}")
     if dtype == "BOOL" and max(data, default=0) > 1:
         raise ValueError(f"{where} must hold True and False, bytes 0 and 1, got {max(data)}")
-    if not data:
+    if not data:  # then nothing has checked the other sizes
+        if max(shape, default=0) >= 2**31:
+            raise ValueError(f"{where} must have a shape that can be, got {shape}")
         return torch.empty(shape, dtype=_DTYPES[dtype])
     return torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)

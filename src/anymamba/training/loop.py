@@ -256,13 +256,16 @@ class Trainer(Generic[T]):
         return self.finished or bool(every and self.step % every == 0)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        self.task.read_model(self.model, checkpoint.model)
-        self.optimiser.restore(checkpoint.optimiser)
+        try:
+            self.task.read_model(self.model, checkpoint.model)
+            self.optimiser.restore(checkpoint.optimiser)
+            if checkpoint.carried is not None:
+                self._carried = self.task.carried_from(self.model, checkpoint.carried)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({error})") from error
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.solved = checkpoint.solved
-        if checkpoint.carried is not None:
-            self._carried = self.task.carried_from(self.model, checkpoint.carried)
 
 
 def _count(batches: list[Any]) -> int:

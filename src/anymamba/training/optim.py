@@ -115,10 +115,17 @@ class Optimiser:
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
+        """The inverse of `tensors`.
+
+        Raises:
+            KeyError: there is no such parameter.
+            ValueError: a state has another shape than its parameter.
+        """
         for key, x in tensors.items():
             name, _, field = key.rpartition(".")
             tensor, states = self._owned[name]
+            if x.ndim and x.shape != tensor.shape:
+                raise ValueError(f"{key} must have shape {tuple(tensor.shape)}, got {tuple(x.shape)}")
             states[tensor][field] = x.to(tensor.device, copy=True)
 
 

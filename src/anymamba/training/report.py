@@ -44,10 +44,12 @@ class MetricsTable:
         """Open the table, keeping the rows up to `step`; `names` are those of what evaluations find.
 
         Raises:
-            ValueError: a row is not readable.
+            ValueError: a row is not readable, or a column is none of the names.
         """
         self._path, self._names = path, names
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
+        if unknown := sorted({name for row in rows for name in row.evaluated} - set(names)):
+            raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
         self._file = path.open("a", newline="", encoding="utf-8")
@@ -81,7 +83,9 @@ def read_metrics(path: Path) -> list[Row]:
         ValueError: another row is not readable.
     """
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a whole line has an end
-    header = next(csv.reader(lines[:1]), [])
+    header = lines[0].rstrip("\r").split(",") if lines else []
+    if tuple(header[: len(_COLUMNS)]) != _COLUMNS and lines:
+        raise ValueError(f"{path}, line 1: expected the columns {', '.join(_COLUMNS)}, got {lines[0][:80]!r}")
     found = []
     for number, line in enumerate(lines[1:], 2):
         try:
