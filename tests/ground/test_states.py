@@ -68,6 +68,16 @@ def test_what_was_saved_is_loaded_to_the_bit(state):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_state_gives_the_same_bytes(kind, tmp_path):
+    contents = set()
+    for i in range(8):
+        torch.manual_seed(0)
+        saved(kind, tmp_path / str(i))
+        contents.add((tmp_path / str(i)).read_bytes())
+    assert len(contents) == 1
+
+
 def test_a_file_is_as_it_is_described(state):
     path, load, tree, metadata = state
     assert metadata["version"] == "2"

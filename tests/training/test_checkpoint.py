@@ -137,15 +137,16 @@ def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
 
 
 @pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors"])
-@pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others"])
+@pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others", "narrower"])
 def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, damage):
     path = checkpoints(trainer.directory / "checkpoints")[0]
     shutil.rmtree(checkpoints(trainer.directory / "checkpoints")[1])
     tensors = read_tensors(path / name)
-    last = "rng" if damage == "fewer" and "rng" in tensors else sorted(tensors)[0]
+    last = sorted(tensors)[0]
     save_file(
         {
             "nothing": {},
+            "narrower": {**tensors, last: tensors[last].half()},
             "fewer": {key: x for key, x in tensors.items() if key != last},
             "more": {**tensors, "more.x": torch.zeros(1)},
             "others": {**tensors, last: torch.zeros(3)},
@@ -156,8 +157,12 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
     del manifest["checksum"]
     manifest["files"][name] = module.digest_file(path / name)
     write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
-    with pytest.raises(ValueError, match=r"all damaged|its tensors are not those of its config"):
+    if (name, damage) == ("model.safetensors", "narrower"):  # as torch loads it
         resume(trainer.directory, {}, silent)
+        return
+    with pytest.raises(ValueError, match=r"all damaged|its tensors are not those of its config") as caught:
+        resume(trainer.directory, {}, silent)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):

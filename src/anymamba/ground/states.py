@@ -7,6 +7,7 @@ every byte of the file, taken with zeros in the checksum's own place. Files of v
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,8 +61,13 @@ def write_state(path: str | os.PathLike[str], tree: Tree, facts: dict[str, str])
     with replacing(path) as temporary:
         save_tensors(temporary, tree.tensors(), metadata)
         with temporary.open("r+b") as file:
-            size = int.from_bytes(file.read(8), "little")
-            place = _place(file.read(size), _NO_CHECKSUM)
+            # The library writes metadata in any order; the same state shall give the same bytes.
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            text = json.dumps(json.loads(header), sort_keys=True, separators=(",", ":")).encode().ljust(len(header))
+            assert len(text) == len(header)
+            file.seek(8)
+            file.write(text)
+            place = _place(text, _NO_CHECKSUM)
             file.seek(0)
             digest = hashlib.blake2b(digest_size=16)
             while block := file.read(2**20):

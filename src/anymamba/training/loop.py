@@ -262,7 +262,8 @@ class Trainer(Generic[T]):
             if checkpoint.carried is not None:
                 self._carried = self.task.carried_from(self.model, checkpoint.carried)
         except (KeyError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({error})") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({reason})") from error
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.solved = checkpoint.solved
