@@ -301,7 +301,7 @@ def test_loading_saving_and_looking_draw_nothing(family, tmp_path):
 
 
 class TestNonFinite:
-    """Weights that are infinite or not a number are told of in one line, and loaded: who mends them must open them."""
+    """Weights that are infinite or not a number are reported in one line and loaded: one must open what one repairs."""
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_every_pattern_of_bits_is_judged_as_torch_does(self, dtype):

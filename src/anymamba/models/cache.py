@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from anymamba.ground.states import read_state, restore, write_state
@@ -32,9 +31,9 @@ class ModelState(Tree):
     __slots__ = ()
 
     @classmethod
-    @abstractmethod
     def like(cls: type[_State], model: Any) -> _State:
         """A tree of one row with the dtypes, devices and sizes of this model's."""
+        raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str], model: Fingerprinted) -> None:
         """Write to a state file together with the fingerprint of `model`.

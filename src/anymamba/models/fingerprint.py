@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from anymamba.models.config import INITIALISATION, MambaLMConfig
 
 _VERSION = "2:"
-_MODEL_FACTS = ("n_layer", "d_model", "rms_norm", "residual_in_fp32", "tie_embeddings")
-_NO_FACTS = INITIALISATION | {"d_model", "chunk_size"}  # of a block
+# Fields that change no result, or that the shapes of the parameters show.
+_NO_FACTS = INITIALISATION | {"chunk_size", "fused_add_norm", "vocab_size", "pad_vocab_size_multiple", "d_intermediate"}
+_NO_FACTS |= {"ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"}  # the first is the block's config, the others unused
 # Version 1 hashed the block's config as it was printed then, with these fields in this order.
 _FORMER_FIELDS = {
     "Mamba1": "d_model d_state d_conv expand dt_rank dt_min dt_max dt_init dt_scale dt_init_floor conv_bias bias",
@@ -35,30 +36,29 @@ _FORMER_FIELDS = {
 
 def fingerprint(model: nn.Module, config: MambaLMConfig) -> str:
     """The name of a model with this config."""
-    facts = {name: getattr(config, name) for name in _MODEL_FACTS}
-    block = {f"block.{name}": value for name, value in _not_default(config).items() if name not in _NO_FACTS}
+    facts = [
+        {name: value for name, value in sorted(_not_default(part).items()) if name not in _NO_FACTS}
+        for part in (config, config.block_config())
+    ]
     tensors = chain(model.named_parameters(), model.named_buffers())
-    return _VERSION + _digest([config.layer, {**facts, **block}], tensors)
+    return _VERSION + _digest([config.layer, *facts], tensors)
 
 
 def has_fingerprint(model: nn.Module, config: MambaLMConfig, name: str) -> bool:
     """Whether `name` is the model's fingerprint, as this or a former version computes it."""
     if name.startswith(_VERSION):
         return name == fingerprint(model, config)
-    fields = _FORMER_FIELDS.get(config.layer, "").split()
-    if not _not_default(config).keys() <= set(fields):
+    fields, block = _FORMER_FIELDS.get(config.layer, "").split(), config.block_config()
+    if not _not_default(block).keys() <= set(fields):
         return False  # a model that nobody could have then
-    block = config.block_config()
     printed = ", ".join(f"{field}={getattr(block, field)!r}" for field in fields)
     return name == _digest([config.layer, f"{config.layer}Config({printed})"], model.named_parameters())
 
 
-def _not_default(config: MambaLMConfig) -> dict[str, Any]:
-    """The fields of the block that are not the defaults, numbers as float: 1 and 1.0 are the same."""
-    block = config.block_config()
-    values = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
-    defaults = {f.name: f.default for f in dataclasses.fields(block)}
-    return {name: _plain(value) for name, value in values.items() if value != defaults[name]}
+def _not_default(config: Any) -> dict[str, Any]:
+    """The fields of a config that are not the defaults, numbers as float: 1 and 1.0 are the same."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
+    return {name: _plain(value) for name, (value, default) in values.items() if value != default}
 
 
 def _plain(value: Any) -> Any:
