@@ -60,20 +60,23 @@ def write_state(path: str | os.PathLike[str], tree: Tree, facts: dict[str, str])
     metadata = {"kind": type(tree).__name__, **facts, "version": str(_VERSION), "checksum": _NO_CHECKSUM}
     with replacing(path) as temporary:
         save_tensors(temporary, tree.tensors(), metadata)
-        with temporary.open("r+b") as file:
-            # The library writes metadata in any order; the same state shall give the same bytes.
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            text = json.dumps(json.loads(header), sort_keys=True, separators=(",", ":")).encode().ljust(len(header))
-            assert len(text) == len(header)
-            file.seek(8)
-            file.write(text)
-            place = _place(text, _NO_CHECKSUM)
-            file.seek(0)
-            digest = hashlib.blake2b(digest_size=16)
-            while block := file.read(2**20):
-                digest.update(block)
-            file.seek(place)
-            file.write(digest.hexdigest().encode())
+        _sign(temporary)
+
+
+def _sign(path: Path) -> None:
+    """Order the header, which the library does not, so that the same state gives the same bytes; write the checksum."""
+    with path.open("r+b") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        ordered = json.dumps(json.loads(header), sort_keys=True, separators=(",", ":")).encode().ljust(len(header))
+        assert len(ordered) == len(header)
+        file.seek(8)
+        file.write(ordered)
+        file.seek(0)
+        digest = hashlib.blake2b(digest_size=16)
+        while block := file.read(2**20):
+            digest.update(block)
+        file.seek(_place(ordered, _NO_CHECKSUM))
+        file.write(digest.hexdigest().encode())
 
 
 def read_state(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = ()) -> StateFile:
@@ -135,7 +138,7 @@ def expect_names(path: str | os.PathLike[str], found: Iterable[str], expected: I
     Raises:
         ValueError: there are some.
     """
-    found, expected = list(found), list(expected)
+    found, expected = dict.fromkeys(found), dict.fromkeys(expected)
     if missing := [name for name in expected if name not in found]:
         raise ValueError(f"{path}: the state lacks {', '.join(missing[:5])}")
     if unknown := [name for name in found if name not in expected]:
@@ -168,8 +171,8 @@ class SavedTree(Tree):
         expect_names(path, tensors, kind._fields)
         found: _Saved = kind(**tensors)
         # Nothing says what sizes it should have, but its rows and dtypes must agree with each other.
-        activations = [x.dtype for name, x in tensors.items() if name not in cls.STATES]
-        like = found.to(dtype=activations[0]) if activations[0].is_floating_point else found.to(dtype=torch.float32)
+        dtype = next(tensors[name].dtype for name in kind._fields if name not in cls.STATES)
+        like = found.to(dtype=dtype if dtype.is_floating_point else torch.float32)
         return restore(path, like, tensors).to(device)
 
 
