@@ -231,6 +231,8 @@ class TestCorpus:
             {"train": [{"file": "../train-00000.safetensors", "documents": 1, "tokens": 1, "blake2b": "x"}]},
             {"train": [{"file": 7, "documents": 1, "tokens": 1, "blake2b": "x"}]},
             {"held_out": None},
+            {"held_out": []},
+            {"train": []},
             {"xz_bytes": "many"},
             {"vocab_size": None},
         ],
@@ -239,9 +241,11 @@ class TestCorpus:
     def test_a_damaged_index_is_named(self, corpus, tmp_path, damage):
         prepared(corpus, tmp_path / "data")
         index = tmp_path / "data" / "index.json"
-        index.write_text(json.dumps({**json.loads(index.read_text()), **damage}))
-        with pytest.raises(ValueError, match=r"index\.json: damaged: "):
-            open_corpus(tmp_path / "data")
+        whole = json.loads(index.read_text())
+        for table in ({**whole, **damage}, {name: x for name, x in whole.items() if name not in damage}):
+            index.write_text(json.dumps(table))
+            with pytest.raises(ValueError, match=r"index\.json: damaged: "):
+                open_corpus(tmp_path / "data")
 
     @pytest.mark.parametrize(
         "damage",

@@ -25,6 +25,7 @@ from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
 
 _INDEX = "index.json"
+_COMPLETE = {"train": list, "held_out": list, "xz_bytes": int, "vocab_size": int}
 _SHARD = {"file": str, "documents": int, "tokens": int, "blake2b": str}
 _SPLIT = "by bytes"  # the rule by which text is held out
 
@@ -132,8 +133,9 @@ def open_corpus(directory: Path) -> Corpus:
     index = _read_index(directory)
     if not index.get("complete"):
         raise ValueError(f"{directory / _INDEX}: expected the index of tokenised text, found none that is complete")
-    if type(index.get("xz_bytes")) is not int or type(index.get("vocab_size")) is not int:
-        raise ValueError(f"{directory / _INDEX}: damaged: expected xz_bytes and vocab_size, got {reprlib.repr(index)}")
+    if wrong := [name for name, kind in _COMPLETE.items() if type(index.get(name)) is not kind or not index[name]]:
+        found = reprlib.repr(index.get(wrong[0]))
+        raise ValueError(f"{directory / _INDEX}: damaged: expected {wrong[0]}, got {found}")
     for name in ("train", "held_out"):
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
