@@ -113,6 +113,8 @@ def test_a_damaged_one_is_told_of_and_the_one_before_it_used(trainer, name, dama
     [
         {"step": "6"},
         {"step": True},
+        {"step": 5},
+        {"step": 2**31},
         {"tokens": None},
         {"config": []},
         {"data": 3},

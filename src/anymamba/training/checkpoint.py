@@ -149,6 +149,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     for name, kind in _FIELDS.items():
         if type(value := manifest.get(name)) is not kind:
             raise ValueError(f"{path}: damaged: {_MANIFEST} should have a {kind.__name__} {name}, got {value!r:.60}")
+    if manifest["step"] != _step(path):
+        raise ValueError(f"{path}: damaged: {_MANIFEST} should be of the step in the name, got {manifest['step']}")
     files = manifest["files"]
     for name in {*files, "model.safetensors", "optimiser.safetensors"}:
         if (found := digest_file(path / name)) != files.get(name):

@@ -132,7 +132,7 @@ class Trainer(Generic[T]):
     @property
     def finished(self) -> bool:
         """Whether there is no step left to take."""
-        return self.solved or self.step == self.config.schedule.steps
+        return self.solved or self.step >= self.config.schedule.steps
 
     def run(self) -> bool:
         """Train to the end, or until the task is solved, or until an interrupt.
