@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba import Mamba2, Mamba2Cache
+from anymamba import LMCache, Mamba2, Mamba2Cache
 from tests.blocks.families import FEW, make_block
 
 
@@ -75,6 +75,18 @@ def test_cat_puts_rows_one_after_another(name):
     joined = type(cache).cat([cache.rows([2]), cache.rows([0, 1])])
     for found, expected in zip(joined, cache.rows([2, 0, 1]), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", FEW)
+def test_the_cache_of_a_model_is_not_that_of_a_block(name):
+    """Though one of one layer holds the same tensors."""
+    block = make_block(name, torch.float32)
+    whole, x = LMCache((block.init_cache(2),)), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        for call in (lambda: block.prefill(x, whole), lambda: block.step(x[:, 0], whole)):
+            with pytest.raises(TypeError, match=r"cache must be a Mamba\dCache, got LMCache"):
+                call()
 
 
 def test_save_and_load_give_the_same_bits(cache, tmp_path):

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.padding import Padding
-from anymamba.ground.trees import Tree
+from anymamba.ground.states import SavedTree
 from anymamba.kernels.cpu.program import OUTPUT, Decoder, Program
 from anymamba.kernels.watch import NotCovered
 from anymamba.scan import SsdPath
@@ -130,7 +130,7 @@ class Block(nn.Module):
         like = self._like()
         if x.ndim != 2 or x.shape[1] != self.config.d_model or x.dtype != like.dtype:
             return None
-        if torch.is_autocast_enabled("cpu") or not isinstance(cache, Tree | None):
+        if torch.is_autocast_enabled("cpu") or not isinstance(cache, SavedTree | None):
             return None
         cache = self.init_cache(x.shape[0]) if cache is None else cache
 
