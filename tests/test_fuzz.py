@@ -55,6 +55,7 @@ def test_a_mutation_changes_what_it_says(prepared):
     assert sum(apply(draw(chance, content, "json"), content, "") != content for _ in range(50)) > 40
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_few_cases_of_each_part_find_nothing(capsys, monkeypatch):
     monkeypatch.setattr(os, "fsync", os.fsync)  # which a part replaces
     assert fuzzer.main(["--seed", "1", "--cases", "8", "--part", "files", "--part", "calls"]) == 0
