@@ -225,7 +225,10 @@ def _with_tensor(mutation, content):
     if what in ("added", "renamed"):
         tensors["more"] = x.clone()
     if what in TENSORS:
-        tensors[name] = TENSORS[what](x).contiguous()
+        try:
+            tensors[name] = TENSORS[what](x).contiguous()
+        except (RuntimeError, TypeError):  # not for this dtype
+            return content
     metadata = json.loads(_header(content)[0]).get("__metadata__")
     return save({key: value.clone() for key, value in tensors.items()}, metadata)
 
