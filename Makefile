@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-checked test-unchecked asan lint format bench clean
+.PHONY: demo test test-checked test-unchecked asan fuzz lint format bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,11 @@ asan: $(VENV)/.installed
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 	  ANYMAMBA_LIBRARY=$(CURDIR)/build/asan/libanymamba_cpu.so \
 	  $(BIN)/python -m pytest tests/kernels tests/scan
+
+# Damaged files, random calls and disturbed runs, none of them drawn twice unless the seed is given again.
+SECONDS ?= 120
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -101,17 +101,17 @@ def transformers_mixer(shape: BlockShape) -> nn.Module:
 
 
 class OnPath(nn.Module):
-    """A block on one path of the scan, and for Mamba-3 on one pathway."""
+    """A block on one path of the scan."""
 
-    def __init__(self, block: nn.Module, path: SsdPath, **fresh: Any) -> None:
-        """Hold the block; `fresh` goes to its `init_cache`."""
+    def __init__(self, block: nn.Module, path: SsdPath) -> None:
+        """Hold the block and the path."""
         super().__init__()
-        self.block, self.path, self.fresh = block, path, fresh
+        self.block, self.path = block, path
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, t, d) -> (b, t, d)."""
         block: Any = self.block
-        y_btd: Tensor = block.prefill(x, block.init_cache(x.shape[0], **self.fresh), path=self.path)[0]
+        y_btd: Tensor = block.prefill(x, path=self.path)[0]
         return y_btd
 
 

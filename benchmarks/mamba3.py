@@ -48,12 +48,12 @@ FAMILIES: dict[str, Callable[[BlockShape], Mamba2 | Mamba3]] = {
 def sequence_case(name: str, mode: Mode, shape: BlockShape, path: SsdPath) -> Case:
     """Every family over a sequence, on one path; SISO on both pathways."""
 
-    def on_path(family: str, shape: BlockShape, **fresh: Any) -> nn.Module:
-        return OnPath(FAMILIES[family](shape), path, **fresh)
+    def on_path(family: str, path: SsdPath, shape: BlockShape) -> nn.Module:
+        return OnPath(FAMILIES[family](shape), path)
 
     builders = {
-        **{family: partial(on_path, family) for family in FAMILIES},
-        "siso double": partial(on_path, "siso", pathway="double"),
+        **{family: partial(on_path, family, path) for family in FAMILIES},
+        "siso double": partial(on_path, "siso", SsdPath(path.algorithm, path.chunk_len, "double")),
     }
     contenders = tuple(
         Contender(

@@ -19,7 +19,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch:
 
 from torch import nn
 
-from anymamba.files import replacing
+from anymamba.ground.files import replacing
 from anymamba.training.loop import train_or_resume
 from anymamba.training.report import can_plot, read_metrics
 from examples.resets.by_hand import by_hand

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anymamba.files import replacing
+from anymamba.ground.files import replacing
 from examples.resets.streams import LENGTH, STREAMS
 from examples.resets.task import TEST
 

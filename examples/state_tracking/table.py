@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anymamba import MambaLM
-from anymamba.files import read_json, replacing, write_json
+from anymamba.ground.files import read_json, replacing, write_json
 from anymamba.training.loop import train_or_resume
 from anymamba.training.report import can_plot, read_metrics
 from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn

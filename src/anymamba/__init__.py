@@ -1,6 +1,5 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
-from anymamba.allocator import keep_freed_memory as keep_freed_memory
 from anymamba.blocks.mamba1 import Mamba1 as Mamba1
 from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
 from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config
@@ -14,6 +13,7 @@ from anymamba.generation import GenerationState as GenerationState
 from anymamba.generation import decoder as decoder
 from anymamba.generation import generate as generate
 from anymamba.generation import stream as stream
+from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
 from anymamba.ground.finite import check_finite as check_finite
 from anymamba.ground.operators import portable as portable
 from anymamba.models import LMCache as LMCache

@@ -75,7 +75,7 @@ def make_block(options, dtype=torch.float64):
 
 
 def tensors_of(cache):
-    return {name: x for name, x in zip(cache._fields, cache, strict=True) if isinstance(x, torch.Tensor)}
+    return dict(zip(cache._fields, cache, strict=True))
 
 
 def random_cache(block, rows):

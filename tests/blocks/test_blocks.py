@@ -1,5 +1,7 @@
 """What every block of every family promises."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,13 +28,13 @@ from tests.support import FLOOR, assert_all_near, assert_near
 def test_prefill_equals_unrolled_steps(options, start):
     block = make_block(options)
     x = torch.randn(2, 11, 16, dtype=torch.float64)
-    for pathway in PATHWAYS[type(block)]:
-        cache = random_cache(block, 2) if start == "random" else None
-        stepped = results(block, x, cache, unroll)
-        for algorithm in ALGORITHMS[type(block)]:
-            path = SsdPath(algorithm, None if getattr(block.config, "chunk_size", None) else 4, pathway)
-            prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
-            assert_all_near(prefilled, stepped, FLOOR[torch.float64])
+    cache = random_cache(block, 2) if start == "random" else None
+    stepped = results(block, x, cache, unroll)
+    chunk_len = None if getattr(block.config, "chunk_size", None) else 4
+    for algorithm, pathway in itertools.product(ALGORITHMS[type(block)], PATHWAYS[type(block)]):
+        path = SsdPath(algorithm, chunk_len, pathway)
+        prefilled = results(block, x, cache, lambda b, x, c, path=path: b.prefill(x, c, path=path))
+        assert_all_near(prefilled, stepped, FLOOR[torch.float64])
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,8 +117,9 @@ def test_padded_rows_equal_rows_alone(options, padding, start):
     head = torch.randn(3, 8, 16, dtype=torch.float64)
     parameters = list(block.parameters())
     for pathway in PATHWAYS[type(block)]:
+        path = SsdPath(pathway=pathway)
         cache = random_cache(block, 3) if start == "random" else block.init_cache(3)
-        leaf, path = x.clone().requires_grad_(), SsdPath(pathway=pathway)
+        leaf = x.clone().requires_grad_()
         y, new = block.prefill(leaf, cache, mask=mask, path=path)
         loss = (y * head).sum() + sum(f.square().sum() for f in tensors_of(new).values())
         grads = torch.autograd.grad(loss, [leaf, *parameters])
@@ -159,9 +162,9 @@ def test_lengths_are_a_right_padded_mask(options):
 def test_packed_sequences_equal_separate_ones(options, algorithm):
     block = make_block(options)
     bounds = [0, 1, 3, 12, 20]
-    x = torch.randn(1, 20, 16, dtype=torch.float64)
+    x, cache = torch.randn(1, 20, 16, dtype=torch.float64), random_cache(block, 4)
     for pathway in PATHWAYS[type(block)]:
-        cache, path = random_cache(block, 4), SsdPath(algorithm, 4, pathway)
+        path = SsdPath(algorithm, 4, pathway)
         y, new = block.prefill(x, cache, path=path, cu_seqlens=torch.tensor(bounds))
         for row in range(4):
             part = slice(bounds[row], bounds[row + 1])

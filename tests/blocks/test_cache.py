@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba import Mamba2, Mamba2Cache
+from anymamba import LMCache, Mamba2, Mamba2Cache
 from tests.blocks.families import FEW, make_block
 
 
@@ -20,9 +20,7 @@ def test_a_cache_holds_its_own_memory_and_no_more(name):
         _, cache = block.prefill(torch.randn(2, 50, block.config.d_model))
         _, stepped = block.step(torch.randn(2, block.config.d_model), cache)
     for found in (cache, stepped, cache.detach()):
-        assert [x.untyped_storage().nbytes() for x in found if isinstance(x, torch.Tensor)] == [
-            x.nbytes for x in found if isinstance(x, torch.Tensor)
-        ]
+        assert [x.untyped_storage().nbytes() for x in found] == [x.nbytes for x in found]
 
 
 def test_clone_shares_no_memory(cache):
@@ -75,9 +73,20 @@ def test_cat_puts_rows_one_after_another(name):
     block = make_block(name, torch.float32)
     _, cache = block.prefill(torch.randn(3, 4, block.config.d_model))
     joined = type(cache).cat([cache.rows([2]), cache.rows([0, 1])])
-    for found, expected in zip(joined.tensors(), cache.rows([2, 0, 1]).tensors(), strict=True):
+    for found, expected in zip(joined, cache.rows([2, 0, 1]), strict=True):
         assert torch.equal(found, expected)
-    assert joined.notes() == cache.notes()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", FEW)
+def test_the_cache_of_a_model_is_not_that_of_a_block(name):
+    """Though one of one layer holds the same tensors."""
+    block = make_block(name, torch.float32)
+    whole, x = LMCache((block.init_cache(2),)), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        for call in (lambda: block.prefill(x, whole), lambda: block.step(x[:, 0], whole)):
+            with pytest.raises(TypeError, match=r"cache must be a Mamba\dCache, got LMCache"):
+                call()
 
 
 def test_save_and_load_give_the_same_bits(cache, tmp_path):
@@ -112,7 +121,7 @@ def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("anymamba.files.save_file", full_disk)
+    monkeypatch.setattr("anymamba.ground.files.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         cache.save(file)
     assert file.read_bytes() == before

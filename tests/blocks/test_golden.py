@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from anymamba import Mamba1, Mamba2, Mamba3, SsdPath
-from tests.blocks.families import ALGORITHMS
+from tests.blocks.families import ALGORITHMS, PATHWAYS
 from tests.support import assert_near
 
 FAMILIES = {"mamba1": Mamba1, "mamba2": Mamba2, "mamba3": Mamba3}
@@ -45,11 +45,15 @@ def assert_states(cache, golden, tolerance=5e-6):
         assert difference.abs().max() <= tolerance, name
 
 
-CASES = [(file, name) for file in FILES for name in ALGORITHMS[FAMILIES[file.stem[:6]]]]
+CASES = [
+    (file, algorithm, pathway)
+    for file in FILES
+    for algorithm in ALGORITHMS[FAMILIES[file.stem[:6]]]
+    for pathway in PATHWAYS[FAMILIES[file.stem[:6]]]
+]
 
 
-@pytest.mark.parametrize("pathway", ["single", "double"])
-@pytest.mark.parametrize(("file", "algorithm"), CASES, ids=lambda case: getattr(case, "stem", case))
+@pytest.mark.parametrize(("file", "algorithm", "pathway"), CASES, ids=lambda case: getattr(case, "stem", case))
 def test_outputs_states_and_gradients_are_the_official_ones(file, algorithm, pathway):
     block, golden = read(file)
     u = golden["input.u"].requires_grad_()

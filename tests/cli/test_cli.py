@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import re
@@ -7,14 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+from time import perf_counter
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from anymamba import GenerationState, MambaLM
 from anymamba.cli import generate, info
 from anymamba.generation.tokenizers import ByteTokenizer
+from anymamba.ground.files import read_json
 from tests.models.cases import GOLDEN, small_lm
 
 MODEL = dict(vocab_size=256, pad_vocab_size_multiple=1)  # noqa: C408
@@ -298,7 +301,30 @@ class TestInfo:
         assert code == 0
         assert table["parameters"] == f"{sum(p.numel() for p in lm.parameters()):,}"
         assert table["state"].startswith(f"{lm.init_cache(1).nbytes / 1024:.1f} KiB a sequence")
+        assert table["values"] == "all finite"
         assert table["model"].startswith("Mamba2, official format")
+
+    def test_weights_that_are_not_finite_are_told_of_wherever_a_model_is_opened(self, run, model, tmp_path):
+        tensors = load_file(tmp_path / "model" / "model.safetensors")
+        tensors["backbone.norm_f.weight"][0] = float("nan")
+        save_file(tensors, tmp_path / "model" / "model.safetensors")
+        found = "1 tensor holds values that are not finite, first backbone.norm_f.weight (1 of 32)"
+        code, out, _ = run("info", model)
+        assert code == 0
+        assert re.search(rf"values +{re.escape(found)}\n", out)
+        for command in (["generate", model, "--prompt", "x"], ["convert", model, tmp_path / "out"]):
+            whole = [sys.executable, "-m", "anymamba", *command]
+            done = subprocess.run(whole, capture_output=True, text=True, check=False)
+            assert done.stderr.splitlines()[0] == f"anymamba: warning: {model}: {found}"
+
+    def test_a_config_that_asks_for_ten_thousand_layers_is_refused_at_once(self, run, model, tmp_path):
+        config = read_json(tmp_path / "model" / "config.json")
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "n_layer": 10_000}))
+        began = perf_counter()
+        code, _, err = run("info", model)
+        assert perf_counter() - began < 2
+        assert code == 2
+        assert re.fullmatch(r"anymamba: .*the weights do not fit the config: it asks for 10000 layers, .*\n", err)
 
     def test_a_larger_dtype_weighs_more(self, run, model):
         weigh = [

@@ -249,7 +249,7 @@ def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, t
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         return save_file(tensors, path, metadata)
 
-    monkeypatch.setattr("anymamba.files.save_file", full)
+    monkeypatch.setattr("anymamba.ground.files.save_file", full)
     code, _, err = run("train", config, "--out", tmp_path / "run", "--checkpoints.every", 5)
     assert code == 2
     assert "step-00000010: cannot be written, those before it are kept" in err

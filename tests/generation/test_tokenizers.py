@@ -129,6 +129,31 @@ def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
         load_tokenizer(None, tmp_path, 1000)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokenizer_config.json", {"eos_token": 2.5}),
+        ("tokenizer_config.json", {"eos_token": True}),
+        ("tokenizer_config.json", {"eos_token": {"content": [["x"]]}}),
+        ("special_tokens_map.json", {"eos_token": [{"content": "x"}]}),
+        ("generation_config.json", {"eos_token_id": -1}),
+        ("generation_config.json", {"eos_token_id": [1, None]}),
+        ("generation_config.json", {"eos_token_id": float("nan")}),
+    ],
+)
+def test_an_end_token_that_is_none_is_refused_with_its_file(byte_level, tmp_path, name, value):
+    shutil.copytree(byte_level, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=rf"{name}: eos_token(_id)? must be a token or its id, or several, got"):
+        FileTokenizer(tmp_path / "tokenizer.json")
+
+
+def test_half_a_character_is_no_end_token(byte_level, tmp_path):
+    shutil.copytree(byte_level, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    assert FileTokenizer(tmp_path / "tokenizer.json").end == []
+
+
 def test_the_documents_example_goes_from_text_to_text(byte_level, tmp_path, monkeypatch, capsys):
     """The first one of docs/language_models.md that has a tokenizer, with the files it names."""
     monkeypatch.chdir(tmp_path)

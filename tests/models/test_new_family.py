@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from anymamba import MambaLM, decoder
 from anymamba.blocks.block import Block
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import make_config
+from anymamba.ground.states import SavedTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan
 from anymamba.training.language import resume, train
@@ -30,7 +30,7 @@ class _Fields(NamedTuple):
     mean: Tensor
 
 
-class LeakyCache(_Fields, CacheMethods):
+class LeakyCache(_Fields, SavedTree):
     """The average so far, (b, d, 1, 1)."""
 
     __slots__ = ()

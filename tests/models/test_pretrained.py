@@ -5,15 +5,16 @@ import pickle
 import shutil
 import subprocess
 import sys
+from time import perf_counter
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
-from anymamba.files import read_json
-from anymamba.models.pretrained import open_checkpoint
-from anymamba.models.weights import weight_file
+from anymamba.ground.files import read_json
+from anymamba.models.pretrained import non_finite_values, open_checkpoint
+from anymamba.models.weights import count_non_finite, weight_file
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -287,6 +288,63 @@ def test_transformers_opens_what_we_write(tmp_path, monkeypatch):
     assert same(MambaLM.from_pretrained(tmp_path / "theirs"), model)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loading_saving_and_looking_draw_nothing(family, tmp_path):
+    """Whoever seeds torch gets the same numbers, whatever models are read and written in between."""
+    model = small_lm(family, d_intermediate=10)
+    before = torch.get_rng_state()
+    model.save_pretrained(tmp_path)
+    open_checkpoint(tmp_path)
+    MambaLM.from_pretrained(tmp_path)
+    MambaLM.from_pretrained(tmp_path, dtype=torch.bfloat16, mapped=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestNonFinite:
+    """Weights that are infinite or not a number are reported in one line and loaded: one must open what one repairs."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_pattern_of_bits_is_judged_as_torch_does(self, dtype):
+        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        assert all(count_non_finite(x[i : i + 1]) == int(not torch.isfinite(x[i])) for i in range(0, 2**16, 17))
+        assert count_non_finite(x) == int((~torch.isfinite(x)).sum())
+        assert count_non_finite(x[torch.isfinite(x)]) == 0
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_they_are_found_wherever_they_are(self, dtype, monkeypatch):
+        monkeypatch.setattr("anymamba.models.weights._BLOCK", 8)
+        largest = torch.finfo(dtype).max
+        x = torch.tensor([largest, -largest, 0.0, -0.0, torch.finfo(dtype).tiny], dtype=dtype).repeat(5)
+        assert count_non_finite(x) == count_non_finite(x.view(5, 5).T) == count_non_finite(x[:0]) == 0
+        for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+            for place in range(25):
+                y = x.clone()
+                y[place] = y[0] = value
+                assert count_non_finite(y) == (1 if place == 0 else 2)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_loading_warns(self, directory, value):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["backbone.layers.1.mixer.A_log"][:2] = value
+        tensors["backbone.norm_f.weight"][3] = -value
+        save_file(tensors, directory / "model.safetensors")
+        message = r"model: 2 tensors hold values that are not finite, first backbone.layers.1.mixer.A_log \(2 of 8\)$"
+        with pytest.warns(UserWarning, match=message) as caught:
+            model = MambaLM.from_pretrained(directory)
+        assert len(caught) == 1
+        assert not torch.isfinite(model.backbone.norm_f.weight[3])
+        MambaLM.from_pretrained(directory, mapped=True)  # nobody reads those
+        assert "2 tensors hold values" in non_finite_values(open_checkpoint(directory))
+
+    def test_a_number_that_is_too_large_for_the_asked_dtype_is_told_of(self, directory):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["backbone.norm_f.weight"][3] = 1e6
+        save_file(tensors, directory / "model.safetensors")
+        assert non_finite_values(open_checkpoint(directory)) == ""
+        with pytest.warns(UserWarning, match=r"1 tensor holds .* first backbone.norm_f.weight \(1 of 32\)"):
+            MambaLM.from_pretrained(directory, dtype=torch.float16)
+
+
 class TestDamage:
     """Whatever is wrong with a checkpoint, one sentence says what."""
 
@@ -330,6 +388,89 @@ class TestDamage:
         self.refused(directory, "missing: lm_head.weight")
         edit_json(directory / "config.json", tie_embeddings=True, d_model=48)
         self.refused(directory, "misshapen")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"n_layer": 10_000}, r"asks for 10000 layers, and there are \d+ tensors in all"),
+            ({"n_layer": 2**31 - 1}, "asks for 2147483647 layers"),
+            ({"n_layer": 10**400}, "n_layer must be a number of at most 2,147,483,647, got 1000"),
+            ({"vocab_size": 2**62}, "vocab_size must be a number of at most 2,147,483,647, got 4611686018427387904"),
+            ({"vocab_size": 2**31 - 1}, "asks for a tensor of 68,719,476,736 numbers, more than the files hold"),
+            ({"pad_vocab_size_multiple": 2**31 - 1}, "asks for a tensor of 68,719,476,704 numbers"),
+            ({"d_model": 2**31 - 2}, "asks for a tensor of|d_inner|headdim"),
+            ({"d_intermediate": 2**31 - 1}, "asks for a tensor of 137,438,953,472 numbers"),
+            ({"ssm_cfg": {"layer": "Mamba2", "d_state": 10**400}}, "d_state.* must be a number of at most"),
+            ({"ssm_cfg": {"layer": "Mamba2", "d_state": 2**31 - 1, "headdim": 1}}, "asks for a tensor of"),
+            ({"ssm_cfg": {"layer": "Mamba1", "d_state": 2**30}}, "asks for a tensor of"),
+            ({"ssm_cfg": {"layer": "Mamba1", "dt_rank": 2**30}}, "asks for a tensor of"),
+            ({"ssm_cfg": {"layer": "Mamba2", "expand": 1e9, "headdim": 64}}, "asks for a tensor of"),
+            ({"ssm_cfg": {"layer": "Mamba2", "expand": 1e300}}, "expand.* must be a number of at most"),
+            (
+                {"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "is_mimo": True, "mimo_rank": 2**30}},
+                "asks for a tensor of",
+            ),
+            ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "A_floor": float("nan")}}, "A_floor.* must be a number"),
+            (
+                {"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "rotation_range": float("inf")}},
+                "rotation_range.* must be",
+            ),
+            ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0, 10**400]}}, "dt_limit.* must be a number of at most"),
+            ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": 3}}, "model: "),
+            ({"ssm_cfg": {"layer": ["Mamba2"]}}, "must be one of Mamba1, Mamba2, Mamba3"),
+        ],
+        ids=lambda x: json.dumps(x)[:70],
+    )
+    def test_a_config_that_asks_for_more_than_there_is_is_refused_at_once(self, directory, changes, message):
+        edit_json(directory / "config.json", **changes)
+        began = perf_counter()
+        with pytest.raises(ValueError, match=message) as caught:
+            open_checkpoint(directory)
+        assert perf_counter() - began < 2  # seconds; building all that took half a minute, or the machine's memory
+        assert len(str(caught.value)) < 400
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("limit", [10**400, "1e999", [10**400, 1], "x", None, 7])
+    def test_a_transformers_config_with_odd_numbers(self, tmp_path, limit):
+        shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)
+        edit_json(tmp_path / "config.json", time_step_limit=limit if isinstance(limit, list) else [0.0, limit])
+        if limit == "1e999":  # infinity, however it is spelled
+            assert open_checkpoint(tmp_path).config.block_config().dt_limit == (0.0, float("inf"))
+        elif limit == 7:
+            assert open_checkpoint(tmp_path).config.block_config().dt_limit == (0.0, 7.0)
+        else:
+            self.refused(tmp_path, str(tmp_path))
+
+    @pytest.mark.parametrize("depth", [100, 900, 10**5])
+    def test_a_config_that_is_nested_deeply(self, directory, depth):
+        content = (directory / "config.json").read_text().rstrip().removesuffix("}")
+        (directory / "config.json").write_text(content + f', "mystery": {"[" * depth}{"]" * depth}}}')
+        self.refused(directory, r"config.json: not readable JSON \(nested too deeply\)")
+
+    @pytest.mark.parametrize(
+        ("odd", "message"),
+        [
+            (lambda x: x.to_sparse(), r"a sparse one \(torch.sparse_coo\)"),
+            (lambda x: x.to_sparse_csr(), r"a sparse one \(torch.sparse_csr\)"),
+            (lambda x: x.to("meta"), "one on the meta device"),
+            (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "a quantised one"),
+            (lambda x: torch.nested.nested_tensor([x, x[:1]]), "a nested one"),
+            (lambda x: torch.ones(1, 1).expand(x.shape), "one that repeats its values"),
+        ],
+        ids=["coo", "csr", "meta", "quantised", "nested", "expanded"],
+    )
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_torch_file_with_a_tensor_that_is_not_plain(self, directory, odd, message):
+        tensors = load_file(directory / "model.safetensors")
+        name = "backbone.layers.1.mixer.in_proj.weight"
+        torch.save({**tensors, name: odd(tensors[name])}, directory / "pytorch_model.bin")
+        (directory / "model.safetensors").unlink()
+        self.refused(directory, rf"pytorch_model.bin: {name} must be a plain tensor, got {message}")
+
+    def test_a_torch_file_whose_names_are_none(self, directory):
+        (directory / "model.safetensors").unlink()
+        torch.save({1: torch.ones(1)}, directory / "pytorch_model.bin")
+        self.refused(directory, "expected a table of tensors by name")
 
     def test_tied_config_with_two_different_weights(self, directory):
         tensors = load_file(directory / "model.safetensors")
@@ -405,7 +546,7 @@ class TestSaving:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("anymamba.files.save_file", full_disk)
+        monkeypatch.setattr("anymamba.ground.files.save_file", full_disk)
         with pytest.raises(OSError, match="No space left"):
             small_lm().save_pretrained(directory)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from anymamba import MambaLM
-from anymamba.files import locked
+from anymamba.ground.files import locked, read_json, read_tensors, write_json
 from anymamba.training import checkpoint as module
 from anymamba.training.checkpoint import checkpoints, load_latest
 from anymamba.training.language import resume, train
@@ -105,6 +106,65 @@ def test_a_damaged_one_is_told_of_and_the_one_before_it_used(trainer, name, dama
     assert len(told) == 1
     assert "step-00000006" in told[0]
     assert "going back" in told[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "6"},
+        {"step": True},
+        {"step": 5},
+        {"step": 2**31},
+        {"tokens": None},
+        {"config": []},
+        {"data": 3},
+        {"solved": 0},
+        {"files": []},
+        {"files": {}},
+        {"version": None},
+        {"version": 3},
+        {"config": {"seed": 0, "no such section": {}}},
+        {"config": {"seed": "0"}},
+    ],
+    ids=str,
+)
+def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
+    path = checkpoints(trainer.directory / "checkpoints")[0]
+    shutil.rmtree(checkpoints(trainer.directory / "checkpoints")[1])
+    manifest = {**read_json(path / "training.json"), **change}
+    del manifest["checksum"]
+    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    with pytest.raises(ValueError, match=r"all damaged|no such section|seed must be int"):
+        resume(trainer.directory, {}, silent)
+
+
+@pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others", "narrower"])
+def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, damage):
+    path = checkpoints(trainer.directory / "checkpoints")[0]
+    shutil.rmtree(checkpoints(trainer.directory / "checkpoints")[1])
+    tensors = read_tensors(path / name)
+    last = sorted(tensors)[0]
+    save_file(
+        {
+            "nothing": {},
+            "narrower": {**tensors, last: tensors[last].half()},
+            "fewer": {key: x for key, x in tensors.items() if key != last},
+            "more": {**tensors, "more.x": torch.zeros(1)},
+            "others": {**tensors, last: torch.zeros(3)},
+        }[damage],
+        path / name,
+    )
+    manifest = read_json(path / "training.json")
+    del manifest["checksum"]
+    manifest["files"][name] = module.digest_file(path / name)
+    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    if (name, damage) == ("model.safetensors", "narrower"):  # as torch loads it
+        resume(trainer.directory, {}, silent)
+        return
+    with pytest.raises(ValueError, match=r"all damaged|its tensors are not those of its config") as caught:
+        resume(trainer.directory, {}, silent)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
@@ -234,7 +294,7 @@ class TestTwoProcesses:
     def test_a_killed_one_leaves_no_lock(self, tmp_path):
         directory = tmp_path / "run"
         directory.mkdir()
-        hold = f"from anymamba.files import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
+        hold = f"from anymamba.ground.files import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
         command = [sys.executable, "-c", hold]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()

@@ -61,7 +61,12 @@ def test_only_fields_that_change_a_weight_count_as_changed():
         ("[optimiser]\nbeta2 = 1.0", "optimiser.beta2 must be below 1, got 1.0"),
         ("[optimiser]\nlr = nan", "optimiser.lr must be at least 0, got nan"),
         ("= 3", "not readable TOML"),
+        ("x = " + "[" * 10**5, "not readable TOML (nested too deeply)"),
+        ("seed = " + "9" * 5000, "not readable TOML"),
+        ("[optimiser]\nlr = " + "9" * 400, "optimiser.lr must be float, got 999"),
+        ("seed = " + "9" * 400, "seed must be at least 0 and below 2^63"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
     (tmp_path / "c.toml").write_text(text)
@@ -78,6 +83,7 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
         ("seed", "x", "--seed must be a number (int), got 'x'"),
         ("model.tie_embeddings", "yes", "--model.tie_embeddings must be true or false, got 'yes'"),
         ("model.block", "{", "--model.block must be a TOML value"),
+        ("model.block", "[" * 10**5, "--model.block must be a TOML value"),
     ],
 )
 def test_a_bad_override_says_what_is_wrong(name, text, message):

@@ -9,9 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from anymamba.files import locked
 from anymamba.generation.tokenizers import ByteTokenizer
+from anymamba.ground.files import digest_file, locked
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.corpus import find_documents, split
 from anymamba.training.data import Batches, Sequence, permuted, segments
@@ -220,6 +221,77 @@ class TestCorpus:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"train-00000.*: damaged"):
             open_corpus(tmp_path / "data")
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            {"train": 3},
+            {"train": [3]},
+            {"train": [{}]},
+            {"train": [{"file": "../train-00000.safetensors", "documents": 1, "tokens": 1, "blake2b": "x"}]},
+            {"train": [{"file": 7, "documents": 1, "tokens": 1, "blake2b": "x"}]},
+            {"held_out": None},
+            {"held_out": []},
+            {"train": []},
+            {"xz_bytes": "many"},
+            {"vocab_size": None},
+        ],
+        ids=str,
+    )
+    def test_a_damaged_index_is_named(self, corpus, tmp_path, damage):
+        prepared(corpus, tmp_path / "data")
+        index = tmp_path / "data" / "index.json"
+        whole = json.loads(index.read_text())
+        for table in ({**whole, **damage}, {name: x for name, x in whole.items() if name not in damage}):
+            index.write_text(json.dumps(table))
+            with pytest.raises(ValueError, match=r"index\.json: damaged: "):
+                open_corpus(tmp_path / "data")
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            {"tokens": torch.zeros(8)},
+            {"tokens": torch.zeros(2, 4, dtype=torch.uint8)},
+            {"tokens": torch.zeros(7, dtype=torch.uint8)},
+            {"lengths": torch.tensor([8])},
+            {"lengths": torch.tensor([4.0, 4.0])},
+            {"sizes": torch.tensor([8])},
+        ],
+        ids=str,
+    )
+    def test_a_shard_whose_parts_do_not_fit_together_is_named(self, corpus, tmp_path, damage):
+        """Whoever wrote its checksum."""
+        prepared(corpus, tmp_path / "data")
+        lengths = torch.tensor([3, 5])
+        whole = {"tokens": torch.zeros(8, dtype=torch.uint8), "lengths": lengths, "sizes": lengths.clone()}
+        file, index = (tmp_path / "data" / name for name in ("train-00000.safetensors", "index.json"))
+        table = json.loads(index.read_text())
+        for tensors in (whole, {**whole, **damage}):
+            save_file(tensors, file)
+            table["train"][0]["blake2b"] = digest_file(file)
+            index.write_text(json.dumps(table))
+            if tensors is whole:
+                assert open_corpus(tmp_path / "data").train.total == 8
+        with pytest.raises(ValueError, match=r"train-00000\.safetensors: damaged: its documents are not as long"):
+            open_corpus(tmp_path / "data")
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (b"{", "not readable JSON"),
+            (b"\xff\xfe\xfd", "not readable JSON"),
+            (b"[" * 10**5, "nested too deeply"),
+            (b'{"text": ' + b"9" * 5000 + b"}", "not readable JSON"),
+            (b'{"text": 3}', 'expected an object with a text "text", got'),
+            (b'{"text": "\\ud800"}', "not Unicode text"),
+        ],
+        ids=lambda x: repr(x)[:20],
+    )
+    def test_an_odd_line_is_named(self, tmp_path, line, message):
+        file = tmp_path / "lines.jsonl"
+        file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+        with pytest.raises(ValueError, match=rf"lines\.jsonl:2: .*{message}"):
+            find_documents((str(file),), "text")
 
     def test_changed_text_is_tokenised_again(self, corpus, tmp_path):
         before = prepared(corpus, tmp_path / "data")

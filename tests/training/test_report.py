@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from anymamba.training.report import MetricsTable, Row, read_metrics
@@ -55,6 +57,27 @@ def test_a_garbled_row_is_named(tmp_path, lines, bad):
     ):
         MetricsTable(path, 5, ["bits"])
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("bad", [b"stop", b"step,tokens,loss", b"\0\xff", b"", b"a" * 10**6, b'"step'])
+def test_a_garbled_header_is_named(tmp_path, lines, bad):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"".join([bad + b"\r\n", *lines[1:]]))
+    with pytest.raises(ValueError, match=r"metrics\.csv, line 1: expected the columns step, tokens, .*, got"):
+        MetricsTable(path, 5, ["bits"])
+    path.write_bytes(b"".join([lines[0].replace(b"bits", b"bots"), *lines[1:]]))
+    with pytest.raises(ValueError, match=r"metrics\.csv, line 1: expected the columns bits, got bots"):
+        MetricsTable(path, 5, ["bits"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_row_that_cannot_be_written_is_an_error_that_names_the_table(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv", 0, ["bits"])
+    table.close()
+    table._file = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.csv'"):
+        table.add(row(1))
+    table.close()
 
 
 def test_an_empty_table_has_no_rows(tmp_path):

@@ -23,11 +23,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, ProjectionPart
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.states import SavedTree
 from anymamba.scan import SsdPath, selective_scan
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _Mamba1CacheFields(NamedTuple):
     ssm: Float[Tensor, "b i n"]
 
 
-class Mamba1Cache(_Mamba1CacheFields, CacheMethods):
+class Mamba1Cache(_Mamba1CacheFields, SavedTree):
     """What a block carries from one token to the next.
 
     Attributes:

@@ -22,11 +22,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.block import Block, ProjectionPart
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, GatedRMSNorm
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.states import SavedTree
 from anymamba.ops.discretise import step_sizes
 from anymamba.scan import SsdPath, ssd
 
@@ -107,7 +107,7 @@ class _Mamba2CacheFields(NamedTuple):
     ssm: Float[Tensor, "b h p n"]
 
 
-class Mamba2Cache(_Mamba2CacheFields, CacheMethods):
+class Mamba2Cache(_Mamba2CacheFields, SavedTree):
     """What a block carries from one token to the next.
 
     Attributes:

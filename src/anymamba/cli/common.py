@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from anymamba.devices import find_device
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from anymamba.ground.devices import find_device
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
 

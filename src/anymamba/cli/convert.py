@@ -17,6 +17,7 @@ from anymamba.models.pretrained import (
     open_checkpoint,
     resolve,
     save_model,
+    warn_of_non_finite,
 )
 
 
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
     expect_no_other(target, format_named(args.format))
     checkpoint = open_checkpoint(source)
     model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True)
+    warn_of_non_finite(source, model.state_dict())
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -15,7 +15,7 @@ import torch
 from anymamba.cli.common import add_model_arguments, decode_text, load, read_file, stdin_bytes
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.tokenizers import TextStream, Tokenizer
-from anymamba.interrupts import interrupts
+from anymamba.ground.interrupts import interrupts
 from anymamba.models.lm import MambaLM
 
 

@@ -1,4 +1,4 @@
-"""`anymamba info`: this machine, or a model, without reading its weights."""
+"""`anymamba info`: this machine, or a model, without keeping its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
 from anymamba.kernels.cpu.library import LIBRARY
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import open_checkpoint
+from anymamba.models.pretrained import non_finite_values, open_checkpoint
 from anymamba.models.skeleton import skeleton
 from anymamba.version import __version__
 
@@ -91,6 +91,7 @@ def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
         ("weights", f"{readable_bytes(weights)} in {model.dtype}"),
         ("state", f"{readable_bytes(state)} a sequence, whatever its length"),
         ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
+        ("values", non_finite_values(checkpoint) or "all finite"),
     ]
 
 

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from anymamba.allocator import keep_freed_memory
 from anymamba.cli import convert, evaluate, generate, info, train
+from anymamba.ground.allocator import keep_freed_memory
 from anymamba.training.values import expect_known
 from anymamba.version import __version__
 

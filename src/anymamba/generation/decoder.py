@@ -62,7 +62,7 @@ class Decoder:
         if self._program is not None and self._covers(input_ids, cache):
             before = self.model.init_cache(input_ids.shape[0]) if cache is None else cache
             residual = self.model.backbone.embed(input_ids)
-            done = self._program.run(residual, [x for layer in before.layers for x in layer.tensors()], in_place)
+            done = self._program.run(residual, before.leaves(), in_place)
             if done is not None:
                 return done[0], before.with_tensors(done[1])
         return self.model.step(input_ids, cache)

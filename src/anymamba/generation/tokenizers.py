@@ -6,11 +6,12 @@ A token may end in the middle of a character. `TextStream` gives text only when 
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from anymamba.files import read_json
+from anymamba.ground.files import read_json
 from anymamba.models.hub import fetch, is_repository_id
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -72,7 +73,9 @@ class FileTokenizer:
             raise ValueError(f"{path}: no such file")
         try:
             self._tokenizer: Any = Reader.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing narrower, and where it panics nothing as narrow
             raise ValueError(f"{path}: not a readable tokenizer ({error})") from error
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end = sorted({i for token in _end_tokens(path.parent) if (i := self._id(token)) is not None})
@@ -88,7 +91,12 @@ class FileTokenizer:
         return text
 
     def _id(self, token: str | int) -> int | None:
-        found: int | None = token if isinstance(token, int) else self._tokenizer.token_to_id(token)
+        if isinstance(token, int):
+            return token
+        try:
+            found: int | None = self._tokenizer.token_to_id(token)
+        except UnicodeEncodeError:  # half a character, as JSON can spell it, is no token
+            return None
         return found
 
 
@@ -102,7 +110,11 @@ def _end_tokens(directory: Path) -> Iterable[str | int]:
         value = read_json(directory / name).get(field) if (directory / name).is_file() else None
         if isinstance(value, dict):
             value = value.get("content")
-        yield from value if isinstance(value, list) else [] if value is None else [value]
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token, bool) or not (isinstance(token, str) or (isinstance(token, int) and token >= 0)):
+                found = reprlib.repr(token)
+                raise ValueError(f"{directory / name}: {field} must be a token or its id, or several, got {found}")
+            yield token
 
 
 def load_tokenizer(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,9 @@ from anymamba.models.families import family
 # Entries of `ssm_cfg` that tune the official kernels. They are kept and written back, and change no result.
 # `chunk_size` is among them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
 _KERNEL_OPTIONS = IGNORED_OPTIONS | {"chunk_size"}
+# Fields of a block that its fresh parameters depend on and nothing else: no part of a trained model.
+INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})
+_MOST = 2**31 - 1  # of any number: nothing larger can be computed with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,5 +121,8 @@ def _typed(name: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     else:
         fine = number or (value is None and "None" in wanted)
     if not fine:
-        raise ValueError(f"MambaLMConfig: {name} must be {wanted}, got {value!r}")
+        raise ValueError(f"MambaLMConfig: {name} must be {wanted}, got {reprlib.repr(value)}")
+    for x in value if isinstance(value, tuple) else [value]:
+        if isinstance(x, int | float) and not abs(x) <= _MOST and not (x == math.inf and isinstance(value, tuple)):
+            raise ValueError(f"MambaLMConfig: {name} must be a number of at most {_MOST:,}, got {reprlib.repr(x)}")
     return value

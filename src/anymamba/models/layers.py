@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks import modules
 from anymamba.blocks.block import ProjectionPart
-from anymamba.blocks.cache import CacheMethods
+from anymamba.ground.trees import Tree
 from anymamba.models.config import MambaLMConfig
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class ResidualLayer(nn.Module):
             self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
 
     def forward(
-        self, residual: Float[Tensor, "b *t d"], cache: CacheMethods | None = None, **options: Any
-    ) -> tuple[Float[Tensor, "b *t d"], CacheMethods]:
+        self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, **options: Any
+    ) -> tuple[Float[Tensor, "b *t d"], Tree]:
         """Run over a sequence (b, t, d) or a token (b, d), from any cache to a new one; `options` are the block's."""
         hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
         residual = residual + hidden

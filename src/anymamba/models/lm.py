@@ -7,8 +7,6 @@ Letters: b batch, t time, d d_model, v padded vocabulary, s packed sequences.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.padding import Padding
+from anymamba.models import fingerprint
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache, expect_ids, expect_labels, expect_targets
 from anymamba.models.config import MambaLMConfig
@@ -259,18 +258,15 @@ class MambaLM(nn.Module):
         return self.backbone.embedding.weight.dtype
 
     def fingerprint(self) -> str:
-        """A name for these weights in this dtype, so that a state is not fed to another model.
+        """A name for these weights in this dtype and what is computed with them.
 
-        It covers the architecture and every parameter's name, shape, dtype and up to 256 of its values, evenly spaced.
+        State files have it, so that a state is not fed to another model (`anymamba.models.fingerprint`).
         """
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps([self.config.layer, str(self.config.block_config())]).encode())
-        for name, parameter in self.named_parameters():
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            flat, count = parameter.detach().reshape(-1), min(256, parameter.numel())
-            index = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-            digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return fingerprint.fingerprint(self, self.config)
+
+    def has_fingerprint(self, name: str) -> bool:
+        """Whether `name` is this model's fingerprint, as this or a former version computes it."""
+        return fingerprint.has_fingerprint(self, self.config, name)
 
     @classmethod
     def from_pretrained(
@@ -289,6 +285,8 @@ class MambaLM(nn.Module):
             device: of the parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
+
+        Warns of weights that are not finite, unless they are mapped: nobody reads those before they are used.
         """
         # The file formats are built on this module, so they cannot be imported above it.
         from anymamba.models.pretrained import load_model

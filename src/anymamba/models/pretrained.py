@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anymamba.files import read_json, replacing, write_json, write_tensors
+from anymamba.ground.files import read_json, replacing, write_json, write_tensors
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
-from anymamba.models.skeleton import skeleton
+from anymamba.models.skeleton import expected_shapes, skeleton
 from anymamba.models.tying import EMBEDDING, HEAD, same_values
-from anymamba.models.weights import DTYPES, Stored, describe_mismatch, find_weights, read_entries, weight_file
+from anymamba.models.weights import (
+    DTYPES,
+    Stored,
+    describe_mismatch,
+    describe_non_finite,
+    find_weights,
+    read_entries,
+    weight_file,
+)
 
 # Files that go with the weights, whatever the format.
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+# Up to so many, what a config asks for is listed and compared with what the files hold, however little that is.
+_FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
 
 
 class Checkpoint(NamedTuple):
@@ -59,10 +71,27 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     files = find_weights(directory, adapter.weight_files)
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
-    tensors, problems = _match(adapter, config, read_entries(files))
+    entries = list(read_entries(files))
+    expected = _expected(directory, config, entries)
+    tensors, problems = _match(adapter, config, expected, entries)
     if problems:
         raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
     return Checkpoint(directory, adapter, config, files, tensors)
+
+
+def _expected(
+    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that a config asks for, unless it asks for more than the files can hold: that is refused at once."""
+    if config.n_layer > max(_FEW_LAYERS, len(entries)):
+        raise ValueError(
+            f"{directory}: the weights do not fit the config: it asks for {config.n_layer} layers, "
+            f"and there are {len(entries)} tensors in all"
+        )
+    try:
+        return expected_shapes(config, max(_FEW_NUMBERS, sum(math.prod(stored.shape) for _, _, stored in entries)))
+    except ValueError as error:
+        raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
 
 
 def load_model(
@@ -85,6 +114,8 @@ def load_model(
         _check_tied(checkpoint)
         targets.pop(HEAD)
     state = _read(checkpoint, targets, mapped=mapped, device=torch.device(device))
+    if not mapped:
+        warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(device).eval()
@@ -120,7 +151,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
             )
         del state[HEAD]
     entries = [(Path(), adapter.their_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
-    if problems := _match(adapter, model.config, entries)[1]:
+    if problems := _match(adapter, model.config, expected_shapes(model.config), entries)[1]:
         raise ValueError(
             f"save_pretrained: the weights do not fit the model's config, so nobody could load them: {problems}; merge "
             "adapters and parametrisations into the weights, and give a resized model a config that says so"
@@ -199,19 +230,21 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
     adapter, raw = (with_weights or found)[0]
     try:
         return adapter, adapter.read_config(raw)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{directory}: {error}") from error
 
 
 def _match(
-    adapter: Format, config: MambaLMConfig, entries: Iterable[tuple[Path, str, Stored]]
+    adapter: Format,
+    config: MambaLMConfig,
+    expected: dict[str, tuple[int, ...]],
+    entries: Iterable[tuple[Path, str, Stored]],
 ) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
-    """Match stored tensors with the model's parameters, one to one, by name and shape.
+    """Match stored tensors with the `expected` ones of the model, one to one, by name and shape.
 
     Returns:
         Them by our names, and what does not fit, empty if all does.
     """
-    expected = {name: tuple(x.shape) for name, x in skeleton(config).state_dict().items()}
     tensors: dict[str, tuple[Path, str, Stored]] = {}
     unexpected, twice, misshapen, foreign = [], [], [], []
     for path, key, stored in entries:
@@ -236,6 +269,18 @@ def _match(
         "of a dtype that weights cannot have": foreign,
     }
     return tensors, describe_mismatch(problems)
+
+
+def warn_of_non_finite(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Say that weights are not finite, and go on: a model that is broken must be opened to be looked at or mended."""
+    if found := describe_non_finite(tensors.items()):
+        warnings.warn(f"{directory}: {found}", stacklevel=4)
+
+
+def non_finite_values(checkpoint: Checkpoint) -> str:
+    """Which of the stored tensors hold values that are not finite, empty if none does. All are read, and not kept."""
+    dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
+    return describe_non_finite(_each(checkpoint, dtypes, mapped=True, device=None))
 
 
 def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) -> None:
@@ -271,12 +316,17 @@ def _read(
     mapped: bool,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Tensors by our name, those that `dtypes` names and in its dtypes, file by file."""
-    state = {}
+    """Tensors by our name, those that `dtypes` names and in its dtypes."""
+    return dict(_each(checkpoint, dtypes, mapped=mapped, device=device))
+
+
+def _each(
+    checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], *, mapped: bool, device: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
+    """One after another, file by file."""
     for path in checkpoint.files:
         with weight_file(path) as file:
             for name, dtype in dtypes.items():
                 where, key, _ = checkpoint.tensors[name]
                 if where == path:
-                    state[name] = file.read(key, dtype, device, mapped=mapped)
-    return state
+                    yield name, file.read(key, dtype, device, mapped=mapped)

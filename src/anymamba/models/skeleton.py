@@ -1,12 +1,14 @@
 """A model whose parameters hold nothing yet, made in milliseconds.
 
-Memory that is never written is never taken, so parameters are allocated and their initialisation is left out. (On the
-meta device arithmetic loads a second or two of symbolic mathematics.)
+Memory that is never written is never taken, so parameters are allocated and their initialisation is left out: nothing
+is drawn from torch's generator. (On the meta device arithmetic loads a second or two of symbolic mathematics.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +17,65 @@ from torch.overrides import TorchFunctionMode
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
 
-_FILLS = frozenset({"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_"})
+_FILLS = frozenset({"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"})
+_DRAWS = frozenset({"rand", "randn"})
+_MAKERS = frozenset({"empty", "zeros", "ones", "full", *_DRAWS})
+_FIRST_LAYER = "backbone.layers.0."
 
 
-class _WithoutFills(TorchFunctionMode):
-    """Leaves out what fills a tensor in place."""
+class _WithoutValues(TorchFunctionMode):
+    """Leaves out what fills or draws a tensor, and refuses one of more than `most` elements before it is made."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self._most = most
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` unless it only fills its first argument."""
-        if getattr(func, "__name__", "") in _FILLS:
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _FILLS:
+            return args[0] if args else kwargs["tensor"]
+        if self._most is not None and (size := _elements(name, args, kwargs)) > self._most:
+            raise ValueError(f"it asks for a tensor of {_rounded(size)} numbers, more than the files hold in all")
+        return (torch.empty if name in _DRAWS else func)(*args, **kwargs)
 
 
 def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None) -> MambaLM:
     """The model of `config` with parameters of undefined values, on the CPU."""
-    with _WithoutFills():
+    with _WithoutValues(None):
         return MambaLM(config, device="cpu", dtype=dtype)
+
+
+def expected_shapes(config: MambaLMConfig, most: int | None = None) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors of `config`'s model; one layer is built and stands for all.
+
+    Raises:
+        ValueError: one of them has more than `most` elements.
+    """
+    with _WithoutValues(most):
+        model = MambaLM(dataclasses.replace(config, n_layer=1), device="cpu")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, x in model.state_dict().items():
+        rest = name.removeprefix(_FIRST_LAYER)
+        layers = range(config.n_layer) if rest != name else [None]
+        shapes |= {name if i is None else f"backbone.layers.{i}.{rest}": tuple(x.shape) for i in layers}
+    return shapes
+
+
+def _elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """How many elements a call makes room for; 0 for one that makes none, or small ones out of others."""
+    if name in _MAKERS:
+        size = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
+        return math.prod(size)
+    if name == "arange":
+        return max(0, *(x for x in args if isinstance(x, int)))
+    if name == "repeat":
+        times = args[1] if isinstance(args[1], Sequence) else args[1:]
+        return math.prod((args[0].numel(), *times))
+    return 0
+
+
+def _rounded(size: int) -> str:
+    return f"{size:,}" if size < 10**12 else f"about 10^{len(str(size)) - 1}"

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from anymamba.files import digest_file, read_json, write_json, write_tensors
+from anymamba.ground.files import digest_file, read_json, read_tensors, write_json, write_tensors
 
 _MANIFEST = "training.json"
 _VERSION = 2
 _NAME = re.compile("step-[0-9]{8,}")
+_FIELDS = {"step": int, "tokens": int, "config": dict, "data": str, "solved": bool, "files": dict}  # of the manifest
 
 
 class Checkpoint(NamedTuple):
@@ -144,13 +144,21 @@ def load_checkpoint(path: Path) -> Checkpoint:
     manifest = read_json(path / _MANIFEST)
     if manifest.pop("checksum", None) != _checksum(manifest):
         raise ValueError(f"{path}: damaged: {_MANIFEST} does not have the checksum it states")
-    if manifest["version"] != _VERSION:
-        raise ValueError(f"{path}: expected a checkpoint of version {_VERSION}, got {manifest['version']}")
-    for name, digest in manifest["files"].items():
-        if (found := digest_file(path / name)) != digest:
-            raise ValueError(f"{path}: damaged: {name} should have the checksum {digest}, got {found}")
-    optimiser = load_file(path / "optimiser.safetensors")
-    rng, carried = optimiser.pop("rng"), path / "carried.safetensors"
+    if manifest.get("version") != _VERSION:
+        raise ValueError(f"{path}: expected a checkpoint of version {_VERSION}, got {manifest.get('version')}")
+    for name, kind in _FIELDS.items():
+        if type(value := manifest.get(name)) is not kind:
+            raise ValueError(f"{path}: damaged: {_MANIFEST} should have a {kind.__name__} {name}, got {value!r:.60}")
+    if manifest["step"] != _step(path):
+        raise ValueError(f"{path}: damaged: {_MANIFEST} should be of the step in the name, got {manifest['step']}")
+    files = manifest["files"]
+    for name in {*files, "model.safetensors", "optimiser.safetensors"}:
+        if (found := digest_file(path / name)) != files.get(name):
+            raise ValueError(f"{path}: damaged: {name} should have the checksum {files.get(name)}, got {found}")
+    optimiser = read_tensors(path / "optimiser.safetensors")
+    rng, now = optimiser.pop("rng", torch.empty(0)), torch.get_rng_state()
+    if rng.shape != now.shape or rng.dtype != now.dtype:
+        raise ValueError(f"{path}: damaged: optimiser.safetensors should hold the state of torch's generator")
     return Checkpoint(
         path,
         manifest["step"],
@@ -158,10 +166,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         manifest["config"],
         manifest["data"],
         manifest["solved"],
-        load_file(path / "model.safetensors"),
+        read_tensors(path / "model.safetensors"),
         optimiser,
         rng,
-        load_file(carried) if carried.is_file() else None,
+        read_tensors(path / "carried.safetensors") if "carried.safetensors" in files else None,
     )
 
 

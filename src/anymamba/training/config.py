@@ -372,7 +372,9 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str
             raise ValueError(f"{path}: no such file")
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except RecursionError:
+            raise ValueError(f"{path}: not readable TOML (nested too deeply)") from None
+        except ValueError as error:
             raise ValueError(f"{path}: not readable TOML ({error})") from error
     return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides or {})
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
-import json
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
+from anymamba.ground.files import parse_json
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that no UTF-8 character begins with
 _LINES = (".jsonl", ".ndjson")
@@ -49,7 +49,7 @@ class Document(NamedTuple):
         if self.line is not None:
             begin, end, field = self.line
             content = self._bytes(stdin, begin, end)
-            return _line_text(self.name, content, field).encode()[self.begin : self.end]
+            return _line_text(self.name, content, field)[self.begin : self.end]
         return self._bytes(stdin, self.begin, self.end)
 
     def size(self, stdin: bytes) -> int:
@@ -198,19 +198,19 @@ def _lines_of(document: Document, field: str, stdin: bytes) -> Iterator[Document
         for number, line in enumerate(file, 1):
             name, end = f"{document.name}:{number}", begin + len(line)
             if line.strip() and (text := _line_text(name, line, field)):
-                yield Document(name, document.path, 0, len(text.encode()), (begin, end, field))
+                yield Document(name, document.path, 0, len(text), (begin, end, field))
             begin = end
 
 
-def _line_text(name: str, line: bytes, field: str) -> str:
-    try:
-        value = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: not readable JSON ({error})") from error
+def _line_text(name: str, line: bytes, field: str) -> bytes:
+    value = parse_json(line, name)
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise ValueError(f'{name}: expected an object with a text "{field}", got {str(value)[:60]}')
-    return text
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: not Unicode text ({error.reason} at character {error.start})") from error
 
 
 def _hash(name: str) -> int:

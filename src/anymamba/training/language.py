@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.devices import find_device
-from anymamba.files import locked, replacing
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from anymamba.ground.devices import find_device
+from anymamba.ground.files import locked, replacing
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from anymamba.devices import find_device
-from anymamba.files import locked
-from anymamba.interrupts import interrupts
+from anymamba.ground.devices import find_device
+from anymamba.ground.files import locked
+from anymamba.ground.interrupts import interrupts
 from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
@@ -132,7 +132,7 @@ class Trainer(Generic[T]):
     @property
     def finished(self) -> bool:
         """Whether there is no step left to take."""
-        return self.solved or self.step == self.config.schedule.steps
+        return self.solved or self.step >= self.config.schedule.steps
 
     def run(self) -> bool:
         """Train to the end, or until the task is solved, or until an interrupt.
@@ -256,13 +256,17 @@ class Trainer(Generic[T]):
         return self.finished or bool(every and self.step % every == 0)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        self.task.read_model(self.model, checkpoint.model)
-        self.optimiser.restore(checkpoint.optimiser)
+        try:
+            self.task.read_model(self.model, checkpoint.model)
+            self.optimiser.restore(checkpoint.optimiser)
+            if checkpoint.carried is not None:
+                self._carried = self.task.carried_from(self.model, checkpoint.carried)
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({reason})") from error
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.solved = checkpoint.solved
-        if checkpoint.carried is not None:
-            self._carried = self.task.carried_from(self.model, checkpoint.carried)
 
 
 def _count(batches: list[Any]) -> int:

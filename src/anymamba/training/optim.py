@@ -13,6 +13,9 @@ from anymamba.models.lm import MambaLM
 from anymamba.training.config import OptimiserSection, ScheduleSection
 from anymamba.training.muon import Muon
 
+# What the optimisers keep of a parameter.
+_ADAM_STATE, _MUON_STATE = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
+
 
 def parameter_groups(
     model: nn.Module, weight_decay: float = 0.1, *, decay_embeddings: bool = False
@@ -115,11 +118,26 @@ class Optimiser:
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
+        """The inverse of `tensors`.
+
+        Raises:
+            KeyError: there is no such parameter.
+            ValueError: a state lacks a part, or one has another shape or dtype than the parameter.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             name, _, field = key.rpartition(".")
+            found.setdefault(name, {})[field] = x
+        for name, fields in found.items():
             tensor, states = self._owned[name]
-            states[tensor][field] = x.to(tensor.device, copy=True)
+            expected = _ADAM_STATE if states is self._optimisers[0].state else _MUON_STATE
+            if fields.keys() != expected:
+                raise ValueError(f"{name} must have {sorted(expected)}, got {sorted(fields)}")
+            for field, x in fields.items():
+                if field != "step" and (x.shape != tensor.shape or x.dtype != tensor.dtype):
+                    wanted, got = (f"{y.dtype} of shape {tuple(y.shape)}" for y in (tensor, x))
+                    raise ValueError(f"{name}.{field} must be {wanted}, got {got}")
+                states[tensor][field] = x.to(tensor.device, copy=True)
 
 
 def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor, int, bool]]:

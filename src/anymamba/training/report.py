@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anymamba.files import replacing
+from anymamba.ground.files import naming, replacing
 
 
 class Row(NamedTuple):
@@ -43,22 +44,32 @@ class MetricsTable:
         """Open the table, keeping the rows up to `step`; `names` are those of what evaluations find.
 
         Raises:
-            ValueError: a row is not readable.
+            ValueError: a row is not readable, or a column is none of the names.
         """
-        self._names = names
+        self._path, self._names = path, names
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
+        if unknown := sorted({name for row in rows for name in row.evaluated} - set(names)):
+            raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
         self._file = path.open("a", newline="", encoding="utf-8")
 
     def add(self, row: Row) -> None:
-        """Write a row."""
-        csv.writer(self._file).writerow(self._written(row))
-        self._file.flush()
+        """Write a row.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        try:
+            csv.writer(self._file).writerow(self._written(row))
+            self._file.flush()
+        except OSError as error:
+            raise naming(self._path, error) from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. What could not be written has been told of."""
+        with suppress(OSError):
+            self._file.close()
 
     def _written(self, row: Row) -> list[str]:
         values = [*row[:-1], *(row.evaluated.get(name) for name in self._names)]
@@ -72,7 +83,9 @@ def read_metrics(path: Path) -> list[Row]:
         ValueError: another row is not readable.
     """
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a whole line has an end
-    header = next(csv.reader(lines[:1]), [])
+    header = lines[0].rstrip("\r").split(",") if lines else []
+    if tuple(header[: len(_COLUMNS)]) != _COLUMNS and lines:
+        raise ValueError(f"{path}, line 1: expected the columns {', '.join(_COLUMNS)}, got {lines[0][:80]!r}")
     found = []
     for number, line in enumerate(lines[1:], 2):
         try:

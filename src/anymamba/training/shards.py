@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import reprlib
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -18,12 +19,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.generation.tokenizers import Tokenizer
+from anymamba.ground.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
 
 _INDEX = "index.json"
+_COMPLETE = {"train": list, "held_out": list, "xz_bytes": int, "vocab_size": int}
+_SHARD = {"file": str, "documents": int, "tokens": int, "blake2b": str}
 _SPLIT = "by bytes"  # the rule by which text is held out
 
 
@@ -97,7 +100,7 @@ def prepare(
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
             index = _read_index(directory)
-            if config.shards is not None and index.get("complete") and index["key"] != key:
+            if config.shards is not None and index.get("complete") and index.get("key") != key:
                 raise ValueError(
                     f"data.shards = {directory}: expected tokenised text of the same sources, tokenizer and split, "
                     "found that of others, or of files that have changed since; name another directory, or remove it "
@@ -130,6 +133,9 @@ def open_corpus(directory: Path) -> Corpus:
     index = _read_index(directory)
     if not index.get("complete"):
         raise ValueError(f"{directory / _INDEX}: expected the index of tokenised text, found none that is complete")
+    if wrong := [name for name, kind in _COMPLETE.items() if type(index.get(name)) is not kind or not index[name]]:
+        found = reprlib.repr(index.get(wrong[0]))
+        raise ValueError(f"{directory / _INDEX}: damaged: expected {wrong[0]}, got {found}")
     for name in ("train", "held_out"):
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
@@ -221,11 +227,27 @@ def _open(directory: Path, shards: list[dict[str, Any]]) -> Tokens:
             parts.append(file.get_tensor("tokens"))
             lengths.append(file.get_tensor("lengths").clone())
             sizes.append(file.get_tensor("sizes").clone())
+        tokens, length, size = parts[-1], lengths[-1], sizes[-1]
+        fine = tokens.dtype in (torch.uint8, torch.uint16, torch.int32) and tokens.ndim == length.ndim == 1
+        if not fine or length.shape != size.shape or length.dtype != torch.int64 or int(length.sum()) != len(tokens):
+            raise ValueError(f"{directory / shard['file']}: damaged: its documents are not as long as its tokens")
     return Tokens(parts, torch.cat(lengths), torch.cat(sizes))
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
-    return read_json(directory / _INDEX) if (directory / _INDEX).is_file() else {}
+    """The index of a directory, empty if there is none; its shards have what shards have.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    index = read_json(directory / _INDEX) if (directory / _INDEX).is_file() else {}
+    shards = [index.get(name, []) for name in ("train", "held_out")]
+    for shard in [shard for several in shards for shard in (several if isinstance(several, list) else [several])]:
+        fine = isinstance(shard, dict) and all(type(shard.get(name)) is kind for name, kind in _SHARD.items())
+        if not fine or Path(shard["file"]).name != shard["file"]:
+            found = reprlib.repr(shard)
+            raise ValueError(f"{directory / _INDEX}: damaged: a shard should have {', '.join(_SHARD)}, got {found}")
+    return index
 
 
 def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:

@@ -45,18 +45,8 @@ def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: tor
 
 def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
     """The states of streams, from their tensors by name."""
-    fresh: Any = model.init_cache(1).layers
-    return LMCache(
-        tuple(
-            type(layer)(
-                *(
-                    tensors[f"layers.{i}.{name}"].to(model.device) if isinstance(x, Tensor) else x
-                    for name, x in zip(layer._fields, layer, strict=True)
-                )
-            )
-            for i, layer in enumerate(fresh)
-        )
-    )
+    fresh = model.init_cache(1)
+    return fresh.with_tensors(tensors[name].to(model.device) for name in fresh.tensors())
 
 
 def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anymamba.files import write_tensors
+from anymamba.ground.files import write_tensors
 from anymamba.training.config import RunConfig
 
 B = TypeVar("B", bound="StepBatch")

@@ -46,7 +46,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
             return tuple(value)
         raise ValueError(f"{name} must be a list of texts, got {value!r}")
     wanted = get_origin(wanted) or wanted
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000:
         return float(value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ValueError(f"{name} must be {wanted.__name__}, got {value!r}")
@@ -74,5 +74,5 @@ def parse(name: str, text: str, hint: Any) -> Any:
             raise ValueError(f"--{name} must be a number ({hint.__name__}), got {text!r}") from error
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--{name} must be a TOML value such as {{key = 1}}, got {text!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--{name} must be a TOML value such as {{key = 1}}, got {text[:80]!r}") from error

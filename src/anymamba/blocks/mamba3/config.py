@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.blocks.cache import CacheMethods
 from anymamba.blocks.config import expect_sizes
+from anymamba.ground.states import SavedTree
 from anymamba.ops.rotation import Rotation
 
 
@@ -117,7 +117,7 @@ class _Mamba3CacheFields(NamedTuple):
     rotation: Float[Tensor, "b h *turn"]
 
 
-class Mamba3Cache(_Mamba3CacheFields, CacheMethods):
+class Mamba3Cache(_Mamba3CacheFields, SavedTree):
     """What a block carries from one token to the next.
 
     Attributes:

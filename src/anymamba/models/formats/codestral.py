@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from anymamba.models.config import MambaLMConfig
+from anymamba.models.config import INITIALISATION, MambaLMConfig
 from anymamba.models.formats.base import require
 
 _SAME = (
@@ -53,16 +53,11 @@ class CodestralFormat:
         """The inverse of `read_config`, for models that the format can hold."""
         require("the Codestral format", config, {"layer": "Mamba2", "d_intermediate": 0})
         kind = config.family.CONFIG
-        free = ("d_model", "ngroups")
+        free = {"d_model", "ngroups"}
         require(
             "the Codestral format",
             config,
-            {
-                f.name: f.default
-                for f in dataclasses.fields(kind)
-                # How parameters are initialised is no part of a trained model.
-                if f.name not in free and not f.name.startswith(("dt_min", "dt_max", "dt_init", "A_init", "conv_init"))
-            },
+            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALISATION | free},
         )
         return {
             "dim": config.d_model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,17 +16,33 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+_DEEPEST = 64
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it if the block succeeds and removed if it does not."""
+    """A temporary name beside `path`, renamed to it if the block succeeds and removed if it does not.
+
+    Raises:
+        OSError: it cannot be written; what was there before is as it was.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(target)
+    except OSError as error:
+        raise naming(target, error, temporary) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def naming(path: Path, error: OSError, temporary: Path | None = None) -> OSError:
+    """The error of a write to `path`, with its name where it names no file, or a temporary one."""
+    if error.errno is None or error.filename not in (None, temporary, str(temporary)):
+        return error
+    return OSError(error.errno, error.strerror or os.strerror(error.errno), str(path))
 
 
 @contextmanager
@@ -58,13 +75,25 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], meta
         OSError: it cannot be written; what was there before is as it was.
     """
     with replacing(path) as temporary:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        try:
-            save_file({name: x.detach().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
-        except SafetensorError as error:  # what the library makes of a full disk
+        save_tensors(temporary, tensors, metadata)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file under this very name, readable for whom the umask allows.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
+    except SafetensorError as error:  # what the library makes of a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
             raise OSError(f"{path}: cannot be written ({error})") from error
-        temporary.chmod(mode)  # the library may put a file of its own there, which nobody else can read
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    path.chmod(mode)  # the library may put a file of its own there, which nobody else can read
 
 
 @contextmanager
@@ -83,6 +112,16 @@ def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
 
 
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, in memory of its own.
+
+    Raises:
+        ValueError: the file is missing, cut short, or of another format.
+    """
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -90,12 +129,38 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file is not JSON, or not an object.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not readable JSON ({error})") from error
+    value = parse_json(text, path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """The value of JSON.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has a number of too many digits.
+    """
+    try:
+        value = json.loads(text)
+        if _is_deep(value):
+            raise RecursionError
+    except RecursionError:
+        raise ValueError(f"{where}: not readable JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not readable JSON ({error})") from error
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether tables and lists are nested so deeply that copying or writing them may fail."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [x for v in level if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
+    return bool(level)
 
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:

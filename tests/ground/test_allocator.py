@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from anymamba.allocator import keep_freed_memory
+from anymamba.ground.allocator import keep_freed_memory
 
 FAULTS = """
 import resource, statistics, sys, torch

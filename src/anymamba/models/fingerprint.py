@@ -1,0 +1,77 @@
+"""A name for a model's weights and for what it computes with them, so that a state is not fed to another model.
+
+It covers what changes the result: facts of the config that are not the defaults, and of every parameter and buffer its
+name, shape, dtype and up to 256 of its values, evenly spaced. It does not cover how parameters were initialised, nor
+the size of the vocabulary behind its padding, which differs between formats of the same model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.models.config import INITIALISATION, MambaLMConfig
+
+_VERSION = "2:"
+# Fields that change no result, or that the shapes of the parameters show.
+_NO_FACTS = INITIALISATION | {"chunk_size", "fused_add_norm", "vocab_size", "pad_vocab_size_multiple", "d_intermediate"}
+_NO_FACTS |= {"ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"}  # the first is the block's config, the others unused
+# Version 1 hashed the block's config as it was printed then, with these fields in this order.
+_FORMER_FIELDS = {
+    "Mamba1": "d_model d_state d_conv expand dt_rank dt_min dt_max dt_init dt_scale dt_init_floor conv_bias bias",
+    "Mamba2": "d_model d_state d_conv conv_init expand headdim d_ssm ngroups A_init_range D_has_hdim rmsnorm "
+    "norm_before_gate dt_min dt_max dt_init_floor dt_limit bias conv_bias chunk_size learnable_init_states",
+    "Mamba3": "d_model d_state expand headdim ngroups rope_fraction dt_min dt_max dt_init_floor A_floor "
+    "is_outproj_norm is_mimo mimo_rank bias chunk_size a_activation rotation rotation_range dt_limit "
+    "learnable_init_states",
+}
+
+
+def fingerprint(model: nn.Module, config: MambaLMConfig) -> str:
+    """The name of a model with this config."""
+    facts = [
+        {name: value for name, value in sorted(_not_default(part).items()) if name not in _NO_FACTS}
+        for part in (config, config.block_config())
+    ]
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return _VERSION + _digest([config.layer, *facts], tensors)
+
+
+def has_fingerprint(model: nn.Module, config: MambaLMConfig, name: str) -> bool:
+    """Whether `name` is the model's fingerprint, as this or a former version computes it."""
+    if name.startswith(_VERSION):
+        return name == fingerprint(model, config)
+    fields, block = _FORMER_FIELDS.get(config.layer, "").split(), config.block_config()
+    if not _not_default(block).keys() <= set(fields):
+        return False  # a model that nobody could have then
+    printed = ", ".join(f"{field}={getattr(block, field)!r}" for field in fields)
+    return name == _digest([config.layer, f"{config.layer}Config({printed})"], model.named_parameters())
+
+
+def _not_default(config: Any) -> dict[str, Any]:
+    """The fields of a config that are not the defaults, numbers as float: 1 and 1.0 are the same."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
+    return {name: _plain(value) for name, (value, default) in values.items() if value != default}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _digest(facts: list[Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    for name, x in tensors:
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        flat, count = x.detach().reshape(-1), min(256, x.numel())
+        index = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+        digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

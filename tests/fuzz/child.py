@@ -1,0 +1,100 @@
+"""One case in a process of its own: what it returned, or how it ended."""
+
+import faulthandler
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+
+MEMORY = 3 * 2**30  # bytes that a case may take beyond what the process has
+FORBIDDEN = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect"}
+
+
+class Finding(Exception):  # noqa: N818
+    """What must not happen, in words."""
+
+
+def run_in_child(function, *arguments, seconds=30.0):
+    """Fork and call a function whose result JSON can hold.
+
+    Returns:
+        The result.
+
+    Raises:
+        Finding: it raised (with its last lines), died, took too long, or ran another program.
+    """
+    receive, send = os.pipe()
+    process = os.fork()
+    if not process:
+        os.close(receive)
+        _report(send, function, arguments)
+    os.close(send)
+    text, hung = _read(receive, time.monotonic() + seconds)
+    os.close(receive)
+    if hung:
+        os.kill(process, signal.SIGKILL)
+    status = os.waitpid(process, 0)[1]
+    if hung:
+        raise Finding(f"hung: it was not done after {seconds:.0f} seconds")
+    if os.WIFSIGNALED(status) or not text:
+        raise Finding(f"crashed: the process died of {_ending(status)}")
+    answer = json.loads(text)
+    if "finding" in answer:
+        raise Finding(answer["finding"])
+    return answer["result"]
+
+
+def _read(descriptor, until):
+    """All that comes until the writer closes, and whether time ran out before."""
+    blocks = []
+    while (left := until - time.monotonic()) > 0:
+        if select.select([descriptor], [], [], left)[0]:
+            if not (block := os.read(descriptor, 2**16)):
+                return b"".join(blocks), False
+            blocks.append(block)
+    return b"", True
+
+
+def _report(send, function, arguments):
+    """In the child: call, write what came of it, and end."""
+    answer = {"finding": "the child ended early"}
+    try:
+        _restrain()
+        answer = {"result": function(*arguments)}
+    except Finding as finding:
+        answer = {"finding": str(finding)}
+    except BaseException as error:
+        where = [
+            f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)
+        ]
+        answer = {"finding": f"{type(error).__name__}: {str(error)[:300]}\n    in {' < '.join(reversed(where[-4:]))}"}
+    finally:
+        with os.fdopen(send, "w") as file:
+            json.dump(answer, file)
+        os._exit(0)
+
+
+def _restrain():
+    """Little memory, no core files, no output, and no other programs."""
+    faulthandler.disable()
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+
+    def watch(event, _):
+        if event in FORBIDDEN:
+            raise Finding(f"ran code: {event}")
+
+    sys.addaudithook(watch)
+
+
+def _ending(status):
+    return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"

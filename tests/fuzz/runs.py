@@ -1,0 +1,127 @@
+"""Part 3: runs of training that are killed or stopped or cannot write, and end as undisturbed ones once resumed."""
+
+import errno
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from anymamba.training.checkpoint import checkpoints
+from anymamba.training.report import read_metrics
+from tests.fuzz.child import Finding, run_in_child
+from tests.training.cases import write_corpus
+from tests.training.killing import OPERATIONS, trainer_for
+
+SECONDS = 300.0
+MODES = ("packed", "stream")
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EACCES": errno.EACCES}
+
+
+def prepare(directory):
+    """Text, and for each mode a run that nobody disturbs."""
+    os.fsync = lambda descriptor: None  # nothing here survives a power cut
+    write_corpus(directory / "corpus")
+    for mode in MODES:
+        run_in_child(_train, directory / mode, mode, None, seconds=SECONDS)
+
+
+def make(chance, prepared):
+    """A case: a mode, and one to three faults that come one after another."""
+    return {"mode": chance.choice(MODES), "faults": [_fault(chance) for _ in range(chance.choice([1, 2, 3]))]}
+
+
+def _fault(chance):
+    at = chance.randrange(80)
+    return chance.choice(
+        [
+            {"how": "kill", "at": at},
+            {"how": "stop", "at": at},
+            {"how": "fail", "at": at, "error": chance.choice(list(ERRORS))},
+            {"how": "fail", "at": at, "error": chance.choice(list(ERRORS))},
+            {"how": "full", "at": at, "bytes": chance.choice([0, 1, 100, 1000, 10_000, 50_000])},
+        ]
+    )
+
+
+def simpler(case):
+    """The same with a fault less."""
+    for i in range(len(case["faults"])):
+        if len(case["faults"]) > 1:
+            yield {**case, "faults": case["faults"][:i] + case["faults"][i + 1 :]}
+
+
+def run(case, prepared, directory):
+    """Let every fault happen, then run to the end and compare with the run that was left alone."""
+    run_directory = directory / "run"
+    (directory / "corpus").symlink_to(prepared / "corpus")
+    ends = [_disturbed(run_directory, case["mode"], fault) for fault in case["faults"]]
+    if run_in_child(_train, run_directory, case["mode"], None, seconds=SECONDS / 4) != "finished":
+        raise Finding(f"the run was not finished after {ends}")
+    _expect_same(prepared / case["mode"], run_directory)
+    return "the same"
+
+
+def _disturbed(directory, mode, fault):
+    """How a run ends that meets a fault."""
+    try:
+        return run_in_child(_train, directory, mode, fault, seconds=SECONDS / 4)
+    except Finding as finding:
+        # Before the first step there is nothing to save, and a signal ends the process as any other.
+        if {"kill": "SIGKILL", "stop": "SIGTERM"}.get(fault["how"], "none") not in str(finding):
+            raise
+        return "killed"
+
+
+def _train(directory, mode, fault):
+    """In a child: begin or resume, with a fault at the n-th operation on the file system."""
+    left = None if fault is None else fault["at"]
+
+    def count(event, arguments):
+        nonlocal left
+        if left is None or event not in OPERATIONS or str(directory) not in str(arguments[0]):
+            return
+        left -= 1
+        if left < 0:
+            left = None
+            _happen(fault)
+
+    sys.addaudithook(count)
+    try:
+        return "finished" if trainer_for(Path(directory), mode).run() else "stopped"
+    except (OSError, ValueError) as error:
+        if "\n" in str(error) or not str(error):
+            raise Finding(f"failed in other than a line: {type(error).__name__}: {str(error)[:300]!r}") from error
+        if fault is None:
+            raise Finding(f"failed though nothing was wrong any more: {str(error)[:300]}") from error
+        return "failed"
+
+
+def _happen(fault):
+    if fault["how"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault["how"] == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if fault["how"] == "fail":
+        number = ERRORS[fault["error"]]
+        raise OSError(number, os.strerror(number))
+    if fault["how"] == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], resource.RLIM_INFINITY))
+
+
+def _expect_same(whole, run_directory):
+    latest, expected = (checkpoints(path / "checkpoints")[0] for path in (run_directory, whole))
+    names = sorted(path.name for path in expected.iterdir())
+    if latest.name != expected.name or sorted(path.name for path in latest.iterdir()) != names:
+        raise Finding(f"the last checkpoint is {latest.name} with {sorted(p.name for p in latest.iterdir())}")
+    for name in names:
+        if name.endswith(".safetensors") and (latest / name).read_bytes() != (expected / name).read_bytes():
+            raise Finding(f"{name} of the last checkpoint differs from that of the undisturbed run")
+    rows, others = (
+        [(row.step, row.loss, row.evaluated) for row in read_metrics(path / "metrics.csv")]
+        for path in (run_directory, whole)
+    )
+    if rows != others:
+        raise Finding(f"metrics.csv differs: {len(rows)} rows, expected {len(others)}")
+    if left := [path.name for path in (run_directory / "checkpoints").glob(".*")]:
+        raise Finding(f"files are left over: {left}")
