@@ -54,7 +54,7 @@ def open_states(directory):
     model = MambaLM.from_pretrained(directory)
     cache = LMCache.load(directory / "cache.state", model)
     state = GenerationState.load(directory / "generation.state", model)
-    block = model.config.family.CACHE.load(directory / "block.state")
+    block = type(cache.layers[1]).load(directory / "block.state")
     trees = {"cache": cache, "generation": state, "block": block}
     found = {f"{kind}.{name}": x for kind, tree in trees.items() for name, x in tree.tensors().items()}
     model.step(torch.zeros(cache.batch_size, dtype=torch.int64), cache)
@@ -138,9 +138,10 @@ def _copy(source, target, *names):
 
 def _save_states(source, target):
     model = MambaLM.from_pretrained(source)
-    LMCache.load(source / "cache.state", model).save(target / "cache.state", model)
+    cache = LMCache.load(source / "cache.state", model)
+    cache.save(target / "cache.state", model)
     GenerationState.load(source / "generation.state", model).save(target / "generation.state", model)
-    model.config.family.CACHE.load(source / "block.state").save(target / "block.state")
+    type(cache.layers[1]).load(source / "block.state").save(target / "block.state")
 
 
 def _save_shards(tensors, target):

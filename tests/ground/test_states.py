@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from anymamba import GenerationState, LMCache, Mamba2Cache, Mamba3
+from anymamba.ground.states import SavedTree
 from tests.models.cases import small_lm
 
 KINDS = ["Mamba2Cache", "LMCache", "GenerationState"]
@@ -309,6 +311,23 @@ def test_states_of_no_rows_and_of_half_precision_are_kept(tmp_path):
         tree.save(tmp_path / "state")
         loaded = type(tree).load(tmp_path / "state")
         assert [(x.dtype, x.shape) for x in loaded] == [(x.dtype, x.shape) for x in tree]
+
+
+class _OnlyStatesFields(NamedTuple):
+    mean: torch.Tensor
+
+
+class OnlyStates(_OnlyStatesFields, SavedTree):
+    __slots__ = ()
+    STATES: ClassVar[frozenset[str]] = frozenset({"mean"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cache_of_states_alone_is_kept(tmp_path, dtype):
+    OnlyStates(torch.ones(2, 3, dtype=dtype)).save(tmp_path / "state")
+    assert torch.equal(OnlyStates.load(tmp_path / "state").mean, torch.ones(2, 3, dtype=dtype))
+    OnlyStates(torch.ones(2, 3, dtype=torch.bfloat16)).save(tmp_path / "state")
+    refused(OnlyStates.load, tmp_path / "state", "mean must be torch.float32")
 
 
 def test_a_loaded_state_has_memory_of_its_own(state):

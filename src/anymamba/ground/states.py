@@ -171,7 +171,8 @@ class SavedTree(Tree):
         expect_names(path, tensors, kind._fields)
         found: _Saved = kind(**tensors)
         # Nothing says what sizes it should have, but its rows and dtypes must agree with each other.
-        dtype = next(tensors[name].dtype for name in kind._fields if name not in cls.STATES)
+        first = next((name for name in kind._fields if name not in cls.STATES), kind._fields[0])
+        dtype = tensors[first].dtype
         like = found.to(dtype=dtype if dtype.is_floating_point else torch.float32)
         return restore(path, like, tensors).to(device)
 
