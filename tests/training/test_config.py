@@ -15,6 +15,21 @@ def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
     assert from_file.model.lm_config(256).block_config().rope_fraction == 0.25
 
 
+@pytest.mark.parametrize(
+    "given", [["a", "b"], "a,b", ["a,b"], '["a", "b"]', "['a','b']", ["a", '["b"]'], "a,b,"], ids=str
+)
+def test_a_list_is_understood_as_values_in_commas_or_in_brackets(given):
+    assert read_config(None, {"data.sources": given}).data.sources == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["a,b", "[1]", '["a"]', "[ab]*.txt", "x" * 300])
+def test_an_entry_that_is_a_file_or_a_pattern_is_one_entry(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    if len(name) < 100 and "*" not in name:
+        (tmp_path / name).write_text("x")
+    assert read_config(None, {"data.sources": [name]}).data.sources == (name,)
+
+
 def test_the_command_line_comes_last(tmp_path):
     (tmp_path / "c.toml").write_text("[batch]\ntokens = 512\n")
     assert read_config(tmp_path / "c.toml", {"batch.tokens": "1024"}).batch.tokens == 1024
@@ -78,10 +93,11 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
         ("seed", "x", "--seed must be a number (int), got 'x'"),
         ("model.tie_embeddings", "yes", "--model.tie_embeddings must be true or false, got 'yes'"),
         ("model.block", "{", "--model.block must be a TOML value"),
+        ("seed", ["1", "2"], "--seed takes one value, got 1 2"),
     ],
 )
 def test_a_bad_override_says_what_is_wrong(name, text, message):
-    with pytest.raises(ValueError, match=r"field|must") as error:
+    with pytest.raises(ValueError, match=r"field|must|takes") as error:
         read_config(None, {name: text})
     assert message in str(error.value)
 

@@ -1,4 +1,4 @@
-"""What several commands share: the arguments of a model, reading text, and a progress bar."""
+"""What several commands share: loading a model, reading text, and a progress bar."""
 
 from __future__ import annotations
 
@@ -9,23 +9,13 @@ from typing import Any
 
 import torch
 
+from anymamba.cli import options
 from anymamba.devices import find_device
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --tokenizer, --dtype, --device and --threads."""
-    parser.add_argument("model", metavar="MODEL", help="directory with config and weights, or hub id (owner/name)")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help='tokenizer.json, a directory or hub id with one, or "bytes"'
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: that of the file)")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads to compute with")
+DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 
 
 def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:

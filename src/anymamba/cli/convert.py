@@ -6,10 +6,9 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from anymamba.cli.common import DTYPES
-from anymamba.models.formats import FORMATS, format_named
+from anymamba.models.formats import format_named
 from anymamba.models.pretrained import (
     copy_companions,
     expect_no_other,
@@ -18,17 +17,6 @@ from anymamba.models.pretrained import (
     resolve,
     save_model,
 )
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser("convert", help="convert a checkpoint to another format")
-    parser.add_argument("source", metavar="SRC", help="directory or hub id")
-    parser.add_argument("target", metavar="DST", help="directory to write")
-    parser.add_argument("--format", choices=FORMATS, default="official", help="default: official")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

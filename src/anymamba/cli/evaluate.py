@@ -11,25 +11,12 @@ from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
-from anymamba.cli.common import Progress, add_model_arguments, decode_text, load, open_file, stdin_bytes
+from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
 from anymamba.generation.likelihood import Likelihood, likelihood
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 
 _BLOCK = 2**20  # bytes of text that are tokenised at once
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "eval",
-        help="bits per byte and perplexity of a text",
-        description="Bits per byte and perplexity of a text. The first token is read and not predicted, so its bytes "
-        "do not count; if it is part of a character, that is one byte.",
-    )
-    add_model_arguments(parser)
-    parser.add_argument("file", metavar="FILE", help='a text; "-": stdin')
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

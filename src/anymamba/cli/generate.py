@@ -8,45 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from anymamba.cli.common import add_model_arguments, decode_text, load, read_file, stdin_bytes
+from anymamba.cli.common import decode_text, load, read_file, stdin_bytes
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.interrupts import interrupts
 from anymamba.models.lm import MambaLM
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser("generate", help="continue a text")
-    add_model_arguments(parser)
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument(
-        "--prompt", metavar="TEXT", help="the text to continue (default: stdin, without a newline at its end)"
-    )
-    text.add_argument("--file", metavar="FILE", help="continue the text of a file, as it is, with a newline at its end")
-    text.add_argument(
-        "--interactive",
-        action="store_true",
-        help="a prompt a line from stdin, without its newline, the state kept between; an empty line goes on",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="default: 0, the most likely token; 1 with a seed or filter"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from those that together reach P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="draw from those at least P as likely")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    parser.add_argument("--seed", type=int, metavar="N", help="draw, and draw the same each time")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
-    parser.add_argument("--ignore-end", action="store_true", help="do not stop at the tokenizer's end token")
-    parser.add_argument("--load-state", metavar="FILE", help="go on from a saved state")
-    parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,29 +11,6 @@ from typing import Any
 from anymamba.training.config import TrainingConfig, read_config
 from anymamba.training.language import LanguageTask, resume, train
 from anymamba.training.loop import Trainer
-from anymamba.training.values import choices
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command, with an option for every field of the config."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "train",
-        help="train a language model, or go on with a run",
-        description="Train a language model. Every field of the config can be given as an option of the same name.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file (default: all defaults)")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
-    where.add_argument("--resume", metavar="DIR", help="go on with the run in a directory")
-    fields = parser.add_argument_group("fields of the config")
-    hints = TrainingConfig.hints()
-    for name, field in TrainingConfig.fields_by_name().items():
-        allowed = f"{{{','.join(choices(hints[name]))}}}" if choices(hints[name]) else "VALUE"
-        default = "" if callable(field.default_factory) else f" (default: {_shown(field.default)})"
-        text = (field.metadata["help"] + default).replace("%", "%%")
-        fields.add_argument(f"--{name}", metavar=allowed, dest=f"field:{name}", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,14 +28,25 @@ def run(args: argparse.Namespace) -> None:
     _conclude(trainer, trainer.run())
 
 
-def _prepared(args: argparse.Namespace, overrides: dict[str, str]) -> Trainer[LanguageTask]:
+def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Trainer[LanguageTask]:
     if args.resume is None:
+        _expect_no_config_among(overrides)
         return train(read_config(args.config, overrides), Path(args.out), _tell)
     if args.config is not None:
         raise ValueError(f"--resume goes on with the config of the run; got also {args.config}")
     trainer = resume(Path(args.resume), overrides, _tell)
     _tell(f"going on behind step {trainer.step}")
     return trainer
+
+
+def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
+    """Refuse a config that a list before it has taken for one of its values."""
+    for name, values in overrides.items():
+        if isinstance(values, list) and values[-1].endswith(".toml"):
+            raise ValueError(
+                f"--{name} takes all values up to the next option, also {values[-1]}; put the config first: "
+                f"anymamba train {values[-1]} --{name} {' '.join(values[:-1])}"
+            )
 
 
 def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
@@ -72,12 +60,6 @@ def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
     print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")
     print(f"anymamba eval {where} FILE")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
 
 
 def _tell(message: str) -> None:

@@ -10,12 +10,11 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from anymamba.models.config import MambaLMConfig
 from anymamba.training.values import checked, expect_known, parse
 
 if sys.version_info >= (3, 11):
@@ -23,12 +22,23 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+if TYPE_CHECKING:
+    from anymamba.models.config import MambaLMConfig
+
 C = TypeVar("C", bound="RunConfig")
 
 
-def option(default: Any, help: str, *, free: bool = False) -> Any:
-    """A field with its help; `free` fields may differ when a run is resumed, because they change no weight."""
-    return field(default=default, metadata={"help": help, "free": free})
+def option(value: Any, help: str, *, default: str = "", free: bool = False, onwards: bool = False) -> Any:
+    """A field.
+
+    Args:
+        value: where nothing is given.
+        help: a phrase for the command line.
+        default: what a value of None stands for.
+        free: it may differ when a run is resumed, because it changes no weight.
+        onwards: it may differ when a run is resumed, and counts for the steps from there on.
+    """
+    return field(default=value, metadata={"help": help, "default": default, "free": free, "onwards": onwards})
 
 
 def at_least(section: Any, least: int, *names: str) -> None:
@@ -45,18 +55,21 @@ class ModelSection:
     init: str | None = option(
         None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
     )
-    family: Literal["Mamba1", "Mamba2", "Mamba3"] | None = option(None, "family of the blocks; none: Mamba3")
+    family: Literal["Mamba1", "Mamba2", "Mamba3"] | None = option(None, "family of the blocks", default="Mamba3")
     depth: int | None = option(
-        None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many); none: 4"
+        None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)", default="4"
     )
-    n_layer: int | None = option(None, "layers, where the dial does not suit")
-    d_model: int | None = option(None, "width of the residual stream, where the dial does not suit")
-    d_state: int | None = option(None, "state size of a head; none: 64, or 16 for Mamba1's channels")
-    headdim: int | None = option(None, "width of a head; none: 64, or a divisor of the width below that")
-    d_intermediate: int | None = option(None, "width of an MLP behind each block; none or 0: no MLP")
-    tie_embeddings: bool | None = option(None, "the head is the embedding; none: true")
+    n_layer: int | None = option(None, "layers, where the dial does not suit", default="model.depth")
+    d_model: int | None = option(
+        None, "width of the residual stream, where the dial does not suit", default="64 times model.depth"
+    )
+    d_state: int | None = option(None, "state size of a head", default="64, or 16 for Mamba1's channels")
+    headdim: int | None = option(None, "width of a head", default="64, or a divisor of the width below that")
+    d_intermediate: int | None = option(None, "width of an MLP after each block", default="0, no MLP")
+    tie_embeddings: bool | None = option(None, "the head is the embedding", default="true")
     block: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
+        default_factory=dict,
+        metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
     )
 
     def __post_init__(self) -> None:
@@ -65,6 +78,8 @@ class ModelSection:
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
+        from anymamba.models.config import MambaLMConfig  # which imports torch
+
         depth = self.depth or 4
         width = self.d_model or 64 * depth
         family = self.family or "Mamba3"
@@ -120,7 +135,7 @@ class DataSection:
         "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
     )
     tokenizer: str | None = option(
-        None, '"bytes", a tokenizer.json, or a directory with one; none: that of model.init, or bytes'
+        None, '"bytes", a tokenizer.json, or a directory with one', default="that of model.init, or bytes"
     )
     jsonl_field: str = option("text", "field of a JSON line that holds the text")
     mode: Literal["packed", "stream"] = option(
@@ -128,7 +143,7 @@ class DataSection:
     )
     held_out: float = option(0.02, "share of the text that is kept from training, at most")
     held_out_bytes: int = option(65536, "the most held-out text that is kept for evaluation")
-    shards: str | None = option(None, "directory of the tokenised text; none: data/ in the output directory")
+    shards: str | None = option(None, "directory of the tokenised text", default="data/ in the run's directory")
     shard_tokens: int = option(2**24, "tokens of a shard, about")
 
     def __post_init__(self) -> None:
@@ -153,7 +168,7 @@ class OptimiserSection:
     weight_decay: float = option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
     decay_embeddings: bool = option(False, "decay embedding and head too")
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping")
-    muon_lr: float | None = option(None, "the largest learning rate of Muon's matrices; none: lr")
+    muon_lr: float | None = option(None, "the largest learning rate of Muon's matrices", default="optimiser.lr")
     momentum: float = option(0.95, "of Muon")
 
     def __post_init__(self) -> None:
@@ -170,7 +185,7 @@ class ScheduleSection:
 
     steps: int = option(1000, "steps of the optimiser")
     kind: Literal["cosine", "wsd", "constant"] = option(
-        "cosine", "behind the warm-up: a half cosine, constant with a linear decay at the end, or constant"
+        "cosine", "after the warm-up: a half cosine, constant with a linear decay at the end, or constant"
     )
     warmup: int = option(50, "steps of linear warm-up")
     decay: float = option(0.2, "share of the steps that a wsd schedule decays for")
@@ -239,7 +254,8 @@ class TextEvaluationSection(EvaluationSection):
 
     prompt: str | None = option(
         None,
-        'that the sample of each evaluation begins with; none: "def " for stdlib, or as the held-out text',
+        "that the sample of each evaluation begins with",
+        default='"def " for stdlib, or the first words of the held-out text',
         free=True,
     )
     sample_tokens: int = option(200, "length of the sample; 0: none", free=True)
@@ -275,7 +291,7 @@ class RunConfig:
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
     seed: int = option(0, "of the weights and of the order of the data")
     device: str = option("cpu", "to compute on")
-    threads: int | None = option(None, "CPU threads; none: torch's choice. Another number rounds differently")
+    threads: int | None = option(None, "CPU threads; another number rounds differently", default="torch's choice")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -297,8 +313,8 @@ class RunConfig:
         """Nested tables of every field, as `from_dict` takes them."""
         return dataclasses.asdict(self)
 
-    def replaced(self: C, overrides: Mapping[str, str]) -> C:
-        """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}.
+    def replaced(self: C, overrides: Mapping[str, str | Sequence[str]]) -> C:
+        """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}; a list takes several.
 
         Raises:
             ValueError: an unknown name, or a value that cannot work.
@@ -354,7 +370,9 @@ class TrainingConfig(RunConfig):
     evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 
-def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str] | None = None) -> TrainingConfig:
+def read_config(
+    path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None
+) -> TrainingConfig:
     """The config of a TOML file (none: the defaults), with fields replaced.
 
     Args:

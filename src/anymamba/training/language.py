@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
     return Trainer(task, directory, None, tell)
 
 
-def resume(directory: Path, overrides: dict[str, str], tell: Callable[[str], None]) -> Trainer[LanguageTask]:
+def resume(
+    directory: Path, overrides: Mapping[str, str | Sequence[str]], tell: Callable[[str], None]
+) -> Trainer[LanguageTask]:
     """Go on with a run from its latest good checkpoint.
 
     Raises:
