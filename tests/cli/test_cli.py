@@ -18,6 +18,7 @@ from anymamba import GenerationState, MambaLM, MambaLMConfig
 from anymamba.cli import generate, info
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.models.skeleton import skeleton
+from tests.generation.test_tokenizers import bare
 from tests.models.cases import GOLDEN, small_lm
 
 MODEL = dict(vocab_size=256, pad_vocab_size_multiple=1)  # noqa: C408
@@ -254,6 +255,13 @@ class TestConvert:
         assert "copied tokenizer.json" in out
         assert MambaLM.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
         assert (tmp_path / "narrow" / "tokenizer.json").read_text() == "{}"
+
+    def test_transformers_knows_what_ends_a_text(self, run, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        small_lm(**MODEL, ssm_cfg={"layer": "Mamba2", "headdim": 8}).save_pretrained(tmp_path / "model")
+        bare(tmp_path / "model", "<pad>", "<|endoftext|>")
+        assert run("convert", tmp_path / "model", tmp_path / "theirs", "--format", "transformers")[0] == 0
+        assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").eos_token_id == 2
 
     def test_nothing_is_left_where_it_fails(self, run, tmp_path):
         code, _, err = run("convert", GOLDEN / "lm_mamba2_mlp_untied", tmp_path / "a", "--format", "transformers")

@@ -216,6 +216,22 @@ def test_an_unreadable_file_and_an_empty_directory_are_refused(run, config, tmp_
     assert "not UTF-8 text" in err
 
 
+def test_all_bad_files_are_listed_and_can_be_excluded_or_skipped(run, config, tmp_path):
+    corpus, flags = tmp_path / "corpus", ["--schedule.steps", 1, "--evaluation.sample_tokens", 0]
+    (corpus / "a.gz").write_bytes(b"x")
+    (corpus / "b.jsonl").write_bytes(b"{]\n")
+    code, out, err = run("train", config, "--out", tmp_path / "run", *flags)
+    assert (code, out) == (2, "")
+    first, second, last = err.splitlines()
+    assert first.startswith(f"anymamba: {corpus / 'a.gz'}: compressed or binary")
+    assert second.startswith(f"anymamba: {corpus / 'b.jsonl'}:1: not readable JSON")
+    assert last.startswith("anymamba: 2 in all: mend them, leave them out with --data.exclude PATTERN, or skip")
+    code, _, err = run("train", config, "--out", tmp_path / "skip", *flags, "--data.on_error", "skip")
+    assert (code, err.count("skipped: ")) == (0, 2)
+    assert run("train", config, "--out", tmp_path / "run", *flags, "--data.exclude", "*.gz", "b.*")[0] == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "skip")
+
+
 def test_a_changed_config_is_refused_by_name(run, config, tmp_path):
     run("train", config, "--out", tmp_path / "run", "--schedule.steps", 2)
     code, _, err = run("train", "--resume", tmp_path / "run", "--optimiser.lr", 1)

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -73,6 +74,38 @@ class TestTokenizers:
             found = load_tokenizer(None, directory, trainer.model.config.vocab_size)
             assert found.end == [0]
             assert (directory / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+    def test_an_end_token_without_other_files_is_learnt_and_exported(self, corpus, tmp_path, tokenizer):
+        (tokenizer.parent / "tokenizer_config.json").unlink()
+        tokenizer.write_text(tokenizer.read_text().replace("<end>", "<|endoftext|>"))
+        told = []
+        trainer = train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", told.append)
+        tokens = trainer.task.corpus.train
+        assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
+        assert not any("ends a document" in line for line in told)
+        assert trainer.run()
+        for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
+            assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+            assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 0
+
+    def test_an_end_token_that_nobody_knows_is_said_and_can_be_named(self, corpus, tmp_path, tokenizer):
+        (tokenizer.parent / "tokenizer_config.json").unlink()
+        told = []
+        trainer = train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "without", told.append)
+        (line,) = [line for line in told if "ends a document" in line]
+        assert line.endswith("name it with --data.end_token TOKEN")
+        tokens = trainer.task.corpus.train
+        assert not bool((tokens.read(0, tokens.total) == 0).any())
+        named = {"tokenizer": str(tokenizer), "end_token": "<end>"}
+        tokens = train(tiny(corpus, data=named), tmp_path / "with", silent).task.corpus.train
+        assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
+        assert load_tokenizer(None, tmp_path / "with", 280).end == [0]
+        for tokenizer_name, token, message in (
+            (str(tokenizer), "<nowhere>", "expected a token '<nowhere>'"),
+            ("bytes", "<end>", "bytes have no token that ends a document"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                train(tiny(corpus, data={"tokenizer": tokenizer_name, "end_token": token}), tmp_path / "bad", silent)
 
     def test_a_failed_attempt_leaves_none_to_a_run_on_bytes(self, corpus, tmp_path, tokenizer):
         short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if _is_out_of_memory(error):
                 _say(f"out of memory: {str(error) or type(error).__name__}")
             elif isinstance(error, ValueError | TypeError | OSError):
-                _say(str(error))
+                for line in getattr(error, "lines", [str(error)]):  # several mistakes, one line each
+                    _say(line)
             else:
                 raise
             return 2

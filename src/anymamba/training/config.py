@@ -134,9 +134,14 @@ class DataSection:
     format: Literal["auto", "text", "jsonl"] = option(
         "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
     )
+    exclude: tuple[str, ...] = option((), "patterns of files and directories to leave out: '*.log' drafts")
+    on_error: Literal["stop", "skip"] = option(
+        "stop", "at files that are not text: stop and list them all, or skip and list them"
+    )
     tokenizer: str | None = option(
         None, '"bytes", a tokenizer.json, or a directory with one', default="that of model.init, or bytes"
     )
+    end_token: str | None = option(None, "token that ends a document", default="that of the tokenizer")
     jsonl_field: str = option("text", "field of a JSON line that holds the text")
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anymamba.devices import find_device
 from anymamba.files import locked, replacing
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, write_end
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
@@ -76,7 +76,9 @@ def settled(config: TrainingConfig) -> TrainingConfig:
         name = name or beside
     if name != "bytes":
         name = str(Path(name, "tokenizer.json") if Path(name).is_dir() else name)
-        FileTokenizer(Path(name))
+        FileTokenizer(name, config.data.end_token)
+    elif config.data.end_token is not None:
+        raise ValueError(f"data.end_token = {config.data.end_token}: bytes have no token that ends a document")
     return replace(config, data=replace(config.data, tokenizer=name))
 
 
@@ -97,7 +99,7 @@ class LanguageTask(Task[Batch]):
         self.config, self._directory = config, directory
         self.held_out: HeldOut | None = None
         self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
-        self._tokenizer = self._make_tokenizer(begun is None)
+        self._tokenizer = self._make_tokenizer(begun is None, tell)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
         self.corpus = prepare(config.data, shards, self._tokenizer, tell) if begun is None else open_corpus(shards)
         self._batches = Batches(
@@ -181,12 +183,21 @@ class LanguageTask(Task[Batch]):
                 directory / "metrics.csv", directory / "loss.png", self.held_out.xz_bits_per_byte, bytes_per_token
             )
 
-    def _make_tokenizer(self, fresh: bool) -> Tokenizer:
+    def _make_tokenizer(self, fresh: bool, tell: Callable[[str], None]) -> Tokenizer:
         """The tokenizer, from the copy of its file that belongs to the run."""
         if fresh:
             self._take_companions()
-        bytewise = self.config.data.tokenizer == "bytes"
-        return ByteTokenizer() if bytewise else FileTokenizer(self._directory / "tokenizer.json")
+        if self.config.data.tokenizer == "bytes":
+            return ByteTokenizer()
+        tokenizer = FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
+        if fresh and not tokenizer.end:
+            tell(
+                f"{self.config.data.tokenizer}: no token that ends a document is known, so the model will not learn "
+                "where one ends; name it with --data.end_token TOKEN"
+            )
+        if fresh:
+            write_end(tokenizer, self._directory)
+        return tokenizer
 
     def _take_companions(self) -> None:
         """Copy the tokenizer's files into the run, and remove those that a failed attempt with another one left."""

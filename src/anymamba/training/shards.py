@@ -19,9 +19,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from anymamba.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
-from anymamba.generation.tokenizers import Tokenizer
+from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.training.config import DataSection
-from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
+from anymamba.training.corpus import Document, encode
+from anymamba.training.sources import Text, find_text
 
 _INDEX = "index.json"
 _SPLIT = "by bytes"  # the rule by which text is held out
@@ -74,7 +75,11 @@ class Corpus(NamedTuple):
 
 
 def prepare(
-    config: DataSection, directory: Path, tokenizer: Tokenizer, tell: Callable[[str], None] = lambda _: None
+    config: DataSection,
+    directory: Path,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None] = lambda _: None,
+    text: Text | None = None,
 ) -> Corpus:
     """Tokenise what is not tokenised yet, and open the result.
 
@@ -83,16 +88,14 @@ def prepare(
         directory: of the shards.
         tokenizer: of the text.
         tell: is told what happens.
+        text: of the config, if it has been found already.
 
     Raises:
         ValueError: a source cannot be read, has no text, or is too short, or the directory is that of other text.
     """
-    stdin = read_stdin() if "-" in config.sources else b""
-    documents = find_documents(config.sources, config.jsonl_field, config.format, stdin)
-    key, sides = _key(config, documents, stdin), split(documents, config.held_out, stdin)
-    tell(
-        "; ".join(_described(side, stdin, what) for side, what in zip(sides, ("to train on", "held out"), strict=True))
-    )
+    text = text or find_text(config, tell)
+    key = _key(config, tokenizer, text)
+    tell(f"{_described(text.train, text, 'to train on')}; {_described(text.held_out, text, 'held out')}")
     if not _is_complete(_read_index(directory), key):
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
@@ -104,9 +107,7 @@ def prepare(
                     "if no run needs it"
                 )
             if not _is_complete(index, key):
-                _tokenise(
-                    config, directory, tokenizer, *sides, stdin, index if index.get("key") == key else {"key": key}
-                )
+                _tokenise(config, directory, tokenizer, text, index if index.get("key") == key else {"key": key})
                 tell(f"tokenised into {directory}")
     return open_corpus(directory)
 
@@ -115,8 +116,8 @@ def _is_complete(index: dict[str, Any], key: str) -> bool:
     return index.get("key") == key and bool(index.get("complete"))
 
 
-def _described(documents: list[Document], stdin: bytes, what: str) -> str:
-    size, count = sum(document.size(stdin) for document in documents), len(documents)
+def _described(documents: list[Document], text: Text, what: str) -> str:
+    size, count = sum(document.size(text.stdin) for document in documents), len(documents)
     cut = " (of one the end)" if any(document.begin for document in documents) else ""
     return f"{what}: {count:,} {'document' if count == 1 else 'documents'}{cut}, {size:,} bytes"
 
@@ -148,22 +149,20 @@ def _tokenise(
     config: DataSection,
     directory: Path,
     tokenizer: Tokenizer,
-    train: list[Document],
-    held_out: list[Document],
-    stdin: bytes,
+    found: Text,
     index: dict[str, Any],
 ) -> None:
     index = {"key": index["key"], "vocab_size": tokenizer.vocab_size, "train": index.get("train", []), "held_out": []}
     index["train"] = list(takewhile(lambda s: digest_file(directory / s["file"]) == s["blake2b"], index["train"]))
     done = sum(shard["documents"] for shard in index["train"])
-    for shard in _shards(config, tokenizer, train[done:], stdin):
+    for shard in _shards(config, tokenizer, found.train[done:], found.stdin):
         _write(directory, index, "train", shard, tokenizer)
     text, limit = b"", config.held_out_bytes
     pieces = []
-    for document in held_out:
+    for document in found.held_out:
         if limit < 2:
             break
-        content = _cut(document.read(stdin), limit)
+        content = _cut(document.read(found.stdin), limit)
         text, limit = text + content, limit - len(content)
         pieces.append((encode(document.name, content, tokenizer), len(content)))
     if pieces:
@@ -176,6 +175,8 @@ def _tokenise(
             )
     index["xz_bytes"] = len(lzma.compress(text, preset=9))
     index["complete"] = True
+    if found.skipped:
+        (directory / "skipped.txt").write_text("\n".join(found.skipped) + "\n", encoding="utf-8")
     write_json(directory / _INDEX, index)
 
 
@@ -228,9 +229,9 @@ def _read_index(directory: Path) -> dict[str, Any]:
     return read_json(directory / _INDEX) if (directory / _INDEX).is_file() else {}
 
 
-def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
+def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
     """Changes when the documents, the tokenizer or the split do."""
-    digest = hashlib.blake2b(stdin, digest_size=16)
+    digest = hashlib.blake2b(text.stdin, digest_size=16)
     options = [
         _SPLIT,
         config.tokenizer,
@@ -238,13 +239,17 @@ def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
         config.held_out_bytes,
         config.shard_tokens,
         config.jsonl_field,
+        *tokenizer.end[:1],
     ]
     digest.update(json.dumps(options).encode())
-    if config.tokenizer not in ("bytes", None):
-        digest.update(Path(config.tokenizer).read_bytes())
-    for document in documents:
+    if isinstance(tokenizer, FileTokenizer):
+        digest.update(tokenizer.path.read_bytes())
+    # In the order of the sources, for the side that a document is on follows from the options.
+    for document in text.documents:
         changed = 0 if document.path is None else document.path.stat().st_mtime_ns
-        digest.update(f"{document.name} {document.begin} {document.end} {changed} {document.size(stdin)}\n".encode())
+        digest.update(
+            f"{document.name} {document.begin} {document.end} {changed} {document.size(text.stdin)}\n".encode()
+        )
     return digest.hexdigest()
 
 
