@@ -63,7 +63,12 @@ def test_only_fields_that_change_a_weight_count_as_changed():
     [
         ("[optimizer]\nlr = 1", "optimizer: no such field; did you mean optimiser?"),
         ("[optimiser]\nlearning_rate = 1", "optimiser.learning_rate: no such field"),
-        ("lr = 1", "lr: no such field"),
+        ("lr = 1", "lr: no such field; did you mean optimiser.lr?"),
+        ("sead = 1", "sead: no such field; did you mean seed?"),
+        ('"optimiser.lr" = 1', "optimiser.lr: no such field; did you mean optimiser.lr?"),
+        ("[data]\nsource = 'a'", "data.source: no such field; did you mean data.sources?"),
+        ("[data]\ndepth = 3", "data.depth: no such field; did you mean model.depth?"),
+        ("[schedule]\nwibble = 3", "no such field; known are schedule.steps, schedule.kind, schedule.warmup,"),
         ("[optimiser]\nlr = 'fast'", "optimiser.lr must be float, got 'fast'"),
         ("seed = true", "seed must be int, got True"),
         ("model = 3", "model must be a table, got 3"),
@@ -100,6 +105,13 @@ def test_a_bad_override_says_what_is_wrong(name, text, message):
     with pytest.raises(ValueError, match=r"field|must|takes") as error:
         read_config(None, {name: text})
     assert message in str(error.value)
+
+
+def test_a_field_of_the_block_is_not_misspelt_unnoticed():
+    with pytest.raises(
+        ValueError, match=r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_frac"
+    ):
+        read_config(None, {"model.block": "{rope_fractoin = 0.25}"}).model.lm_config(256)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from anymamba.training.values import checked, expect_known, parse
+from anymamba.training.values import checked, expect_known, hint, parse, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,6 +79,7 @@ class ModelSection:
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
         from anymamba.models.config import MambaLMConfig  # which imports torch
+        from anymamba.models.families import FAMILIES
 
         depth = self.depth or 4
         width = self.d_model or 64 * depth
@@ -90,6 +91,10 @@ class ModelSection:
         else:
             headdim = self.headdim or next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
             sizes = {"d_state": self.d_state or 64, "headdim": headdim}
+        known = [f.name for f in dataclasses.fields(FAMILIES[family].config)]
+        for name in set(self.block) - set(known):
+            if near := hint(name, known):  # the model's own config refuses the others that it does not know
+                raise ValueError(f"model.block.{name}: no such field of {family}{near}")
         return MambaLMConfig(
             d_model=width,
             n_layer=self.n_layer or depth,
@@ -311,7 +316,7 @@ class RunConfig:
         Raises:
             ValueError: an unknown key, or a value of the wrong type or out of its range.
         """
-        config: C = _build(cls, values, where, "")
+        config: C = _build(cls, values, where, "", [*_annotations(cls), *cls.hints()])
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -411,17 +416,18 @@ def _get(config: Any, name: str) -> Any:
     return config
 
 
-def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
+def _build(kind: Any, values: Any, where: str, prefix: str, names: list[str]) -> Any:
+    """A config or a section of it from a table; `names` are those of all sections and fields."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: {prefix.rstrip('.')} must be a table, got {values!r}")
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
-        expect_known(f"{prefix}{key}", [f"{prefix}{name}" for name in hints], f"{where}: ")
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            given[key] = _build(hint, value, where, f"{prefix}{key}.")
+        if key not in hints:
+            raise ValueError(unknown(f"{prefix}{key}", names, f"{where}: "))
+        if dataclasses.is_dataclass(hints[key]):
+            given[key] = _build(hints[key], value, where, f"{prefix}{key}.", names)
         else:
-            given[key] = checked(f"{where}: {prefix}{key}", value, hint)
+            given[key] = checked(f"{where}: {prefix}{key}", value, hints[key])
     try:
         return kind(**given)
     except ValueError as error:

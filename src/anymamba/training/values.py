@@ -15,21 +15,31 @@ else:
 
 
 def expect_known(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> None:
-    """Refuse a name that is not among `names` of `what`.
+    """Refuse a name that is not among `names`; the other arguments are those of `unknown`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    names = list(names)
+    if name not in names:
+        raise ValueError(unknown(name, names, where, what, otherwise))
+
+
+def unknown(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> str:
+    """What to say of a name that does not exist.
 
     Args:
         name: that was given.
         names: that there are.
-        where: stands before the name in the message.
+        where: stands before the name.
         what: the names are of.
-        otherwise: ends the message where no name is like the one that was given; not given: all that there are.
+        otherwise: the end where no name is like the one that was given; not given: all that there are.
 
-    Raises:
-        ValueError: it is not; the message has those that were probably meant.
+    Returns:
+        A sentence, with the names that were probably meant.
     """
     names = list(names)
-    if name not in names:
-        raise ValueError(f"{where}{name}: no such {what}{hint(name, names) or f'; {otherwise or _known(name, names)}'}")
+    return f"{where}{name}: no such {what}{hint(name, names) or f'; {otherwise or _known(name, names)}'}"
 
 
 def hint(name: str, names: Iterable[str]) -> str:
@@ -45,8 +55,9 @@ def _near(name: str, names: list[str]) -> list[str]:
         return same
     beside = {_parts(x)[1]: x for x in names if _parts(x)[0] == section}
     whole = {".".join(_parts(x)): x for x in names}
-    found = [beside[x] for x in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
-    return found or [whole[x] for x in difflib.get_close_matches(f"{section}.{last}", whole, n=3, cutoff=0.75)]
+    if beside:  # a section that there is would make all of its names alike
+        return [beside[x] for x in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
+    return [whole[x] for x in difflib.get_close_matches(f"{section}.{last}", whole, n=3, cutoff=0.75)]
 
 
 def _parts(name: str) -> tuple[str, str]:
