@@ -71,14 +71,14 @@ def test_train_interrupt_resume_generate_eval(run, config, tmp_path):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert f"go on with: anymamba train --resume {part}" in out
+    assert f"continue with: anymamba train --resume {part}" in out
     assert 3 <= (part / "metrics.csv").read_text().count("\n") - 1 < 40
     MambaLM.from_pretrained(part)
 
     assert run("train", config, "--out", part)[0] == 2
     code, out, err = run("train", "--resume", part)
     assert code == 0
-    assert "going on behind step" in err
+    assert "resuming after step" in err
     assert weights(part) == weights(whole)
 
     code, out, _ = run("generate", part, "--prompt", "alpha", "--max-new-tokens", 5)
@@ -170,7 +170,7 @@ def test_text_from_stdin_is_needed_once(run, tmp_path):
         (["--data.tokenizer", "{config}"], "not a readable tokenizer"),
         (["--device", "toaster"], "device = toaster: not available here"),
         (["--batch.length", "100000", "--batch.tokens", "100000"], "too little text to train on"),
-        (["--resume", "nowhere"], "expected a checkpoint to go on from, found none"),
+        (["--resume", "nowhere"], "nowhere: no such directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, config, tmp_path, monkeypatch, flags, message):
@@ -234,11 +234,39 @@ def test_all_bad_files_are_listed_and_can_be_excluded_or_skipped(run, config, tm
 
 def test_a_changed_config_is_refused_by_name(run, config, tmp_path):
     run("train", config, "--out", tmp_path / "run", "--schedule.steps", 2)
-    code, _, err = run("train", "--resume", tmp_path / "run", "--optimiser.lr", 1)
+    code, _, err = run("train", "--resume", tmp_path / "run", "--seed", 1)
     assert code == 2
-    assert "changed: optimiser.lr (was 0.003, got 1.0)" in err
+    assert "changed: seed (was 0, got 1)" in err
+    assert f"anymamba train --model.init {tmp_path / 'run'} --out DIR" in err
     assert run("train", config, "--resume", tmp_path / "run")[0] == 2
     assert run("train", "--resume", tmp_path / "run", "--out", "x")[0] == 2
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_how_to_start_it_again(
+    run, config, tmp_path, monkeypatch
+):
+    def killed(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("anymamba.training.loop.Trainer.save", killed)
+        assert run("train", config, "--out", tmp_path / "run")[0] == 130
+    code, out, err = run("train", "--resume", tmp_path / "run")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"the run was stopped before its first one, or this is none; start it again with --out {tmp_path}" in err
+    assert run("train", config, "--out", tmp_path / "run", "--schedule.steps", 1)[0] == 0
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_several_processes_are_refused_in_one_line_of_the_first(run, config, tmp_path, monkeypatch, rank, lines):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    code, out, err = run("train", config, "--out", tmp_path / "run")
+    assert (code, out, err.count("\n")) == (2, "", lines)
+    assert "this version cannot train in several processes, as torchrun starts them" in err or rank == "1"
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("train", config, "--out", tmp_path / "run", "--schedule.steps", 1)[0] == 0
 
 
 def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, monkeypatch):
@@ -273,7 +301,7 @@ def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, t
     monkeypatch.undo()
     code, _, err = run("train", "--resume", tmp_path / "run")
     assert code == 0
-    assert "going on behind step 5" in err
+    assert "resuming after step 5" in err
 
 
 def test_help_names_every_field(run):

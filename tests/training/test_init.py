@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another model, and runs that are made longer."""
+"""Runs that begin with the weights of another model, and runs that change on the way."""
 
 import shutil
 
@@ -7,7 +7,10 @@ import torch
 
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import load_tokenizer
+from anymamba.training.checkpoint import checkpoints, load_checkpoint
 from anymamba.training.language import resume, train
+from anymamba.training.optim import learning_rate
+from anymamba.training.report import read_metrics
 from tests.models.cases import small_lm
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -135,23 +138,103 @@ class TestTokenizer:
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
 
 
-class TestLonger:
+class TestChanges:
+    """What a run that is resumed may change on the way."""
+
     @pytest.mark.parametrize("mode", ["packed", "stream"])
-    def test_a_constant_schedule_goes_on_as_if_never_ended(self, corpus, tmp_path, mode):
-        sections = {"data": {"mode": mode}}
-        whole = train(tiny(corpus, schedule={"kind": "constant", "steps": 9}, **sections), tmp_path / "whole", silent)
+    @pytest.mark.parametrize("kind", ["constant", "wsd"])
+    def test_a_longer_schedule_continues_as_if_it_had_been_from_the_start(self, corpus, tmp_path, mode, kind):
+        def config(steps):
+            return tiny(corpus, schedule={"kind": kind, "steps": steps, "decay": 0.3}, data={"mode": mode})
+
+        whole = train(config(12), tmp_path / "whole", silent)
         assert whole.run()
-        assert train(tiny(corpus, schedule={"kind": "constant"}, **sections), tmp_path / "part", silent).run()
-        longer = resume(tmp_path / "part", {"schedule.steps": "9"}, silent)
-        assert longer.step == 6
+        part = train(config(6), tmp_path / "part", silent)
+        part.save()
+        for _ in range(4 if kind == "wsd" else 6):  # a wsd schedule of 6 steps decays in the last 2
+            part._take_step()
+        part.save()
+        longer = resume(tmp_path / "part", {"schedule.steps": "12"}, silent)
         assert longer.run()
         assert_equal(longer.model.state_dict(), whole.model.state_dict())
-        assert resume(tmp_path / "part", {}, silent).config.schedule.steps == 9
+        assert resume(tmp_path / "part", {}, silent).config.schedule.steps == 12
 
-    @pytest.mark.parametrize(("kind", "steps"), [("cosine", 9), ("wsd", 9), ("constant", 5)])
-    def test_others_say_why_not(self, corpus, tmp_path, kind, steps):
-        trainer = train(tiny(corpus, schedule={"kind": kind}), tmp_path / "run", silent)
+    def test_a_constant_schedule_can_be_given_a_decay(self, corpus, tmp_path):
+        whole = train(tiny(corpus, schedule={"kind": "wsd", "decay": 0.5}), tmp_path / "whole", silent)
+        assert whole.run()
+        part = train(tiny(corpus, schedule={"kind": "constant", "steps": 3}), tmp_path / "part", silent)
+        assert part.run()
+        changes = {"schedule.kind": "wsd", "schedule.steps": "6", "schedule.decay": "0.5"}
+        ended = resume(tmp_path / "part", changes, silent)
+        assert ended.run()
+        assert_equal(ended.model.state_dict(), whole.model.state_dict())
+
+    @pytest.mark.parametrize(
+        ("kind", "taken", "changes", "refused"),
+        [
+            ("cosine", 4, {"schedule.steps": "9"}, r"schedule.steps \(was 6, got 9\)"),
+            ("wsd", 6, {"schedule.steps": "9"}, r"schedule.steps \(was 6, got 9\)"),
+            ("wsd", 4, {"schedule.final": "0.5", "schedule.decay": "0.9"}, r"schedule.decay .*, schedule.final .*"),
+            ("constant", 4, {"schedule.steps": "3"}, r"schedule.steps \(was 6, got 3\)"),
+            ("constant", 4, {"schedule.warmup": "3"}, r"schedule.warmup \(was 2, got 3\)"),
+        ],
+    )
+    def test_rates_of_the_steps_taken_are_not_rewritten(self, corpus, tmp_path, kind, taken, changes, refused):
+        trainer = train(tiny(corpus, schedule={"kind": kind, "decay": 0.5}), tmp_path / "run", silent)
         trainer.save()
-        message = rf"schedule.steps \(was 6, got {steps}\); only a constant schedule may be made longer: the rates"
+        for _ in range(taken):
+            trainer._take_step()
+        trainer.save()
+        message = (
+            f"a run continues with the config it began with; changed: {refused}; the {taken} steps taken would "
+            "have had other learning rates; to begin another run with its weights: anymamba train --model.init .*run "
+            "--out DIR"
+        )
         with pytest.raises(ValueError, match=message):
-            resume(tmp_path / "run", {"schedule.steps": str(steps)}, silent)
+            resume(tmp_path / "run", changes, silent)
+
+    @pytest.mark.parametrize("kind", ["adamw", "muon"])
+    def test_a_learning_rate_counts_from_the_next_step_on_and_is_recorded(self, corpus, tmp_path, kind):
+        config = tiny(corpus, optimiser={"kind": kind}, checkpoints={"keep": 9})
+        part = train(config, tmp_path / "run", silent)
+        part.save()
+        for _ in range(3):
+            part._take_step()
+        part.save()
+        before, told = part.optimiser.tensors(), []
+        again = resume(tmp_path / "run", {"optimiser.lr": "0.001", "optimiser.clip": "0.5"}, told.append)
+        assert_equal(again.optimiser.tensors(), before)
+        assert told == [
+            "optimiser.lr changes from 0.003 to 0.001 after step 3",
+            "optimiser.clip changes from 1.0 to 0.5 after step 3",
+        ]
+        assert again.run()
+        rates = [row.learning_rate for row in read_metrics(tmp_path / "run" / "metrics.csv")]
+        shares = [learning_rate(step, 1.0, config.schedule) for step in range(3, 6)]
+        assert rates == [share * 0.001 for share in shares]
+        changes = [{"step": 3, "optimiser.lr": [0.003, 0.001], "optimiser.clip": [1.0, 0.5]}]
+        for path in checkpoints(tmp_path / "run" / "checkpoints")[:-1]:
+            assert load_checkpoint(path).changes == changes, path
+        finished = resume(tmp_path / "run", {}, silent)
+        assert (finished.config.optimiser.lr, finished.changes) == (0.001, changes)
+
+    def test_a_kill_after_a_change_does_not_undo_it(self, corpus, tmp_path, monkeypatch):
+        config = tiny(corpus, checkpoints={"every": 0})
+        part = train(config, tmp_path / "run", silent)
+        part.save()
+        again = resume(tmp_path / "run", {"optimiser.lr": "0.001"}, silent)
+
+        def killed():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(again, "_take_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            again.run()
+        third = resume(tmp_path / "run", {}, silent)
+        assert third.config.optimiser.lr == 0.001
+        assert third.run()
+
+    def test_what_makes_another_model_or_other_data_is_refused(self, corpus, tmp_path):
+        train(tiny(corpus), tmp_path / "run", silent).save()
+        with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to begin another run with its weights:"):
+            resume(tmp_path / "run", {"seed": "1", "optimiser.lr": "1"}, silent)

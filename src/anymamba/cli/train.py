@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from anymamba.training.loop import Trainer
 
 def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
+    _expect_one_process()
     values = {name: getattr(args, f"field:{name}") for name in TrainingConfig.fields_by_name()}
     overrides = {name: value for name, value in values.items() if value is not None}
     try:
@@ -33,9 +35,9 @@ def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -
         _expect_no_config_among(overrides)
         return train(read_config(args.config, overrides), Path(args.out), _tell)
     if args.config is not None:
-        raise ValueError(f"--resume goes on with the config of the run; got also {args.config}")
+        raise ValueError(f"--resume takes the config of the run; got also {args.config}")
     trainer = resume(Path(args.resume), overrides, _tell)
-    _tell(f"going on behind step {trainer.step}")
+    _tell(f"resuming after step {trainer.step}")
     return trainer
 
 
@@ -49,10 +51,21 @@ def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
             )
 
 
+def _expect_one_process() -> None:
+    """Refuse to train in several processes, with one line of the first of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(2)
+        raise ValueError(
+            "this version cannot train in several processes, as torchrun starts them; run anymamba train without it: "
+            "one process uses all cores of a machine"
+        )
+
+
 def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
     where = shlex.quote(str(trainer.directory))
     if not finished:
-        print(f"stopped behind step {trainer.step}; go on with: anymamba train --resume {where}")
+        print(f"stopped after step {trainer.step}; continue with: anymamba train --resume {where}")
         return
     if trainer.task.held_out is not None:
         model, xz = trainer.task.held_out

@@ -171,14 +171,18 @@ class OptimiserSection:
     """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
 
     kind: Literal["adamw", "muon"] = option("adamw", "muon: for the projections between embedding and head")
-    lr: float = option(3e-3, "the largest learning rate")
+    lr: float = option(3e-3, "the largest learning rate", onwards=True)
     beta1: float = option(0.9, "decay of the mean of the gradients")
     beta2: float = option(0.95, "decay of the mean of their squares")
     eps: float = option(1e-8, "added to the root of the squares")
-    weight_decay: float = option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
+    weight_decay: float = option(
+        0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed", onwards=True
+    )
     decay_embeddings: bool = option(False, "decay embedding and head too")
-    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping")
-    muon_lr: float | None = option(None, "the largest learning rate of Muon's matrices", default="optimiser.lr")
+    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
+    muon_lr: float | None = option(
+        None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
+    )
     momentum: float = option(0.95, "of Muon")
 
     def __post_init__(self) -> None:
@@ -340,12 +344,11 @@ class RunConfig:
         """Every value by its dotted name: "optimiser.lr"."""
         return {name: _get(self, name) for name in self.fields_by_name()}
 
-    def changed(self: C, other: C) -> list[str]:
-        """Names of the fields that differ, without those that change no weight: among them more steps, if constant."""
+    def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
+        """The values of the fields that differ, here and there, without those that change no weight."""
         mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
-        if self.schedule.kind == "constant" and other.schedule.steps > self.schedule.steps:
-            fields.pop("schedule.steps")
-        return [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        names = [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        return {name: (mine[name], theirs[name]) for name in names}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:

@@ -47,13 +47,15 @@ def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
 def resume(
     directory: Path, overrides: Mapping[str, str | Sequence[str]], tell: Callable[[str], None]
 ) -> Trainer[LanguageTask]:
-    """Go on with a run from its latest good checkpoint.
+    """Open a run at its latest good checkpoint, to continue it.
 
     Raises:
         ValueError: there is none, or `overrides` change what the run is.
     """
-    checkpoint, config = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell)
-    return Trainer(LanguageTask(config, directory, tell, begun=checkpoint.path), directory, checkpoint, tell)
+    instead = f"; to begin another run with its weights: anymamba train --model.init {directory} --out DIR"
+    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell, instead)
+    task = LanguageTask(reopened.config, directory, tell, begun=reopened.checkpoint.path)
+    return Trainer(task, directory, reopened, tell)
 
 
 def settled(config: TrainingConfig) -> TrainingConfig:
@@ -138,7 +140,7 @@ class LanguageTask(Task[Batch]):
     def cost(
         self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, LMCache | None]:
-        """Nats, and the state behind each row of a stream."""
+        """Nats, and the state after each row of a stream."""
         nats, state = batch_nats(model, batch, carried, dtype)
         return nats, state if self.config.data.mode == "stream" else None
 
