@@ -22,6 +22,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
     from anymamba.generation import GenerationState as GenerationState
     from anymamba.generation import generate as generate
+    from anymamba.generation import pipeline as pipeline
     from anymamba.generation import stream as stream
     from anymamba.models import LMCache as LMCache
     from anymamba.models import MambaLM as MambaLM

@@ -18,7 +18,7 @@ from anymamba import GenerationState, MambaLM, MambaLMConfig
 from anymamba.cli import generate, info
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.models.skeleton import skeleton
-from tests.generation.test_tokenizers import bare
+from tests.generation.cases import bare
 from tests.models.cases import GOLDEN, small_lm
 
 MODEL = dict(vocab_size=256, pad_vocab_size_multiple=1)  # noqa: C408

@@ -10,29 +10,8 @@ from hypothesis import strategies as st
 
 from anymamba.generation import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
 from anymamba.generation.tokenizers import write_end
+from tests.generation.cases import TEXT, bare
 from tests.models.cases import small_lm
-
-TEXT = "héllo wörld 日本語 👍🏽 ẞ\nfoo  bar"
-
-
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory):
-    """A small byte-level BPE, as GPT-NeoX and Llama 3 have."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    directory = tmp_path_factory.mktemp("byte_level")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +50,6 @@ def test_a_tokenizer_file_is_read_with_its_end_token(byte_level):
     tokenizer = FileTokenizer(byte_level / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.end == [0]
-
-
-def bare(directory, *special, plain=()):
-    """A tokenizer.json with these special tokens and nothing beside it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {token: i for i, token in enumerate(["a", *plain])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory / "tokenizer.json"
 
 
 class TestEnd:
