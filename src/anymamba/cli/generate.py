@@ -1,4 +1,4 @@
-"""`anymamba generate`: a prompt in, text out as it is made."""
+"""`anymamba generate`: a prompt in, text out as it is made; or a file of prompts in, JSON lines out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from time import perf_counter
 
 import torch
 
+from anymamba.cli.answers import answer_file
 from anymamba.cli.common import decode_text, load, read_file, stdin_bytes
 from anymamba.generation import GenerationState, TokenStream, stream
+from anymamba.generation.text import UntilStop, expect_texts
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.interrupts import interrupts
 from anymamba.models.lm import MambaLM
 
+_HELP = "A line continues the text, an empty line lets the model continue alone. Ctrl-C ends a reply, Ctrl-D leaves."
+
 
 def run(args: argparse.Namespace) -> None:
     """Load, generate, print; at the end save the state if asked to."""
-    if any(not text for text in args.stop):
-        raise ValueError("--stop needs a text, got an empty one")
+    expect_texts("--stop", args.stop)
+    if args.prompts is not None:
+        answer_file(args)
+        return
     if args.save_state and not Path(args.save_state).absolute().parent.is_dir():
         raise ValueError(f"--save-state {args.save_state}: there is no such directory")
     if sys.stdout is None:
@@ -35,6 +41,12 @@ def run(args: argparse.Namespace) -> None:
     try:
         for prompt in _prompts(args, tokenizer):
             session.turn(prompt)
+            if session.interrupted and not args.interactive:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if session.whole:
+            session.report()
+        raise
     finally:
         if args.save_state and session.state is not None:
             session.state.save(args.save_state, model)
@@ -43,8 +55,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
     if args.interactive:
+        is_terminal = stdin_bytes().isatty()
+        if is_terminal:
+            print(_HELP, file=sys.stderr)
         while True:
-            if stdin_bytes().isatty():
+            if is_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
             line = stdin_bytes().readline()
             if not line:
@@ -66,7 +81,13 @@ def _without_newline(text: bytes) -> bytes:
 
 
 class _Session:
-    """A sequence that grows by turns: a prompt is read, a continuation printed."""
+    """A sequence that grows by turns: a prompt is read, a continuation printed.
+
+    Attributes:
+        state: after the last turn, if it is needed.
+        interrupted: Ctrl-C ended the last turn.
+        whole: no turn ended within a token.
+    """
 
     def __init__(
         self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, state: GenerationState | None
@@ -75,15 +96,16 @@ class _Session:
         self.ends = [] if args.ignore_end else [i for i in tokenizer.end if i < model.config.vocab_size]
         self.read = self.written = 0
         self.reading = self.writing = 0.0
+        self.interrupted, self.whole = False, True
 
     def turn(self, prompt: str) -> None:
-        """Read the prompt and print the continuation; an interrupt ends the turn behind a whole token."""
+        """Read the prompt and print the continuation; an interrupt ends the turn after a whole token."""
         ids = self.tokenizer.encode(prompt)
         if not ids and self.state is None:
             if self.args.interactive:
                 return
             raise ValueError("the prompt is empty: pass --prompt, --file, or a text on stdin")
-        began = perf_counter()
+        began, self.whole = perf_counter(), False
         tokens = stream(
             self.model,
             torch.tensor([ids]) if ids else None,
@@ -110,18 +132,18 @@ class _Session:
                 raise
             else:
                 self._keep(tokens)
+                self.whole = True
             finally:
                 self.writing += perf_counter() - began
                 print(flush=True)
-            if interrupted() and not self.args.interactive:
-                raise KeyboardInterrupt
+            self.interrupted = interrupted()
 
     def _keep(self, tokens: TokenStream) -> None:
         if self.args.interactive or self.args.save_state:
             self.state = tokens.state
 
     def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> None:
-        text, output = TextStream(self.tokenizer), _UntilStop(self.args.stop)
+        text, output = TextStream(self.tokenizer), UntilStop(self.args.stop)
         for (token,) in tokens:
             assert token is not None
             self.written += 1
@@ -140,35 +162,3 @@ class _Session:
             f"wrote {self.written} at {self.written / max(self.writing, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
-
-
-class _UntilStop:
-    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self._stops, self._held, self.stopped = stops, "", False
-
-    def push(self, text: str) -> str:
-        """Add text; what may be printed of it and of what was held back."""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            passed, self._held = self._held[: min(found)], ""
-            return passed
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        keep = next(
-            (
-                n
-                for n in range(min(longest, len(self._held)), 0, -1)
-                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
-        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return passed
-
-    def rest(self) -> str:
-        """What was held back, once nothing more comes."""
-        rest, self._held = self._held, ""
-        return rest

@@ -131,13 +131,18 @@ def _shown(value: Any) -> str:
 
 
 def _add_generate(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("generate", help="continue a text")
+    parser: argparse.ArgumentParser = commands.add_parser("generate", help="continue a text, or a file of prompts")
     _add_model(parser)
     text = parser.add_mutually_exclusive_group()
     text.add_argument(
         "--prompt", metavar="TEXT", help="the text to continue (default: stdin, without a newline at its end)"
     )
     text.add_argument("--file", metavar="FILE", help="continue the text of a file, as it is, with a newline at its end")
+    text.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='continue each line of a file ("-": stdin), or the "prompt" of each object of a .jsonl; prints JSON lines',
+    )
     text.add_argument(
         "--interactive",
         action="store_true",
@@ -157,17 +162,26 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--ignore-end", action="store_true", help="do not stop at the tokenizer's end token")
     parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")
     parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
+    several = parser.add_argument_group("with --prompts")
+    several.add_argument("--samples", type=_WHOLE, default=1, metavar="N", help="of each prompt (default: %(default)s)")
+    several.add_argument(
+        "--logprobs", type=_WHOLE, metavar="K", help="with log-probabilities, and those of the K likeliest tokens"
+    )
+    several.add_argument(
+        "--batch-size", type=_WHOLE, default=16, metavar="N", help="rows computed together (default: %(default)s)"
+    )
 
 
 def _add_eval(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "eval",
-        help="bits per byte and perplexity of a text",
-        description="Bits per byte and perplexity of a text. The first token is read and not predicted, so its bytes "
-        "do not count; if it is part of a character, that is one byte.",
+        help="bits per byte and perplexity of texts",
+        description="Bits per byte and perplexity of texts, each from a fresh start, and of all together. The first "
+        "token of a text is read and not predicted, so its bytes do not count; if it is part of a character, that is "
+        "one byte.",
     )
     _add_model(parser)
-    parser.add_argument("file", metavar="FILE", help='a text; "-": stdin')
+    parser.add_argument("files", metavar="FILE", nargs="+", help='a text, or a directory of texts; "-": stdin')
 
 
 def _add_convert(commands: Any) -> None:

@@ -130,7 +130,7 @@ def find_documents(
         raise ValueError(f"{', '.join(missing)}: no such file, directory or pattern")
     for source in sources:
         paths = []
-        for file in _files_of(source):
+        for file in files_of(source):
             path = None if file.path is None else file.path.resolve()
             if _is_excluded(file, exclude):
                 continue
@@ -149,12 +149,12 @@ def _documents_of(
     where = str(file.path or "stdin")
     try:
         if format != "text":
-            _expect_unpacked(file, stdin)
+            expect_unpacked(file, stdin)
         if format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES):
             yield from _lines_of(file, field, stdin, problems)
             return
         if utf8:
-            _expect_utf8(file, stdin)
+            expect_utf8(file, stdin)
         elif file.path is not None:
             file.path.open("rb").close()
         yield file
@@ -164,7 +164,7 @@ def _documents_of(
         problems.append(f"{where}: cannot be read ({error.strerror})")
 
 
-def _files_of(source: str) -> Iterator[Document]:
+def files_of(source: str) -> Iterator[Document]:
     """The files of a source, each as one document."""
     path = Path(source)
     if source == "-":
@@ -207,7 +207,7 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
             yield Document(name.as_posix(), path)
 
 
-def _expect_unpacked(document: Document, stdin: bytes) -> None:
+def expect_unpacked(document: Document, stdin: bytes) -> None:
     """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
     if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
         raise ValueError(
@@ -215,7 +215,7 @@ def _expect_unpacked(document: Document, stdin: bytes) -> None:
         )
 
 
-def _expect_utf8(document: Document, stdin: bytes) -> None:
+def expect_utf8(document: Document, stdin: bytes) -> None:
     """Refuse what is not UTF-8, reading a block at a time."""
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
