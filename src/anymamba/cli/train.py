@@ -68,8 +68,9 @@ def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
         print(f"stopped after step {trainer.step}; continue with: anymamba train --resume {where}")
         return
     if trainer.task.held_out is not None:
-        model, xz = trainer.task.held_out
-        print(f"held-out text: {model:.4f} bits per byte, xz -9 {xz:.4f}")
+        bits, neighbours = trainer.task.held_out
+        beside = "; ".join(f"{name} {x:.4f}" for name, x in neighbours.items())
+        print(f"held-out text: {bits:.4f} bits per byte, lower is better ({beside})")
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
     print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")
     print(f"anymamba eval {where} FILE")

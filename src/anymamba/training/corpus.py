@@ -66,9 +66,9 @@ def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[D
     sizes = {document: document.size(stdin) for document in documents}
     total = sum(sizes.values())
     room = most = min(max(2, int(share * total)), total - 2)  # no less than a token and its successor on either side
-    ranked = sorted(documents, key=lambda document: _hash(document.name))
+    order = ranked(documents)
     chosen: dict[Document, None] = {}
-    for document in ranked:
+    for document in order:
         if sizes[document] <= room:
             chosen[document] = None
             room -= sizes[document]
@@ -76,7 +76,7 @@ def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[D
             break
     train, held_out = [document for document in documents if document not in chosen], list(chosen)
     if train and 2 * room >= most:
-        whole = next(document for document in ranked if document not in chosen)
+        whole = next(document for document in order if document not in chosen)
         before, after = _cut(whole, sizes[whole] - room, stdin)
         train[train.index(whole)] = before
         held_out.append(after)
@@ -127,5 +127,10 @@ def line_text(line: bytes, field: str) -> bytes:
         raise ValueError(f'"{field}" has half a character ({error.reason})') from error
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
+def ranked(documents: list[Document]) -> list[Document]:
+    """Documents in the order of a hash of their names: at random, and the same wherever they lie."""
+
+    def rank(document: Document) -> bytes:
+        return hashlib.blake2b(document.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+    return sorted(documents, key=rank)

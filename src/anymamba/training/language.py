@@ -147,7 +147,8 @@ class LanguageTask(Task[Batch]):
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the held-out text, and write a sample."""
         self.held_out = found = evaluate(model, self.corpus, dtype)
-        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte (xz -9: {found.xz_bits_per_byte:.4f})"]
+        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbours.items())
+        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
         if text := sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed):
             samples = self._directory / "samples"
             samples.mkdir(exist_ok=True)
@@ -181,9 +182,7 @@ class LanguageTask(Task[Batch]):
         if self.held_out is not None:
             text = self.corpus.train
             bytes_per_token = int(text.sizes.sum()) / text.total
-            plot_losses(
-                directory / "metrics.csv", directory / "loss.png", self.held_out.xz_bits_per_byte, bytes_per_token
-            )
+            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
 
     def _make_tokenizer(self, fresh: bool, tell: Callable[[str], None]) -> Tokenizer:
         """The tokenizer, from the copy of its file that belongs to the run."""

@@ -21,7 +21,7 @@ class Row(NamedTuple):
         learning_rate: of the step.
         gradient_norm: before clipping.
         seconds: that the step took.
-        evaluated: what the evaluation found, by name, if there was one behind the step.
+        evaluated: what the evaluation found, by name, if there was one after the step.
     """
 
     step: int
@@ -97,8 +97,8 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_losses(metrics: Path, target: Path, xz_bits_per_byte: float, bytes_per_token: float) -> None:
-    """Draw training and held-out bits per byte, and those of xz, over the steps."""
+def plot_losses(metrics: Path, target: Path, neighbours: dict[str, float], bytes_per_token: float) -> None:
+    """Draw training and held-out bits per byte, and those of simpler methods, over the steps."""
     from matplotlib.figure import Figure
 
     rows, nats = read_metrics(metrics), 0.6931471805599453
@@ -107,7 +107,8 @@ def plot_losses(metrics: Path, target: Path, xz_bits_per_byte: float, bytes_per_
     axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
     seen = [(r.step, r.evaluated["held_out_bits_per_byte"]) for r in rows if r.evaluated]
     axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
-    axes.axhline(xz_bits_per_byte, color="grey", ls="--", label="xz -9, held out")
+    for (name, bits), style in zip(neighbours.items(), ("--", ":"), strict=False):
+        axes.axhline(bits, color="grey", ls=style, label=f"{name}, held out")
     axes.legend()
     with replacing(target) as temporary:
         figure.savefig(temporary, format="png")
@@ -117,7 +118,7 @@ class TensorBoard:
     """Logs for TensorBoard."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        """Open the logs; what an earlier run wrote behind `step` no longer counts.
+        """Open the logs; what an earlier run wrote after `step` no longer counts.
 
         Raises:
             ValueError: TensorBoard is not installed.

@@ -1,14 +1,13 @@
 """Tokenised text on disk: memory-mapped shards of whole documents, and an index with their checksums.
 
 A shard is a safetensors file: `tokens` in the narrowest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
-The index is written behind every shard, so that tokenising goes on where it was stopped.
+The index is written after every shard, so that tokenising continues where it was stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +21,7 @@ from anymamba.files import digest_file, locked, open_tensors, read_json, write_j
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode
+from anymamba.training.neighbours import ngram_bits, sample, xz_bytes
 from anymamba.training.sources import Text, find_text
 
 _INDEX = "index.json"
@@ -29,7 +29,7 @@ _SPLIT = "by bytes"  # the rule by which text is held out
 
 
 class Tokens(NamedTuple):
-    """Documents one behind another.
+    """Documents one after another.
 
     Attributes:
         parts: the tokens of each shard, as views of its file.
@@ -63,6 +63,7 @@ class Corpus(NamedTuple):
         train: what is learnt.
         held_out: what is only looked at.
         xz_bytes: what `xz -9` needs for the held-out text.
+        ngram_bits: what a byte n-gram of the training text needs for it; None for text tokenised before there was one.
         vocab_size: of the tokenizer.
         checksum: of the index, and through it of every token.
     """
@@ -70,6 +71,7 @@ class Corpus(NamedTuple):
     train: Tokens
     held_out: Tokens
     xz_bytes: int
+    ngram_bits: float | None
     vocab_size: int
     checksum: str
 
@@ -135,11 +137,13 @@ def open_corpus(directory: Path) -> Corpus:
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
                 raise ValueError(f"{directory / shard['file']}: damaged; remove {directory} to tokenise again")
+    ngram_bits = index.pop("ngram_bits", None)  # which other machines round differently
     checksum = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Corpus(
         _open(directory, index["train"]),
         _open(directory, index["held_out"]),
         index["xz_bytes"],
+        ngram_bits,
         index["vocab_size"],
         checksum,
     )
@@ -173,7 +177,8 @@ def _tokenise(
                 f"{', '.join(config.sources)}: too little text: expected at least two tokens "
                 f"{'to train on' if name == 'train' else 'that are held out'}, got {count}"
             )
-    index["xz_bytes"] = len(lzma.compress(text, preset=9))
+    index["xz_bytes"] = xz_bytes(text)
+    index["ngram_bits"] = ngram_bits(sample(found.train, found.stdin), text)
     index["complete"] = True
     if found.skipped:
         (directory / "skipped.txt").write_text("\n".join(found.skipped) + "\n", encoding="utf-8")
