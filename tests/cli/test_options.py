@@ -58,6 +58,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
         (["generate", "m", "--prompt", "a", "--file", "b"], "argument --file: not allowed with argument --prompt"),
         (["info", "a", "b"], "b: one argument too many"),
         (["train", "--sources", "a"], "--sources: no such option; did you mean --data.sources?"),
+        (["train", "--wandb", "a"], "--wandb: no such option; did you mean --evaluation.wandb?"),
         (["train", "--quantum", "a"], "--quantum: no such option; anymamba train --help shows those there are"),
         (["train", "--data.sources", "a", "b", "c.toml"], "put the config first: anymamba train c.toml --data.sources"),
     ],
@@ -69,7 +70,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
     assert message in err
 
 
-@pytest.mark.parametrize("name", ["--wandb", "--gpu", "--verbose", "--epochs", "--output"])
+@pytest.mark.parametrize("name", ["--mlflow", "--gpu", "--verbose", "--epochs", "--output"])
 def test_unlike_words_are_not_suggested(name):
     assert hint(name, options._build()[1]["train"]._option_string_actions) in ("", "; did you mean --out?")
 

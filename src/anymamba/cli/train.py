@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from anymamba.training.config import TrainingConfig, read_config
-from anymamba.training.language import LanguageTask, resume, train
+from anymamba.training.language import LanguageTask, begin, open_run, to_stderr
 from anymamba.training.loop import Trainer
 
 
@@ -22,22 +21,22 @@ def run(args: argparse.Namespace) -> None:
     try:
         trainer = _prepared(args, overrides)
     except KeyboardInterrupt:
-        _tell("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
+        to_stderr("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
         raise
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
-    _tell(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
+    to_stderr(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
 
 
 def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Trainer[LanguageTask]:
     if args.resume is None:
         _expect_no_config_among(overrides)
-        return train(read_config(args.config, overrides), Path(args.out), _tell)
+        return begin(read_config(args.config, overrides), Path(args.out), to_stderr)
     if args.config is not None:
         raise ValueError(f"--resume takes the config of the run; got also {args.config}")
-    trainer = resume(Path(args.resume), overrides, _tell)
-    _tell(f"resuming after step {trainer.step}")
+    trainer = open_run(Path(args.resume), overrides, to_stderr)
+    to_stderr(f"resuming after step {trainer.step}")
     return trainer
 
 
@@ -74,7 +73,3 @@ def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
     print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")
     print(f"anymamba eval {where} FILE")
-
-
-def _tell(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -255,6 +255,9 @@ class EvaluationSection:
     every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
     log_every: int = option(10, "steps between lines of progress, where there is no terminal", free=True)
     tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
+    wandb: str | None = option(
+        None, "project of Weights & Biases to log to (pip install 'anymamba[wandb]')", default="no log", free=True
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,77 @@ from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.layers import expect_compiler
-from anymamba.training.loop import Trainer, expect_no_run, reopen
+from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.step import batch_nats, carried_from
 from anymamba.training.task import Evaluation, Task
 
 
-def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer[LanguageTask]:
-    """Begin a run in a directory.
+def train(
+    config: TrainingConfig | None = None,
+    directory: str | os.PathLike[str] = "runs/train",
+    *,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Trainer[LanguageTask]:
+    """Train a language model: what `anymamba train CONFIG --out DIRECTORY` does.
+
+        run = train(read_config("mine.toml", {"optimiser.lr": "1e-3"}), "runs/mine", callbacks=[print])
+        run.finished, run.step, run.evaluated.values, run.model
+
+    Args:
+        config: of the run; all defaults if not given.
+        directory: of the run.
+        callbacks: are called after every step with its `Row`; one that returns True ends the run there, as Ctrl-C does.
+        tell: is told what happens, in lines, in place of stderr, where progress is then not shown either.
+
+    Returns:
+        The run, finished or stopped.
+
+    Raises:
+        ValueError: the directory has a run or a model already, or the config or the text cannot work.
+        FloatingPointError: the loss or gradient is not finite.
+    """
+    trainer = begin(config or TrainingConfig(), Path(directory), tell or to_stderr)
+    trainer.run(callbacks, shown=tell is None)
+    return trainer
+
+
+def resume(
+    directory: str | os.PathLike[str],
+    changes: Mapping[str, str | Sequence[str]] | None = None,
+    *,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Trainer[LanguageTask]:
+    """Continue a run from its latest good checkpoint: what `anymamba train --resume DIRECTORY` does.
+
+    Args:
+        directory: of the run.
+        changes: of its config, as texts by dotted name: {"optimiser.lr": "1e-4"}.
+        callbacks: as for `train`.
+        tell: as for `train`.
+
+    Returns:
+        The run, finished or stopped.
+
+    Raises:
+        ValueError: there is none, or `changes` are of what a run cannot change.
+        FloatingPointError: the loss or gradient is not finite.
+    """
+    trainer = open_run(Path(directory), changes or {}, tell or to_stderr)
+    trainer.run(callbacks, shown=tell is None)
+    return trainer
+
+
+def to_stderr(message: str) -> None:
+    """Tell the user."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def begin(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer[LanguageTask]:
+    """A run that is about to begin in a directory.
 
     Raises:
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
@@ -44,10 +108,10 @@ def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
     return Trainer(task, directory, None, tell)
 
 
-def resume(
+def open_run(
     directory: Path, overrides: Mapping[str, str | Sequence[str]], tell: Callable[[str], None]
 ) -> Trainer[LanguageTask]:
-    """Open a run at its latest good checkpoint, to continue it.
+    """A run that is about to continue from its latest good checkpoint.
 
     Raises:
         ValueError: there is none, or `overrides` change what the run is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -20,14 +20,16 @@ from anymamba.training.checkpoint import Checkpoint, amend_checkpoint, checkpoin
 from anymamba.training.config import RunConfig, ScheduleSection
 from anymamba.training.display import Display
 from anymamba.training.layers import compile_layers, recompute_layers
+from anymamba.training.logs import open_logs
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
-from anymamba.training.report import MetricsTable, Row, TensorBoard, can_plot
+from anymamba.training.report import MetricsTable, Row, can_plot
 from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 
+Callback = Callable[[Row], object]
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T", bound=Task[Any])
 
@@ -168,8 +170,13 @@ class Trainer(Generic[T]):
         """Whether there is no step left to take."""
         return self.solved or self.step >= self.config.schedule.steps
 
-    def run(self) -> bool:
+    def run(self, callbacks: Iterable[Callback] = (), *, shown: bool = True) -> bool:
         """Train to the end, or until the task is solved, or until an interrupt.
+
+        Args:
+            callbacks: are called after every step; one that returns True ends the run there. The exceptions of one pass
+                through, and leave the run as it was at its last checkpoint.
+            shown: progress is shown on stderr.
 
         Returns:
             Whether the run is finished.
@@ -184,41 +191,44 @@ class Trainer(Generic[T]):
                 expect_no_run(self.directory)
             if self._amended is not None:
                 amend_checkpoint(self._amended, self.config.to_dict(), self.changes)
-            self._train(interrupted)
+            self._train(interrupted, list(callbacks), shown)
             self.save()
             self.task.write_model(self.model, self.directory)
         return self.finished
 
-    def _train(self, interrupted: Callable[[], bool]) -> None:
-        c, logs = self.config, self.directory / "tensorboard"
-        display = Display(c.schedule.steps, self.step, c.evaluation.log_every)
-        board = TensorBoard(logs, self.step) if c.evaluation.tensorboard else None
+    def _train(self, interrupted: Callable[[], bool], callbacks: list[Callback], shown: bool) -> None:
+        c = self.config
+        display = Display(c.schedule.steps, self.step, c.evaluation.log_every, shown)
+        logs = open_logs(c, self.directory, self.step)
         if self._saved < 0:
             self.save()  # before there are metrics: a run that has some can be resumed
         table = MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
         if not can_plot():
             display.tell("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
-            while not self.finished and not interrupted():
+            stopped = False
+            while not self.finished and not stopped and not interrupted():
                 row, tokens = self._take_step()
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):
                     row = row._replace(evaluated=self._evaluate(display))
                 table.add(row)
-                if board is not None:
-                    board.add(row)
+                for log in logs:
+                    log.add(row)
                 if row.evaluated and can_plot():
                     self.task.plot(self.directory)
                 if self._due(c.checkpoints.every):
                     self.save()
+                for callback in callbacks:
+                    stopped |= callback(row) is True
         except FloatingPointError:
             self.save()
             raise
         finally:
             display.close()
             table.close()
-            if board is not None:
-                board.close()
+            for log in logs:
+                log.close()
 
     def save(self) -> None:
         """Write a checkpoint of the state as it is, if it has not been written."""

@@ -1,4 +1,4 @@
-"""What a run leaves to read: a table of metrics, a plot, and TensorBoard logs."""
+"""What a run leaves to read: a table of metrics, and a plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anymamba.files import replacing
 
@@ -31,6 +31,11 @@ class Row(NamedTuple):
     gradient_norm: float
     seconds: float
     evaluated: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """What a logger wants, by name: all but the step, with what the evaluation found."""
+        values = self._asdict()
+        return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluated
 
 
 _COLUMNS = Row._fields[:-1]
@@ -112,31 +117,3 @@ def plot_losses(metrics: Path, target: Path, neighbours: dict[str, float], bytes
     axes.legend()
     with replacing(target) as temporary:
         figure.savefig(temporary, format="png")
-
-
-class TensorBoard:
-    """Logs for TensorBoard."""
-
-    def __init__(self, directory: Path, step: int) -> None:
-        """Open the logs; what an earlier run wrote after `step` no longer counts.
-
-        Raises:
-            ValueError: TensorBoard is not installed.
-        """
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
-                "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
-            )
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1)
-
-    def add(self, row: Row) -> None:
-        """Log a row."""
-        values = {name: getattr(row, name) for name in ("loss", "learning_rate", "gradient_norm")}
-        for name, value in {**values, **row.evaluated}.items():
-            self._writer.add_scalar(name, value, row.step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
