@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from anymamba.cli import options
 from anymamba.devices import find_device
-from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
 
@@ -27,6 +29,16 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     directory, device = resolve(args.model), find_device(args.device, "--device")
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device)
     return model, load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
+
+
+def name_end(model: MambaLM, source: Path) -> None:
+    """Have the config of transformers name the token that ends a text; ours leave it to the tokenizer's files."""
+    theirs = model.config.extra.get("transformers", {})
+    with suppress(ValueError):  # there is no tokenizer, or nobody to read it
+        ends = FileTokenizer(source / "tokenizer.json").end
+        if ends and theirs.get("eos_token_id") is None:
+            theirs = {**theirs, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+            model.config = dataclasses.replace(model.config, extra={**model.config.extra, "transformers": theirs})
 
 
 def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:

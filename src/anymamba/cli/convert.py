@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
-from anymamba.cli.common import DTYPES
-from anymamba.generation.tokenizers import FileTokenizer
+from anymamba.cli.common import DTYPES, name_end
 from anymamba.models.formats import format_named
-from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import (
     copy_companions,
     expect_no_other,
@@ -34,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     checkpoint = open_checkpoint(source)
     model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True)
     if args.format == "transformers":
-        _name_end(model, source)
+        name_end(model, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -50,13 +46,3 @@ def run(args: argparse.Namespace) -> None:
     print(f"{checkpoint.format.name} -> {args.format}: {parameters:,} parameters, {model.dtype} in {target}")
     if copied:
         print(f"copied {', '.join(copied)}")
-
-
-def _name_end(model: MambaLM, source: Path) -> None:
-    """Have the config of transformers name the token that ends a text; ours leave it to the tokenizer's files."""
-    theirs = model.config.extra.get("transformers", {})
-    with suppress(ValueError):  # there is no tokenizer, or nobody to read it
-        ends = FileTokenizer(source / "tokenizer.json").end
-        if ends and theirs.get("eos_token_id") is None:
-            theirs = {**theirs, "eos_token_id": ends[0] if len(ends) == 1 else ends}
-            model.config = dataclasses.replace(model.config, extra={**model.config.extra, "transformers": theirs})

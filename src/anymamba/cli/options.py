@@ -49,7 +49,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="anymamba", description="Mamba-1, Mamba-2 and Mamba-3 on any machine.")
     parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (_add_train, _add_generate, _add_eval, _add_convert, _add_info):
+    for add in (_add_train, _add_generate, _add_eval, _add_convert, _add_push, _add_info):
         add(commands)
     return parser, dict(commands.choices)
 
@@ -191,6 +191,14 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
     parser.add_argument("--dtype", **_one_of(DTYPES), help="of the weights (default: as they are)")
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
+
+
+def _add_push(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("push", help="write a model to the Hugging Face hub")
+    parser.add_argument("model", metavar="MODEL", help="directory with config and weights, such as that of a run")
+    parser.add_argument("name", metavar="OWNER/NAME", help="repository, which is made if there is none")
+    parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
 
 
 def _add_info(commands: Any) -> None:
