@@ -127,11 +127,14 @@ def test_a_model_is_trained_further(run, config, tmp_path):
         (["--model.block", "{nonsense = 1}"], "entries that Mamba3 does not know: ['nonsense']"),
         (["--seed", str(2**63)], "seed must be at least 0 and below 2^63, got 9223372036854775808"),
         (["--data.tokenizer", "nowhere.json"], "nowhere.json: no such file"),
+        (["--data.tokenizer", "bpe:many"], "expected a number of tokens, 257 or more, got 'many'"),
+        (["--data.tokenizer", "bpe:256"], "expected a number of tokens, 257 or more, got '256'"),
+        (["--data.tokenizer", "bpe:300", "--model.init", "x"], "model.init has a tokenizer, and its weights know no"),
         (["--model.init", "./nowhere"], "./nowhere: no such directory"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
-    monkeypatch.setattr("anymamba.training.language.prepare", None)
+    monkeypatch.setattr("anymamba.training.language.find_text", None)
     code, _, err = run("train", config, "--out", tmp_path / "run", *flags)
     assert code == 2
     assert message in err

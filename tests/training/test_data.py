@@ -9,7 +9,7 @@ import torch
 from anymamba.files import locked
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.models.loss import IGNORED_LABEL
-from anymamba.training.corpus import split
+from anymamba.training.corpus import sample, split
 from anymamba.training.data import Batches, Sequence, permuted, segments
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.sources import find_documents
@@ -86,6 +86,12 @@ class TestCorpus:
         assert sorted(
             "".join(x for name, _, x in pieces if name.removesuffix(" (end)") == d.name) for d in documents
         ) == (sorted(texts))
+
+    @pytest.mark.parametrize("most", [0, 1, 700, 10**6])
+    def test_a_sample_has_at_most_as_many_bytes(self, corpus, most):
+        parts = sample(find(corpus), b"", most)
+        assert sum(map(len, parts)) == min(most, sum(LENGTHS))
+        assert all(part in {d.read(b"") for d in find(corpus)} for part in parts[:-1])
 
     def test_how_much_is_held_out_is_told(self, corpus, tmp_path):
         told = []

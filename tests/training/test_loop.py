@@ -107,6 +107,22 @@ class TestTokenizers:
             with pytest.raises(ValueError, match=message):
                 begin(tiny(corpus, data={"tokenizer": tokenizer_name, "end_token": token}), tmp_path / "bad", silent)
 
+    def test_one_is_made_of_the_training_text(self, corpus, tmp_path):
+        config = tiny(corpus, data={"tokenizer": "bpe:280"}, batch={"length": 16})
+        trainer = begin(config, tmp_path / "run", silent)
+        tokens = trainer.task.corpus.train
+        assert trainer.model.config.vocab_size == 280
+        assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)  # an end to each document
+        assert tokens.total < 0.7 * int(tokens.sizes.sum())
+        made = load_tokenizer(None, tmp_path / "run", 280)
+        text = "alpha  beta\n\tgamma ä\U0001f600"
+        assert (made.decode(made.encode(text)), made.end) == (text, [0])
+        assert trainer.run()
+        again = begin(config, tmp_path / "again", silent)
+        assert again.task.corpus.checksum == trainer.task.corpus.checksum
+        assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / "run/tokenizer.json").read_bytes()
+        assert open_run(tmp_path / "run", {}, silent).run()
+
     def test_a_failed_attempt_leaves_none_to_a_run_on_bytes(self, corpus, tmp_path, tokenizer):
         short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
         with pytest.raises(ValueError, match="too little text to train on"):

@@ -3,9 +3,7 @@ import math
 
 import pytest
 
-from anymamba.training.neighbours import _BETA, ORDER, ngram_bits, sample, xz_bytes
-from anymamba.training.sources import find_documents
-from tests.training.cases import LENGTHS, write_corpus
+from anymamba.training.neighbours import _BETA, ORDER, ngram_bits, xz_bytes
 
 
 def probability(training, before, byte):
@@ -51,9 +49,3 @@ def test_what_has_been_read_costs_less():
 
 def test_the_size_of_xz():
     assert xz_bytes(b"text " * 100) == len(lzma.compress(b"text " * 100, preset=9))
-
-
-@pytest.mark.parametrize("most", [0, 1, 700, 10**6])
-def test_a_sample_has_at_most_as_many_bytes(tmp_path, most):
-    documents = find_documents((str(write_corpus(tmp_path / "corpus")),), "text").documents
-    assert len(sample(documents, b"", most)) == min(most, sum(LENGTHS))

@@ -144,7 +144,9 @@ class DataSection:
         "stop", "at files that are not text: stop and list them all, or skip and list them"
     )
     tokenizer: str | None = option(
-        None, '"bytes", a tokenizer.json, or a directory with one', default="that of model.init, or bytes"
+        None,
+        '"bytes", a tokenizer.json, a directory with one, or "bpe:1024" to make one of that many byte pairs',
+        default="that of model.init, or bytes",
     )
     end_token: str | None = option(None, "token that ends a document", default="that of the tokenizer")
     jsonl_field: str = option("text", "field of a JSON line that holds the text")

@@ -134,3 +134,14 @@ def ranked(documents: list[Document]) -> list[Document]:
         return hashlib.blake2b(document.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
 
     return sorted(documents, key=rank)
+
+
+def sample(documents: list[Document], stdin: bytes, most: int) -> list[bytes]:
+    """Documents in a random order, `most` bytes of them."""
+    parts: list[bytes] = []
+    for document in ranked(documents):
+        if most <= 0:
+            break
+        parts.append(document._replace(end=document.begin + min(most, document.size(stdin))).read(stdin))
+        most -= len(parts[-1])
+    return parts

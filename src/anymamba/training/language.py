@@ -19,6 +19,7 @@ from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokeniz
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
+from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
@@ -26,6 +27,7 @@ from anymamba.training.layers import expect_compiler
 from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
+from anymamba.training.sources import Text, find_text
 from anymamba.training.step import batch_nats, carried_from
 from anymamba.training.task import Evaluation, Task
 
@@ -129,17 +131,22 @@ def settled(config: TrainingConfig) -> TrainingConfig:
         ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
     """
     device, name = find_device(config.device, "device ="), config.data.tokenizer
+    pairs = None if name is None else byte_pair_size(name)
     if config.precision.compile:
         expect_compiler(device)
     if config.model.init is None:
         config.model.lm_config(256)
         name = name or "bytes"
+    elif pairs is not None:
+        raise ValueError(f"data.tokenizer = {name}: model.init has a tokenizer, and its weights know no other")
     else:
         found = open_checkpoint(config.model.init)
         config.model.expect(found.config)
         tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
         beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")
         name = name or beside
+    if pairs is not None:
+        return config
     if name != "bytes":
         name = str(Path(name, "tokenizer.json") if Path(name).is_dir() else name)
         FileTokenizer(name, config.data.end_token)
@@ -165,9 +172,13 @@ class LanguageTask(Task[Batch]):
         self.config, self._directory = config, directory
         self.held_out: HeldOut | None = None
         self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
-        self._tokenizer = self._make_tokenizer(begun is None, tell)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
-        self.corpus = prepare(config.data, shards, self._tokenizer, tell) if begun is None else open_corpus(shards)
+        if begun is None:
+            text = find_text(config.data, tell)
+            self._tokenizer = self._make_tokenizer(text, tell)
+            self.corpus = prepare(config.data, shards, self._tokenizer, tell, text)
+        else:
+            self._tokenizer, self.corpus = self._open_tokenizer(), open_corpus(shards)
         self._batches = Batches(
             self.corpus.train,
             mode=config.data.mode,
@@ -248,28 +259,30 @@ class LanguageTask(Task[Batch]):
             bytes_per_token = int(text.sizes.sum()) / text.total
             plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
 
-    def _make_tokenizer(self, fresh: bool, tell: Callable[[str], None]) -> Tokenizer:
-        """The tokenizer, from the copy of its file that belongs to the run."""
-        if fresh:
-            self._take_companions()
+    def _open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, from the file that belongs to the run."""
         if self.config.data.tokenizer == "bytes":
             return ByteTokenizer()
-        tokenizer = FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
-        if fresh and not tokenizer.end:
-            tell(
-                f"{self.config.data.tokenizer}: no token that ends a document is known, so the model will not learn "
-                "where one ends; name it with --data.end_token TOKEN"
-            )
-        if fresh:
-            write_end(tokenizer, self._directory)
-        return tokenizer
+        return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
 
-    def _take_companions(self) -> None:
-        """Copy the tokenizer's files into the run, and remove those that a failed attempt with another one left."""
-        name, taken = self.config.data.tokenizer or "bytes", []
-        if name != "bytes":
-            taken = [*copy_companions(Path(name).parent, self._directory), "tokenizer.json"]
-            with replacing(self._directory / "tokenizer.json") as temporary:
+    def _make_tokenizer(self, text: Text, tell: Callable[[str], None]) -> Tokenizer:
+        """Copy the tokenizer's files into the run, or make one; those of a failed attempt with another are removed."""
+        name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
+        if (size := byte_pair_size(name)) is not None:
+            make_byte_pairs(text, size, own)
+            taken = [own.name]
+        elif name != "bytes":
+            taken = [*copy_companions(Path(name).parent, self._directory), own.name]
+            with replacing(own) as temporary:
                 shutil.copyfile(name, temporary)
         for other in set(COMPANIONS) - set(taken):
             (self._directory / other).unlink(missing_ok=True)
+        tokenizer = self._open_tokenizer()
+        if isinstance(tokenizer, FileTokenizer):
+            write_end(tokenizer, self._directory)
+            if not tokenizer.end:
+                tell(
+                    f"{name}: no token that ends a document is known, so the model will not learn where one ends; name "
+                    "it with --data.end_token TOKEN"
+                )
+        return tokenizer

@@ -13,8 +13,6 @@ import lzma
 import numpy as np
 import numpy.typing as npt
 
-from anymamba.training.corpus import Document, ranked
-
 ORDER = 5  # bytes of an n-gram, the predicted one included
 TRAINING_BYTES = 2**22  # the most training text that it reads
 _BETA = 4.0
@@ -51,15 +49,3 @@ def _keys(text: bytes, n: int) -> _Keys:
     for i in range(n):
         keys = (keys << np.uint64(8)) | letters[i : i + len(keys)]
     return keys
-
-
-def sample(documents: list[Document], stdin: bytes, most: int = TRAINING_BYTES) -> bytes:
-    """The text of documents in a random order, `most` bytes of it."""
-    parts, left = [], most
-    for document in ranked(documents):
-        if left <= 0:
-            break
-        size = document.size(stdin)
-        parts.append(document._replace(end=document.begin + min(size, left)).read(stdin))
-        left -= len(parts[-1])
-    return b"".join(parts)

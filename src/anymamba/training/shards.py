@@ -20,8 +20,8 @@ from torch import Tensor
 from anymamba.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.training.config import DataSection
-from anymamba.training.corpus import Document, encode
-from anymamba.training.neighbours import ngram_bits, sample, xz_bytes
+from anymamba.training.corpus import Document, encode, sample
+from anymamba.training.neighbours import TRAINING_BYTES, ngram_bits, xz_bytes
 from anymamba.training.sources import Text, find_text
 
 _INDEX = "index.json"
@@ -178,7 +178,7 @@ def _tokenise(
                 f"{'to train on' if name == 'train' else 'that are held out'}, got {count}"
             )
     index["xz_bytes"] = xz_bytes(text)
-    index["ngram_bits"] = ngram_bits(sample(found.train, found.stdin), text)
+    index["ngram_bits"] = ngram_bits(b"".join(sample(found.train, found.stdin, TRAINING_BYTES)), text)
     index["complete"] = True
     if found.skipped:
         (directory / "skipped.txt").write_text("\n".join(found.skipped) + "\n", encoding="utf-8")
