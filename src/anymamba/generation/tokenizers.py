@@ -96,7 +96,8 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without tokens that the file would add around it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places in the text
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -192,7 +193,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start a text."""
         self._tokenizer = tokenizer
-        # A token's text may depend on those before it, so the tokens behind the last whole text are kept, and decoded
+        # A token's text may depend on those before it, so the tokens after the last whole text are kept, and decoded
         # again with every new one.
         self._ids: list[int] = []
         self._kept = 0  # how many of them belong to text that has been given

@@ -10,9 +10,9 @@ import torch
 from anymamba.generation import generate
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.training.config import TextEvaluationSection
 from anymamba.training.data import segments
 from anymamba.training.neighbours import ORDER
+from anymamba.training.sections import TextEvaluationSection
 from anymamba.training.shards import Corpus
 from anymamba.training.step import batch_nats
 

@@ -17,12 +17,13 @@ from anymamba.devices import find_device
 from anymamba.files import locked
 from anymamba.interrupts import interrupts
 from anymamba.training.checkpoint import Checkpoint, amend_checkpoint, checkpoints, load_latest, save_checkpoint
-from anymamba.training.config import RunConfig, ScheduleSection
+from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
 from anymamba.training.layers import compile_layers, recompute_layers
 from anymamba.training.logs import open_logs
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
 from anymamba.training.report import MetricsTable, Row, can_plot
+from anymamba.training.sections import ScheduleSection
 from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
@@ -97,6 +98,7 @@ def reopen(
     ]
     if refused:
         why = "" if keeps_rates else f"; the {step} steps taken would have had other learning rates"
+        why = f"; {step} steps have been taken" if config.schedule.steps < step else why
         raise ValueError(
             f"{directory}: a run continues with the config it began with; changed: {', '.join(refused)}{why}{instead}"
         )

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from anymamba.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
-from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, encode, sample
 from anymamba.training.neighbours import TRAINING_BYTES, ngram_bits, xz_bytes
+from anymamba.training.sections import DataSection
 from anymamba.training.sources import Text, find_text
 
 _INDEX = "index.json"

@@ -13,8 +13,8 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from anymamba.training.config import DataSection
 from anymamba.training.corpus import Document, line_text, split
+from anymamba.training.sections import DataSection
 
 _LINES = (".jsonl", ".ndjson")
 _BLOCK = 2**20  # bytes that are read at once

@@ -23,12 +23,12 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any
 
 
 def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype) -> tuple[Tensor, LMCache]:
-    """The negative log-likelihood of a batch's targets, added up, and the state behind each of its rows.
+    """The negative log-likelihood of a batch's targets, added up, and the state after each of its rows.
 
     Args:
         model: the language model.
         batch: on the model's device.
-        carried: the state of each row, behind the step before; None for a fresh start of all.
+        carried: the state of each row, after the step before; None for a fresh start of all.
         dtype: of the computation.
 
     Returns:
