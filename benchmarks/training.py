@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from anymamba.models.loss import head_nats
 from anymamba.training.config import TrainingConfig
 from anymamba.training.display import Display
-from anymamba.training.language import LanguageTask, train
+from anymamba.training.language import LanguageTask, begin
 from anymamba.training.loop import Trainer
 from anymamba.training.report import MetricsTable
 from benchmarks.generation import our_model, prompt, transformers_model
@@ -121,7 +121,7 @@ def start_run(**sections: Any) -> Trainer[LanguageTask]:
         "threads": torch.get_num_threads(),
         **sections,
     }
-    return train(TrainingConfig.from_dict(values), directory / "run", lambda _: None)
+    return begin(TrainingConfig.from_dict(values), directory / "run", lambda _: None)
 
 
 def set_up_trainer(bare: bool, small: bool = False) -> Call:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, make_norm
-from anymamba.training.config import (
+from anymamba.training.config import RunConfig
+from anymamba.training.sections import (
     CheckpointSection,
     EvaluationSection,
     OptimiserSection,
-    RunConfig,
     ScheduleSection,
     at_least,
     option,

@@ -2,14 +2,15 @@
 
     python -m examples.resets --task majority|rotor|spinor [--seeds 0 1 2] [--out runs/resets]
 
-Every variant of the task's model is trained from every seed. A run that was stopped goes on when the command is given
-again, and one that is finished is only read. The table is printed and written to OUT/TASK.md, and a plot of accuracy
-against length to OUT/TASK.png.
+Every variant of the task's model is trained from every seed; a line says how long that may take. A run that was stopped
+continues when the command is given again, and one that is finished is only read. The table is printed and written to
+OUT/TASK.md, and a plot of accuracy against length to OUT/TASK.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import replace
@@ -29,6 +30,7 @@ from examples.resets.streams import LENGTH, STREAMS
 from examples.resets.task import TEST, ResetConfig, ResetSection, ResetTask, accuracies
 
 STEPS = {"majority": 4000, "rotor": 2000, "spinor": 2000}
+SECONDS = {"majority": 0.009, "rotor": 0.014, "spinor": 0.023}  # of a step, on an idle core of an AMD EPYC (Zen 3)
 
 
 def tell(message: str) -> None:
@@ -45,7 +47,7 @@ def judge(task: str, model: nn.Module, variant: str, seed: int | None, steps: in
 
 
 def train(config: ResetConfig, directory: Path) -> Outcome | None:
-    """Train a variant from a seed, or go on with it; None if it was interrupted."""
+    """Train a variant from a seed, or continue; None if it was interrupted."""
     c = config.reset
     tell(f"{c.task}, {c.variant}, seed {config.seed}: {directory}")
     trainer = train_or_resume(ResetTask(config), directory, tell)
@@ -75,12 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
             for variant in VARIANTS[given.task]
             for seed in given.seeds
         ]
+        minutes = math.ceil(sum(config.schedule.steps for config in configs) * SECONDS[given.task] / 60)
+        tell(
+            f"{len(configs)} runs, about {minutes} min on an idle core and several times as long on a busy one; a "
+            "run ends early when its task is solved"
+        )
         outcomes = [judge(given.task, by_hand(given.task), "by hand", None, 0, 0.0)]
         for config in configs:
             name = config.reset.variant.lower().replace(" ", "-")
             outcome = train(config, given.out / given.task / name / f"seed-{config.seed}")
             if outcome is None:
-                tell("interrupted; the same command goes on")
+                tell("interrupted; the same command continues")
                 return 130
             outcomes.append(outcome)
     except ValueError as error:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anymamba.training.config import (
+from anymamba.training.config import RunConfig
+from anymamba.training.sections import (
     CheckpointSection,
     EvaluationSection,
     OptimiserSection,
-    RunConfig,
     ScheduleSection,
     at_least,
     option,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from anymamba import MambaLM
 from anymamba.models.config import MambaLMConfig
-from anymamba.training.config import RunConfig, at_least, option
+from anymamba.training.config import RunConfig
+from anymamba.training.sections import at_least, option
 from anymamba.training.step import autocast
 from anymamba.training.task import Evaluation, Task
 from examples.state_tracking.languages import LANGUAGES, NONE, Sequences

@@ -1,27 +1,37 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
-from anymamba.blocks.mamba1 import Mamba1 as Mamba1
-from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
-from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config
-from anymamba.blocks.mamba2 import Mamba2 as Mamba2
-from anymamba.blocks.mamba2 import Mamba2Cache as Mamba2Cache
-from anymamba.blocks.mamba2 import Mamba2Config as Mamba2Config
-from anymamba.blocks.mamba3 import Mamba3 as Mamba3
-from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
-from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
-from anymamba.generation import GenerationState as GenerationState
-from anymamba.generation import decoder as decoder
-from anymamba.generation import generate as generate
-from anymamba.generation import stream as stream
-from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
-from anymamba.ground.finite import check_finite as check_finite
-from anymamba.ground.operators import portable as portable
-from anymamba.models import LMCache as LMCache
-from anymamba.models import MambaLM as MambaLM
-from anymamba.models import MambaLMConfig as MambaLMConfig
-from anymamba.scan import SsdPath as SsdPath
-from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
-from anymamba.scan import selective_scan as selective_scan
-from anymamba.scan import ssd as ssd
-from anymamba.scan import trapezoid_scan as trapezoid_scan
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
 from anymamba.version import __version__ as __version__
+
+# The `anymamba` command imports what it needs, when it needs it: its help must not wait for torch.
+_IS_COMMAND = PurePath(*sys.orig_argv[1:2]).stem == "anymamba" or sys.orig_argv[1:3] == ["-m", "anymamba"]
+
+if TYPE_CHECKING or not _IS_COMMAND:
+    from anymamba.blocks.mamba1 import Mamba1 as Mamba1
+    from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
+    from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config
+    from anymamba.blocks.mamba2 import Mamba2 as Mamba2
+    from anymamba.blocks.mamba2 import Mamba2Cache as Mamba2Cache
+    from anymamba.blocks.mamba2 import Mamba2Config as Mamba2Config
+    from anymamba.blocks.mamba3 import Mamba3 as Mamba3
+    from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
+    from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
+    from anymamba.generation import GenerationState as GenerationState
+    from anymamba.generation import pipeline as pipeline
+    from anymamba.generation import stream as stream
+    from anymamba.generation.decoder import decoder as decoder
+    from anymamba.generation.generate import generate as generate
+    from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
+    from anymamba.ground.finite import check_finite as check_finite
+    from anymamba.ground.operators import portable as portable
+    from anymamba.models import LMCache as LMCache
+    from anymamba.models import MambaLM as MambaLM
+    from anymamba.models import MambaLMConfig as MambaLMConfig
+    from anymamba.scan import SsdPath as SsdPath
+    from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
+    from anymamba.scan import selective_scan as selective_scan
+    from anymamba.scan import trapezoid_scan as trapezoid_scan
+    from anymamba.scan.ssd import ssd as ssd

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -14,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anymamba import GenerationState, MambaLM
-from anymamba.cli import generate, info
+from anymamba import GenerationState, MambaLM, MambaLMConfig
+from anymamba.cli import answers, generate, info
+from anymamba.cli.main import main
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.ground.files import read_json
+from anymamba.models.skeleton import skeleton
+from tests.generation.cases import bare
 from tests.models.cases import GOLDEN, small_lm
 
 MODEL = dict(vocab_size=256, pad_vocab_size_multiple=1)  # noqa: C408
@@ -142,6 +146,25 @@ class TestGenerate:
         expected = whole.state.cache.tensors()
         assert all(torch.allclose(x, expected[name], atol=1e-5) for name, x in saved.cache.tensors().items())
 
+    def test_an_interrupted_text_is_followed_by_its_speed(self, run, model, interrupted):
+        interrupted(4)
+        code, _, err = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 30)
+        assert code == 130
+        assert re.fullmatch(r"read 5 tokens at [\d.]+/s, wrote 4 at [\d.]+ tokens/s\n", err)
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+    def test_a_terminal_is_told_how_to_continue_and_to_leave(self, model, capsys, monkeypatch):
+        ours, theirs = os.openpty()
+        os.write(ours, b"one\n\n\x04")
+        with os.fdopen(theirs) as terminal:
+            monkeypatch.setattr(sys, "stdin", terminal)
+            assert main(["generate", model, "--interactive", "--max-new-tokens", "3"]) == 0
+        os.close(ours)
+        first, *rest = capsys.readouterr().err.splitlines()
+        assert "an empty line lets the model continue" in first
+        assert first.endswith("Ctrl-C ends a reply, Ctrl-D leaves.")
+        assert rest[-1].startswith("> > > read 3 tokens")
+
     def test_an_interrupted_turn_is_followed_by_the_next(self, run, model, interrupted):
         interrupted(4)
         code, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"one\ntwo\n")
@@ -162,6 +185,59 @@ class TestGenerate:
         done = subprocess.run(["bash", "-c", f"{command} | true"], capture_output=True, text=True, check=True)
         assert done.stderr == ""
         assert GenerationState.load(tmp_path / "state", MambaLM.from_pretrained(model)).counts.item() >= 1
+
+    @pytest.mark.parametrize("form", ["lines", "jsonl", "stdin", "json on stdin"])
+    def test_a_file_of_prompts_becomes_json_lines_in_order(self, run, model, tmp_path, form):
+        prompts = ["Hello", "a longer prompt", "Hello", "x", "Grün"]
+        lines = [json.dumps({"prompt": p, "id": i}) if "json" in form else p for i, p in enumerate(prompts)]
+        content = "\n\n".join(lines).encode() + b"\n"
+        file = tmp_path / ("prompts.jsonl" if form == "jsonl" else "prompts.txt")
+        file.write_bytes(content)
+        flags = ["--max-new-tokens", 9, "--seed", 3, "--batch-size", 2, "--stop", "nowhere"]
+        where = "-" if "stdin" in form else file
+        code, out, err = run("generate", model, "--prompts", where, *flags, stdin=content)
+        found = [json.loads(line) for line in out.splitlines()]
+        assert (code, [entry["prompt"] for entry in found]) == (0, prompts)
+        assert [entry.get("id") for entry in found] == ([*range(5)] if "json" in form else [None] * 5)
+        for place in (0, 1, 3, 4):
+            assert found[place]["text"] == continuation(model, prompts[place].encode(), 9, seed=3)
+        assert (found[0]["reason"], len(found[0]["tokens"])) == ("length", 9)
+        assert found[0]["text"] != found[2]["text"]
+        assert re.search(r"5 of 5 prompts, [\d.]+ new tokens/s", err)
+
+    def test_prompts_can_have_samples_and_log_probabilities(self, run, model, tmp_path):
+        (tmp_path / "prompts").write_text("one\ntwo\n")
+        flags = ["--prompts", tmp_path / "prompts", "--max-new-tokens", 4, "--samples", 3, "--logprobs", 2]
+        found = [json.loads(line) for line in run("generate", model, *flags)[1].splitlines()]
+        assert [entry["prompt"] for entry in found] == ["one"] * 3 + ["two"] * 3
+        for entry in found:
+            assert [choice["token"] for choice in entry["choices"]] == entry["tokens"]
+            assert all(len(alternatives) == 2 for alternatives in entry["alternatives"])
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("a.txt", "\n\n", "a.txt: expected a prompt a line, found none"),
+            ("a.jsonl", '{]\n{"prompt": "x"}\n{"text": "x"}\n', "line 1: not readable JSON"),
+            ("a.jsonl", '{]\n{"prompt": "x"}\n{"text": "x"}\n', 'line 3: expected an object with a text "prompt"'),
+            ("a.jsonl", '{"prompt": ""}', 'line 1: expected an object with a text "prompt"'),
+        ],
+    )
+    def test_lines_that_are_no_prompts_are_all_named(self, run, model, tmp_path, name, content, message):
+        (tmp_path / name).write_text(content)
+        code, out, err = run("generate", model, "--prompts", tmp_path / name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+
+    def test_an_interrupt_leaves_whole_lines(self, run, model, tmp_path, interrupted, monkeypatch):
+        monkeypatch.setattr(answers, "load", lambda args: generate.load(args))
+        (tmp_path / "prompts").write_text("one\ntwo\nthree\n")
+        interrupted(10)
+        flags = ["--prompts", tmp_path / "prompts", "--max-new-tokens", 6, "--batch-size", 1]
+        code, out, err = run("generate", model, *flags)
+        assert code == 130
+        assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one"]
+        assert err.startswith("1 of 3 prompts, ")
 
     def test_text_stops_before_a_stop_text(self, run, model):
         whole = continuation(model, b"Hello", 40, temperature=1.0, seed=0)
@@ -193,7 +269,7 @@ sys.exit(code)
             (["--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
             (["--prompt", "x", "--temperature", "nan"], "temperature must be 0 (greedy) or positive, got nan"),
             (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
-            (["--prompt", "x", "--stop", ""], "--stop needs a text, got an empty one"),
+            (["--prompt", "x", "--stop", ""], "--stop must be a text, got an empty one"),
             (["--prompt", "x", "--load-state", "nowhere"], "nowhere: no such file"),
             (["--prompt", "x", "--device", "cuda:77"], "--device cuda:77: not available here"),
             (["--prompt", "x", "--device", "toaster"], "--device toaster: not available here"),
@@ -202,6 +278,8 @@ sys.exit(code)
             (["--file", "nowhere"], "nowhere: no such file"),
             (["--file", "."], ".: expected a file, got a directory"),
             (["--prompt", "x", "--save-state", "nowhere/state"], "nowhere/state: there is no such directory"),
+            (["--prompts", "nowhere"], "nowhere: no such file"),
+            (["--prompts", "x", "--save-state", "y"], "--save-state belongs to one text, and cannot be used with --pr"),
         ],
     )
     def test_a_mistake_is_one_line_and_exit_code_2(self, run, model, flags, message):
@@ -254,6 +332,13 @@ class TestConvert:
         assert "copied tokenizer.json" in out
         assert MambaLM.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
         assert (tmp_path / "narrow" / "tokenizer.json").read_text() == "{}"
+
+    def test_transformers_knows_what_ends_a_text(self, run, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        small_lm(**MODEL, ssm_cfg={"layer": "Mamba2", "headdim": 8}).save_pretrained(tmp_path / "model")
+        bare(tmp_path / "model", "<pad>", "<|endoftext|>")
+        assert run("convert", tmp_path / "model", tmp_path / "theirs", "--format", "transformers")[0] == 0
+        assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").eos_token_id == 2
 
     def test_nothing_is_left_where_it_fails(self, run, tmp_path):
         code, _, err = run("convert", GOLDEN / "lm_mamba2_mlp_untied", tmp_path / "a", "--format", "transformers")
@@ -366,15 +451,52 @@ class TestEval:
     @pytest.mark.parametrize(
         ("file", "message"),
         [
-            ("nowhere", "nowhere: no such file"),
-            (".", ".: expected a file, got a directory"),
+            ("nowhere", "nowhere: no such file or directory"),
+            ("{empty}", "{empty}: no text files there"),
             ("/dev/null", "/dev/null: a text of at least two tokens is needed, got 0"),
             ("-", "stdin: a text of at least two tokens is needed, got 0"),
         ],
     )
-    def test_what_is_no_text_is_named(self, run, model, file, message):
-        code, out, err = run("eval", model, file)
-        assert (code, out, err) == (2, "", f"anymamba: {message}\n")
+    def test_what_is_no_text_is_named(self, run, model, tmp_path, file, message):
+        (tmp_path / "empty").mkdir()
+        code, out, err = run("eval", model, file.format(empty=tmp_path / "empty"))
+        assert (code, out, err) == (2, "", f"anymamba: {message.format(empty=tmp_path / 'empty')}\n")
+
+    def test_files_and_directories_are_scored_one_by_one_and_together(self, run, model, tmp_path):
+        texts = {"folder/a.txt": "one text " * 20, "folder/deep/b.txt": "another text " * 30, "c.txt": "third " * 9}
+        for name, text in texts.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        (tmp_path / "folder" / "short.txt").write_text("x")
+        code, out, err = run("eval", model, tmp_path / "folder", tmp_path / "c.txt")
+        header, *lines = out.splitlines()
+        assert (code, header.split()) == (0, ["tokens", "bits", "per", "byte", "perplexity"])
+        assert lines[2].split() == ["1", "too", "short", str(tmp_path / "folder" / "short.txt")]
+        rows = {line.split()[3]: line.split()[:3] for line in lines if "short" not in line}
+        nats = counted = 0
+        for name, text in texts.items():
+            alone = run("eval", model, tmp_path / name)[1]
+            tokens, bits, perplexity = rows[str(tmp_path / name)]
+            assert f"tokens          {tokens} " in alone
+            assert f"bits per byte   {bits}\n" in alone
+            assert f"perplexity      {perplexity} per token" in alone
+            ids = torch.tensor([list(text.encode())])
+            nats += MambaLM.from_pretrained(model)(ids, labels=ids).loss.item() * (len(text) - 1)
+            counted += len(text) - 1
+        assert lines[-1].endswith("all 4 texts")
+        assert float(rows["all"][1]) == pytest.approx(nats / math.log(2) / counted, rel=1e-4)
+        assert int(rows["all"][0]) == sum(map(len, texts.values())) + 1
+        assert "tokens/s" in err
+
+    def test_files_of_a_directory_that_are_no_text_are_all_named(self, run, model, tmp_path):
+        (tmp_path / "folder").mkdir()
+        for name in ("a.gz", "b.zip", "c.txt"):
+            (tmp_path / "folder" / name).write_text("some text")
+        code, out, err = run("eval", model, tmp_path / "folder")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.count("compressed or binary, not text") == 2
+        assert "a.gz: " in err
+        assert "b.zip: " in err
 
     def test_stdin_and_pipes_are_scored_as_files_are(self, run, model, tmp_path):
         text = "Grün und grün.\n".encode() * 30
@@ -401,32 +523,64 @@ class TestAll:
         assert err.count("\n") == 1
         assert not (tmp_path / "out").exists()
 
-    def test_too_little_memory_is_one_line_and_exit_code_2(self, run, monkeypatch):
-        def raises(error):
+    @pytest.mark.parametrize(
+        "error",
+        [
+            MemoryError(),
+            MemoryError("std::bad_alloc"),
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            RuntimeError("unable to mmap 344320040 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+            torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB"),
+        ],
+        ids=str,
+    )
+    def test_too_little_memory_is_one_line_and_exit_code_2(self, run, monkeypatch, error):
+        def fails(_):
             raise error
 
-        for fails in (
-            lambda _: torch.empty(2**50),
-            lambda _: raises(MemoryError()),
-            lambda _: raises(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")),
-        ):
-            monkeypatch.setattr(info, "run", fails)
+        def fails_within(_):
+            try:
+                raise error
+            except Exception as cause:
+                raise RuntimeError("the model could not be read") from cause
+
+        for function in (fails, fails_within):
+            monkeypatch.setattr(info, "run", function)
             code, out, err = run("info")
             assert (code, out) == (2, "")
             assert err.startswith("anymamba: out of memory: ")
             assert err.count("\n") == 1
-        monkeypatch.setattr(info, "run", lambda _: raises(RuntimeError("a bug")))
+
+    def test_torch_says_itself_that_memory_is_out(self, run, monkeypatch):
+        monkeypatch.setattr(info, "run", lambda _: torch.empty(2**50))
+        assert run("info")[2].startswith("anymamba: out of memory: ")
+
+    def test_another_error_is_not_hidden(self, run, monkeypatch):
+        def fails(_):
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(info, "run", fails)
         with pytest.raises(RuntimeError, match="a bug"):
             run("info")
 
-    def test_no_command_and_unknown_flags_are_usage_errors(self, run):
-        assert run()[0] == 2
-        assert run("generate")[0] == 2
-        assert run("info", "--nonsense")[0] == 2
-
-    def test_help_and_version(self, run):
-        assert run("--version")[1].startswith("anymamba ")
-        for command in ("generate", "info", "convert", "eval"):
-            code, out, _ = run(command, "--help")
-            assert code == 0
-            assert "usage: anymamba" in out
+    @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+    @pytest.mark.parametrize("limit", [300, 1500, 2100])
+    def test_a_limit_that_is_too_low_is_one_line_wherever_it_is_met(self, tmp_path, limit):
+        """300 MB: in torch's import; then in mapping or reading 600 MB of weights, which are a hole in a file."""
+        config = MambaLMConfig(d_model=64, n_layer=1, vocab_size=2_300_000, ssm_cfg={"layer": "Mamba2"})
+        entries, size = {}, 0
+        for name, x in skeleton(config).state_dict().items():
+            if name != "lm_head.weight":
+                entries[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [size, size + 4 * x.numel()]}
+                size += 4 * x.numel()
+        header = json.dumps(entries).encode()
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + size)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+        command = shlex.join([sys.executable, "-m", "anymamba", "generate", str(tmp_path), "--tokenizer", "bytes"])
+        command = f"ulimit -v {limit}000; {command} --prompt x"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith("anymamba: out of memory: ")

@@ -71,14 +71,14 @@ def test_train_interrupt_resume_generate_eval(run, config, tmp_path):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert f"go on with: anymamba train --resume {part}" in out
+    assert f"continue with: anymamba train --resume {part}" in out
     assert 3 <= (part / "metrics.csv").read_text().count("\n") - 1 < 40
     MambaLM.from_pretrained(part)
 
     assert run("train", config, "--out", part)[0] == 2
     code, out, err = run("train", "--resume", part)
     assert code == 0
-    assert "going on behind step" in err
+    assert "resuming after step" in err
     assert weights(part) == weights(whole)
 
     code, out, _ = run("generate", part, "--prompt", "alpha", "--max-new-tokens", 5)
@@ -127,11 +127,14 @@ def test_a_model_is_trained_further(run, config, tmp_path):
         (["--model.block", "{nonsense = 1}"], "entries that Mamba3 does not know: ['nonsense']"),
         (["--seed", str(2**63)], "seed must be at least 0 and below 2^63, got 9223372036854775808"),
         (["--data.tokenizer", "nowhere.json"], "nowhere.json: no such file"),
+        (["--data.tokenizer", "bpe:many"], "expected a number of tokens, 257 or more, got 'many'"),
+        (["--data.tokenizer", "bpe:256"], "expected a number of tokens, 257 or more, got '256'"),
+        (["--data.tokenizer", "bpe:300", "--model.init", "x"], "model.init has a tokenizer, and its weights know no"),
         (["--model.init", "./nowhere"], "./nowhere: no such directory"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
-    monkeypatch.setattr("anymamba.training.language.prepare", None)
+    monkeypatch.setattr("anymamba.training.language.find_text", None)
     code, _, err = run("train", config, "--out", tmp_path / "run", *flags)
     assert code == 2
     assert message in err
@@ -170,7 +173,7 @@ def test_text_from_stdin_is_needed_once(run, tmp_path):
         (["--data.tokenizer", "{config}"], "not a readable tokenizer"),
         (["--device", "toaster"], "device = toaster: not available here"),
         (["--batch.length", "100000", "--batch.tokens", "100000"], "too little text to train on"),
-        (["--resume", "nowhere"], "expected a checkpoint to go on from, found none"),
+        (["--resume", "nowhere"], "nowhere: no such directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, config, tmp_path, monkeypatch, flags, message):
@@ -216,13 +219,57 @@ def test_an_unreadable_file_and_an_empty_directory_are_refused(run, config, tmp_
     assert "not UTF-8 text" in err
 
 
+def test_all_bad_files_are_listed_and_can_be_excluded_or_skipped(run, config, tmp_path):
+    corpus, flags = tmp_path / "corpus", ["--schedule.steps", 1, "--evaluation.sample_tokens", 0]
+    (corpus / "a.gz").write_bytes(b"x")
+    (corpus / "b.jsonl").write_bytes(b"{]\n")
+    code, out, err = run("train", config, "--out", tmp_path / "run", *flags)
+    assert (code, out) == (2, "")
+    first, second, last = err.splitlines()
+    assert first.startswith(f"anymamba: {corpus / 'a.gz'}: compressed or binary")
+    assert second.startswith(f"anymamba: {corpus / 'b.jsonl'}:1: not readable JSON")
+    assert last.startswith("anymamba: 2 in all: mend them, leave them out with --data.exclude PATTERN, or skip")
+    code, _, err = run("train", config, "--out", tmp_path / "skip", *flags, "--data.on_error", "skip")
+    assert (code, err.count("skipped: ")) == (0, 2)
+    assert run("train", config, "--out", tmp_path / "run", *flags, "--data.exclude", "*.gz", "b.*")[0] == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "skip")
+
+
 def test_a_changed_config_is_refused_by_name(run, config, tmp_path):
     run("train", config, "--out", tmp_path / "run", "--schedule.steps", 2)
-    code, _, err = run("train", "--resume", tmp_path / "run", "--optimiser.lr", 1)
+    code, _, err = run("train", "--resume", tmp_path / "run", "--seed", 1)
     assert code == 2
-    assert "changed: optimiser.lr (was 0.003, got 1.0)" in err
+    assert "changed: seed (was 0, got 1)" in err
+    assert f"anymamba train --model.init {tmp_path / 'run'} --out DIR" in err
     assert run("train", config, "--resume", tmp_path / "run")[0] == 2
     assert run("train", "--resume", tmp_path / "run", "--out", "x")[0] == 2
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_how_to_start_it_again(
+    run, config, tmp_path, monkeypatch
+):
+    def killed(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("anymamba.training.loop.Trainer.save", killed)
+        assert run("train", config, "--out", tmp_path / "run")[0] == 130
+    code, out, err = run("train", "--resume", tmp_path / "run")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"the run was stopped before its first one, or this is none; start it again with --out {tmp_path}" in err
+    assert run("train", config, "--out", tmp_path / "run", "--schedule.steps", 1)[0] == 0
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_several_processes_are_refused_in_one_line_of_the_first(run, config, tmp_path, monkeypatch, rank, lines):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    code, out, err = run("train", config, "--out", tmp_path / "run")
+    assert (code, out, err.count("\n")) == (2, "", lines)
+    assert "this version cannot train in several processes, as torchrun starts them" in err or rank == "1"
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("train", config, "--out", tmp_path / "run", "--schedule.steps", 1)[0] == 0
 
 
 def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, monkeypatch):
@@ -257,7 +304,7 @@ def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, t
     monkeypatch.undo()
     code, _, err = run("train", "--resume", tmp_path / "run")
     assert code == 0
-    assert "going on behind step 5" in err
+    assert "resuming after step 5" in err
 
 
 def test_help_names_every_field(run):
@@ -266,7 +313,7 @@ def test_help_names_every_field(run):
     for name in ("--optimiser.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
         assert name in out
     out = " ".join(out.split())
-    assert "--model.family {Mamba1,Mamba2,Mamba3} family of the blocks" in out
+    assert "--model.family VALUE family of the blocks: Mamba1, Mamba2 or Mamba3" in out
     for values in ("packed,stream", "cosine,wsd,constant", "adamw,muon", "float32,bfloat16,float64"):
         assert f"{{{values}}}" in out
 

@@ -220,7 +220,8 @@ def test_the_table_rounds_down():
 def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     command = ["--task", "majority", "--seeds", "3", "5", "--steps", "2", "--out", str(tmp_path)]
     assert main(command) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.startswith("4 runs, about 1 min on an idle core")
     assert (tmp_path / "majority.md").read_text() == out.removesuffix("\n")
     assert (tmp_path / "majority.png").read_bytes().startswith(b"\x89PNG")
     rows = [line.split(" | ")[:3] for line in out.splitlines()[4:] if line]

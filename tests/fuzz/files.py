@@ -18,9 +18,9 @@ from anymamba.generation.tokenizers import FileTokenizer
 from anymamba.ground.files import digest_file
 from anymamba.models.pretrained import non_finite_values, open_checkpoint
 from anymamba.training.config import read_config
-from anymamba.training.corpus import find_documents
 from anymamba.training.language import resume
 from anymamba.training.shards import open_corpus
+from anymamba.training.sources import find_documents
 from tests.fuzz.child import Finding
 from tests.fuzz.mutations import apply, draw, sign_state
 from tests.models.cases import GOLDEN, codestral_lm
@@ -78,7 +78,7 @@ def open_data(directory):
 def open_texts(directory):
     """A config of a run, and lines of JSON."""
     read_config(directory / "run.toml")
-    for document in find_documents((str(directory / "lines.jsonl"),), "text"):
+    for document in find_documents((str(directory / "lines.jsonl"),), "text").documents:
         document.read(b"")
 
 

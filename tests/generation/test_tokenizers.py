@@ -9,29 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anymamba.generation import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
+from anymamba.generation.tokenizers import write_end
+from tests.generation.cases import TEXT, bare
 from tests.models.cases import small_lm
-
-TEXT = "héllo wörld 日本語 👍🏽 ẞ\nfoo  bar"
-
-
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory):
-    """A small byte-level BPE, as GPT-NeoX and Llama 3 have."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    directory = tmp_path_factory.mktemp("byte_level")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +50,43 @@ def test_a_tokenizer_file_is_read_with_its_end_token(byte_level):
     tokenizer = FileTokenizer(byte_level / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.end == [0]
+
+
+class TestEnd:
+    @pytest.mark.parametrize("token", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"])
+    def test_a_special_token_of_a_usual_name_is_found_without_other_files(self, tmp_path, token):
+        assert FileTokenizer(bare(tmp_path, "<pad>", token)).end == [2]
+
+    def test_the_most_certain_of_several_is_taken(self, tmp_path):
+        assert FileTokenizer(bare(tmp_path, "<|im_end|>", "</s>", "<|endoftext|>")).end == [3]
+
+    def test_an_ordinary_word_or_another_name_is_none(self, tmp_path):
+        assert FileTokenizer(bare(tmp_path, "<mine>", plain=["</s>"])).end == []
+
+    def test_a_file_beside_it_has_the_last_word(self, tmp_path):
+        file = bare(tmp_path, "<|endoftext|>", "<mine>")
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<mine>"}')
+        assert FileTokenizer(file).end == [2]
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+        assert FileTokenizer(file).end == [1]
+
+    def test_it_can_be_named(self, tmp_path):
+        file = bare(tmp_path, "<|endoftext|>", "<mine>")
+        assert FileTokenizer(file, "<mine>").end == [2]
+        with pytest.raises(ValueError, match="expected a token '<other>' that ends a text, found none"):
+            FileTokenizer(file, "<other>")
+
+    def test_it_is_written_where_other_programs_look_for_it(self, tmp_path):
+        file = bare(tmp_path, "<|endoftext|>", "<mine>")
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            (tmp_path / name).write_text('{"eos_token": "<|endoftext|>", "kept": 1}')
+        write_end(FileTokenizer(file, "<mine>"), tmp_path)
+        assert FileTokenizer(file).end == [2]
+        assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": "<mine>", "kept": 1}
+        assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 2}
+        written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        write_end(FileTokenizer(file), tmp_path)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
 
 def test_no_half_character_is_given(byte_level):

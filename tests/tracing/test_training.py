@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from anymamba.training.language import resume, train
+from anymamba.training.language import begin, open_run
 from anymamba.training.report import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -31,34 +31,34 @@ def test_a_compiled_run_follows_the_plain_one_and_resumes_bit_for_bit(tmp_path):
         sections = {"evaluation": {"every": 2}, "schedule": {"steps": 4}}
         return tiny(corpus, precision={"compile": compile, **precision}, **sections)
 
-    assert train(config(False), tmp_path / "plain", silent).run()
+    assert begin(config(False), tmp_path / "plain", silent).run()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    whole = train(config(True), tmp_path / "whole", silent)
+    whole = begin(config(True), tmp_path / "whole", silent)
     assert whole.run()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # whatever the layer and the number of sequences
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
-    part = train(config(True), tmp_path / "part", silent)
+    part = begin(config(True), tmp_path / "part", silent)
     part.save()
     for _ in range(3):
         part._take_step()
     part.save()
     torch._dynamo.reset()
-    again = resume(tmp_path / "part", {}, silent)
+    again = open_run(tmp_path / "part", {}, silent)
     assert again.step == 3
     assert again.run()
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")[3:]
     for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
-    recomputed = train(config(True, activation_checkpointing=True), tmp_path / "recomputed", silent)
+    recomputed = begin(config(True, activation_checkpointing=True), tmp_path / "recomputed", silent)
     assert recomputed.run()
     assert losses(tmp_path / "recomputed") == losses(tmp_path / "whole")
 
 
 def test_what_is_not_finite_is_found_in_a_compiled_layer(tmp_path):
-    trainer = train(tiny(write_corpus(tmp_path / "corpus"), precision={"compile": True}), tmp_path / "run", silent)
+    trainer = begin(tiny(write_corpus(tmp_path / "corpus"), precision={"compile": True}), tmp_path / "run", silent)
     with torch.no_grad():
         trainer.model.backbone.layers[1].mixer.D[0] = math.nan
     with pytest.raises(FloatingPointError, match=r"not finite first: the parameter backbone\.layers\.1\.mixer\.D"):

@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 
 from anymamba.training.checkpoint import checkpoints
-from anymamba.training.language import resume, train
+from anymamba.training.language import begin, open_run
 from tests.training.cases import silent, tiny, write_corpus
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
@@ -28,7 +28,7 @@ OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.
 
 def trainer_for(directory, mode):
     if checkpoints(directory / "checkpoints"):
-        return resume(directory, {}, silent)
+        return open_run(directory, {}, silent)
     config = tiny(
         directory.parent / "corpus",
         data={"mode": mode, "shard_tokens": 900},
@@ -37,7 +37,7 @@ def trainer_for(directory, mode):
         evaluation={"every": 5, "sample_tokens": 0},
         checkpoints={"every": 2},
     )
-    return train(config, directory, silent)
+    return begin(config, directory, silent)
 
 
 def child(directory, mode, operations):

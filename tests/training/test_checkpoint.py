@@ -12,7 +12,7 @@ from anymamba import MambaLM
 from anymamba.ground.files import locked, read_json, read_tensors, write_json
 from anymamba.training import checkpoint as module
 from anymamba.training.checkpoint import checkpoints, load_latest
-from anymamba.training.language import resume, train
+from anymamba.training.language import begin, open_run
 from anymamba.training.loop import train_or_resume
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -21,7 +21,7 @@ from tests.training.cases import silent, tiny, write_corpus
 def trainer(tmp_path):
     """A run of six steps, saved behind steps 4 and 6."""
     corpus = write_corpus(tmp_path / "corpus")
-    trainer = train(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
+    trainer = begin(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
     assert trainer.run()
     return trainer
 
@@ -38,13 +38,13 @@ def test_as_many_are_kept_as_asked(trainer):
 def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, goes_on_to):
     corpus = write_corpus(tmp_path / "corpus")
     config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9}, checkpoints={"keep": 9})
-    trainer = train(config, tmp_path / "run", silent)
+    trainer = begin(config, tmp_path / "run", silent)
     for trainer.step in (2, 4, 6):
         trainer.save()
     assert steps(trainer) == [6, 4, 2]
     for path in checkpoints(trainer.directory / "checkpoints")[:2]:
         (path / "model.safetensors").write_bytes(b"")
-    again = resume(trainer.directory, {"checkpoints.keep": "2"}, silent)
+    again = open_run(trainer.directory, {"checkpoints.keep": "2"}, silent)
     assert again.step == 2
     again.step = goes_on_to
     again.save()
@@ -169,7 +169,7 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
 
 def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
     (checkpoints(trainer.directory / "checkpoints")[0] / "model.safetensors").write_bytes(b"")
-    again = resume(trainer.directory, {}, silent)
+    again = open_run(trainer.directory, {}, silent)
     assert again.step == 4
     assert again.run()
     assert load_latest(trainer.directory / "checkpoints", silent).step == 6
@@ -179,15 +179,15 @@ def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
 def test_none_that_is_whole_is_an_error(trainer, tmp_path):
     for path in checkpoints(trainer.directory / "checkpoints"):
         (path / "training.json").unlink()
-    with pytest.raises(ValueError, match="expected a checkpoint to go on from, found 2, all damaged"):
-        resume(trainer.directory, {}, silent)
-    with pytest.raises(ValueError, match="found none"):
-        resume(tmp_path / "nowhere", {}, silent)
+    with pytest.raises(ValueError, match="expected a checkpoint to resume from, found 2, all damaged"):
+        open_run(trainer.directory, {}, silent)
+    with pytest.raises(ValueError, match="nowhere: no such directory"):
+        open_run(tmp_path / "nowhere", {}, silent)
 
 
 @pytest.mark.parametrize("full_after", [0, 1, 2])
 def test_a_full_disk_leaves_the_previous_ones(trainer, monkeypatch, full_after):
-    again, written = resume(trainer.directory, {}, silent), []
+    again, written = open_run(trainer.directory, {}, silent), []
 
     def full(path, value, write=module.digest_file):
         if len(written) == full_after:
@@ -216,23 +216,23 @@ def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(trainer):
 
 
 def test_a_changed_config_is_refused_with_the_names(trainer):
-    with pytest.raises(ValueError, match=r"changed: optimiser.lr \(was 0.003, got 1.0\), seed \(was 0, got 3\)"):
-        resume(trainer.directory, {"optimiser.lr": "1", "seed": "3", "evaluation.every": "1"}, silent)
+    with pytest.raises(ValueError, match=r"changed: batch.tokens \(was 128, got 64\), seed \(was 0, got 3\)"):
+        open_run(trainer.directory, {"batch.tokens": "64", "seed": "3", "evaluation.every": "1"}, silent)
 
 
 def test_changed_text_is_refused(trainer):
     corpus = write_corpus(trainer.directory.parent / "corpus")
     (corpus / "more.txt").write_text("more")
-    other = train(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
+    other = begin(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
     shutil.rmtree(trainer.directory / "data")
     shutil.copytree(other.directory / "data", trainer.directory / "data")
     with pytest.raises(ValueError, match="not what the run began to learn from"):
-        resume(trainer.directory, {}, silent)
+        open_run(trainer.directory, {}, silent)
 
 
 def test_a_run_is_not_overwritten(trainer):
-    with pytest.raises(ValueError, match="there is a run already; go on with --resume"):
-        train(trainer.config, trainer.directory, silent)
+    with pytest.raises(ValueError, match="there is a run already; continue it with --resume"):
+        begin(trainer.config, trainer.directory, silent)
 
 
 def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
@@ -240,7 +240,7 @@ def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
     before = {path: path.read_bytes() for path in trainer.directory.iterdir() if path.is_file()}
     assert len(before) > 3
     with pytest.raises(ValueError, match=r"found config\.json, model\.safetensors, metrics\.csv and no checkpoints"):
-        train(trainer.config, trainer.directory, silent)
+        begin(trainer.config, trainer.directory, silent)
     fresh = train_or_resume(trainer.task, trainer.directory, silent)
     with pytest.raises(ValueError, match="expected a directory without a run or a model, found config"):
         fresh.run()
@@ -254,8 +254,8 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(trainer, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_tensors", full)
         with pytest.raises(OSError, match="No space left"):
-            train(trainer.config, tmp_path / "again", silent).run()
-    assert train(trainer.config, tmp_path / "again", silent).run()
+            begin(trainer.config, tmp_path / "again", silent).run()
+    assert begin(trainer.config, tmp_path / "again", silent).run()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
@@ -263,13 +263,13 @@ class TestTwoProcesses:
     message = "run: another process is at work on this run; wait until it ends, or name another"
 
     def test_the_second_is_refused_and_changes_nothing(self, trainer):
-        second = resume(trainer.directory, {}, silent)
+        second = open_run(trainer.directory, {}, silent)
         before = {path: path.stat().st_mtime_ns for path in trainer.directory.rglob("*")}
         with locked(trainer.directory):
             for attempt in (
                 second.run,
-                lambda: resume(trainer.directory, {}, silent),
-                lambda: train(trainer.config, trainer.directory, silent),
+                lambda: open_run(trainer.directory, {}, silent),
+                lambda: begin(trainer.config, trainer.directory, silent),
                 lambda: train_or_resume(trainer.task, trainer.directory, silent),
             ):
                 with pytest.raises(ValueError, match=self.message):
@@ -278,7 +278,7 @@ class TestTwoProcesses:
         assert second.run()
 
     def test_a_run_is_locked_while_it_goes_on_and_not_behind_it(self, trainer, monkeypatch):
-        again, tried = resume(trainer.directory, {}, silent), []
+        again, tried = open_run(trainer.directory, {}, silent), []
 
         def write_model(model, directory):
             with pytest.raises(ValueError, match=self.message), locked(trainer.directory):

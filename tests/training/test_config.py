@@ -15,6 +15,21 @@ def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
     assert from_file.model.lm_config(256).block_config().rope_fraction == 0.25
 
 
+@pytest.mark.parametrize(
+    "given", [["a", "b"], "a,b", ["a,b"], '["a", "b"]', "['a','b']", ["a", '["b"]'], "a,b,"], ids=str
+)
+def test_a_list_is_understood_as_values_in_commas_or_in_brackets(given):
+    assert read_config(None, {"data.sources": given}).data.sources == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["a,b", "[1]", '["a"]', "[ab]*.txt", "x" * 300])
+def test_an_entry_that_is_a_file_or_a_pattern_is_one_entry(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    if len(name) < 100 and "*" not in name:
+        (tmp_path / name).write_text("x")
+    assert read_config(None, {"data.sources": [name]}).data.sources == (name,)
+
+
 def test_the_command_line_comes_last(tmp_path):
     (tmp_path / "c.toml").write_text("[batch]\ntokens = 512\n")
     assert read_config(tmp_path / "c.toml", {"batch.tokens": "1024"}).batch.tokens == 1024
@@ -40,7 +55,7 @@ def test_every_field_has_a_help():
 def test_only_fields_that_change_a_weight_count_as_changed():
     a = TrainingConfig()
     b = a.replaced({"evaluation.every": "7", "checkpoints.keep": "9", "seed": "1", "batch.tokens": "512"})
-    assert a.changed(b) == ["batch.tokens", "seed"]
+    assert a.changed(b) == {"batch.tokens": (4096, 512), "seed": (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +63,12 @@ def test_only_fields_that_change_a_weight_count_as_changed():
     [
         ("[optimizer]\nlr = 1", "optimizer: no such field; did you mean optimiser?"),
         ("[optimiser]\nlearning_rate = 1", "optimiser.learning_rate: no such field"),
-        ("lr = 1", "lr: no such field"),
+        ("lr = 1", "lr: no such field; did you mean optimiser.lr?"),
+        ("sead = 1", "sead: no such field; did you mean seed?"),
+        ('"optimiser.lr" = 1', "optimiser.lr: no such field; did you mean optimiser.lr?"),
+        ("[data]\nsource = 'a'", "data.source: no such field; did you mean data.sources?"),
+        ("[data]\ndepth = 3", "data.depth: no such field; did you mean model.depth?"),
+        ("[schedule]\nwibble = 3", "no such field; known are schedule.steps, schedule.kind, schedule.warmup,"),
         ("[optimiser]\nlr = 'fast'", "optimiser.lr must be float, got 'fast'"),
         ("seed = true", "seed must be int, got True"),
         ("model = 3", "model must be a table, got 3"),
@@ -84,12 +104,20 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
         ("model.tie_embeddings", "yes", "--model.tie_embeddings must be true or false, got 'yes'"),
         ("model.block", "{", "--model.block must be a TOML value"),
         ("model.block", "[" * 10**5, "--model.block must be a TOML value"),
+        ("seed", ["1", "2"], "--seed takes one value, got 1 2"),
     ],
 )
 def test_a_bad_override_says_what_is_wrong(name, text, message):
-    with pytest.raises(ValueError, match=r"field|must") as error:
+    with pytest.raises(ValueError, match=r"field|must|takes") as error:
         read_config(None, {name: text})
     assert message in str(error.value)
+
+
+def test_a_field_of_the_block_is_not_misspelt_unnoticed():
+    with pytest.raises(
+        ValueError, match=r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_frac"
+    ):
+        read_config(None, {"model.block": "{rope_fractoin = 0.25}"}).model.lm_config(256)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anymamba.training import checkpoint
-from anymamba.training.language import train
+from anymamba.training.language import begin
 from tests.training.cases import silent, tiny, write_corpus
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
@@ -37,13 +37,13 @@ def demo(tmp_path):
     return make
 
 
-def begin(tmp_path):
-    return train(tiny(write_corpus(tmp_path / "corpus")), tmp_path / "runs" / "demo", silent)
+def begun(tmp_path):
+    return begin(tiny(write_corpus(tmp_path / "corpus")), tmp_path / "runs" / "demo", silent)
 
 
 def test_a_demo_that_was_stopped_or_finished_goes_on(demo, tmp_path):
     assert demo() == FRESH
-    trainer = begin(tmp_path)
+    trainer = begun(tmp_path)
     trainer.save()
     assert demo() == RESUMED
     assert trainer.run()
@@ -54,7 +54,7 @@ def test_a_demo_that_failed_in_its_first_save_begins_anew(demo, tmp_path, monkey
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    trainer = begin(tmp_path)
+    trainer = begun(tmp_path)
     monkeypatch.setattr(checkpoint, "write_tensors", killed)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
     with pytest.raises(KeyboardInterrupt):
@@ -62,4 +62,4 @@ def test_a_demo_that_failed_in_its_first_save_begins_anew(demo, tmp_path, monkey
     monkeypatch.undo()
     assert list((tmp_path / "runs" / "demo" / "checkpoints").glob(".step-*/model.safetensors"))
     assert demo() == FRESH
-    assert begin(tmp_path).run()
+    assert begun(tmp_path).run()

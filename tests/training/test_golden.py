@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anymamba.training.language import train
+from anymamba.training.language import begin
 from anymamba.training.report import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -50,7 +50,7 @@ def test_losses_are_those_of_the_list(tmp_path, family):
         schedule={"steps": 8},
         evaluation={"every": 0, "sample_tokens": 0},
     )
-    trainer = train(config, tmp_path / "run", silent)
+    trainer = begin(config, tmp_path / "run", silent)
     set_parameters(trainer.model)
     trainer.run()
     losses = [row.loss for row in read_metrics(tmp_path / "run" / "metrics.csv")]

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another model, and runs that are made longer."""
+"""Runs that begin with the weights of another model, and runs that change on the way."""
 
 import shutil
 
@@ -7,7 +7,10 @@ import torch
 
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import load_tokenizer
-from anymamba.training.language import resume, train
+from anymamba.training.checkpoint import checkpoints, load_checkpoint
+from anymamba.training.language import begin, open_run
+from anymamba.training.optim import learning_rate
+from anymamba.training.report import read_metrics
 from tests.models.cases import small_lm
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -36,7 +39,7 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
     model = small_lm(family, **MODEL, tie_embeddings=tied, rms_norm=False, d_intermediate=128)
     model.save_pretrained(tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    trainer = train(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
+    trainer = begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert_equal(trainer.model.state_dict(), model.state_dict())
     assert trainer.model.config == MambaLM.from_pretrained(tmp_path / "model").config
     assert trainer.model.training
@@ -47,7 +50,7 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
 
 def test_weights_are_learnt_in_the_precision_of_the_run(corpus, tmp_path):
     small_lm(**MODEL, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    trainer = train(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
+    trainer = begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
@@ -55,15 +58,15 @@ def test_weights_are_learnt_in_the_precision_of_the_run(corpus, tmp_path):
 def test_a_resumed_run_is_bit_equal_and_needs_the_model_no_more(corpus, tmp_path, kind):
     small_lm("Mamba3", **MODEL).save_pretrained(tmp_path / "model")
     config = begun_with(corpus, tmp_path / "model", optimiser={"kind": kind}, data={"mode": "stream"})
-    whole = train(config, tmp_path / "whole", silent)
+    whole = begin(config, tmp_path / "whole", silent)
     assert whole.run()
-    part = train(config, tmp_path / "part", silent)
+    part = begin(config, tmp_path / "part", silent)
     part.save()
     for _ in range(3):
         part._take_step()
     part.save()
     shutil.rmtree(tmp_path / "model")
-    again = resume(tmp_path / "part", {}, silent)
+    again = open_run(tmp_path / "part", {}, silent)
     assert again.step == 3
     assert again.run()
     assert_equal(again.model.state_dict(), whole.model.state_dict())
@@ -87,7 +90,7 @@ def test_a_resumed_run_is_bit_equal_and_needs_the_model_no_more(corpus, tmp_path
 def test_sizes_that_contradict_the_model_are_refused(corpus, tmp_path, section, message):
     small_lm("Mamba2", **MODEL).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=f"model.init = .*: another model than the fields beside it: {message}"):
-        train(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
+        begin(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
     assert not (tmp_path / "run").exists()
 
 
@@ -96,7 +99,7 @@ def test_sizes_that_say_the_same_are_not(corpus, tmp_path):
     model.save_pretrained(tmp_path / "model")
     section = {"family": "Mamba2", "n_layer": model.config.n_layer, "d_model": model.config.d_model}
     section |= {"tie_embeddings": True, "d_intermediate": 0, "block": {"d_conv": model.config.block_config().d_conv}}
-    train(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
+    begin(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
 
 
 class TestTokenizer:
@@ -116,42 +119,126 @@ class TestTokenizer:
     def test_that_of_the_model_is_taken(self, corpus, tmp_path, tokenizer):
         small_lm(vocab_size=280).save_pretrained(tmp_path / "model")
         shutil.copy(tokenizer / "tokenizer.json", tmp_path / "model")
-        assert train(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent).run()
+        assert begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent).run()
         shutil.rmtree(tmp_path / "model")
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
-        assert resume(tmp_path / "run", {}, silent).run()
+        assert open_run(tmp_path / "run", {}, silent).run()
 
     def test_one_that_does_not_fit_is_refused(self, corpus, tmp_path, tokenizer):
         small_lm(**MODEL).save_pretrained(tmp_path / "model")
         config = begun_with(corpus, tmp_path / "model", data={"tokenizer": str(tokenizer)})
         with pytest.raises(ValueError, match="it has 270 tokens, the model 256"):
-            train(config, tmp_path / "run", silent)
+            begin(config, tmp_path / "run", silent)
         small_lm(vocab_size=280).save_pretrained(tmp_path / "wide")
         with pytest.raises(ValueError, match=r"no tokenizer\.json beside the weights"):
-            train(begun_with(corpus, tmp_path / "wide"), tmp_path / "run", silent)
+            begin(begun_with(corpus, tmp_path / "wide"), tmp_path / "run", silent)
 
     def test_a_directory_will_do(self, corpus, tmp_path, tokenizer):
-        assert train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent).run()
+        assert begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent).run()
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
 
 
-class TestLonger:
+class TestChanges:
+    """What a run that is resumed may change on the way."""
+
     @pytest.mark.parametrize("mode", ["packed", "stream"])
-    def test_a_constant_schedule_goes_on_as_if_never_ended(self, corpus, tmp_path, mode):
-        sections = {"data": {"mode": mode}}
-        whole = train(tiny(corpus, schedule={"kind": "constant", "steps": 9}, **sections), tmp_path / "whole", silent)
+    @pytest.mark.parametrize("kind", ["constant", "wsd"])
+    def test_a_longer_schedule_continues_as_if_it_had_been_from_the_start(self, corpus, tmp_path, mode, kind):
+        def config(steps):
+            return tiny(corpus, schedule={"kind": kind, "steps": steps, "decay": 0.3}, data={"mode": mode})
+
+        whole = begin(config(12), tmp_path / "whole", silent)
         assert whole.run()
-        assert train(tiny(corpus, schedule={"kind": "constant"}, **sections), tmp_path / "part", silent).run()
-        longer = resume(tmp_path / "part", {"schedule.steps": "9"}, silent)
-        assert longer.step == 6
+        part = begin(config(6), tmp_path / "part", silent)
+        part.save()
+        for _ in range(4 if kind == "wsd" else 6):  # a wsd schedule of 6 steps decays in the last 2
+            part._take_step()
+        part.save()
+        longer = open_run(tmp_path / "part", {"schedule.steps": "12"}, silent)
         assert longer.run()
         assert_equal(longer.model.state_dict(), whole.model.state_dict())
-        assert resume(tmp_path / "part", {}, silent).config.schedule.steps == 9
+        assert open_run(tmp_path / "part", {}, silent).config.schedule.steps == 12
 
-    @pytest.mark.parametrize(("kind", "steps"), [("cosine", 9), ("wsd", 9), ("constant", 5)])
-    def test_others_say_why_not(self, corpus, tmp_path, kind, steps):
-        trainer = train(tiny(corpus, schedule={"kind": kind}), tmp_path / "run", silent)
+    def test_a_constant_schedule_can_be_given_a_decay(self, corpus, tmp_path):
+        whole = begin(tiny(corpus, schedule={"kind": "wsd", "decay": 0.5}), tmp_path / "whole", silent)
+        assert whole.run()
+        part = begin(tiny(corpus, schedule={"kind": "constant", "steps": 3}), tmp_path / "part", silent)
+        assert part.run()
+        changes = {"schedule.kind": "wsd", "schedule.steps": "6", "schedule.decay": "0.5"}
+        ended = open_run(tmp_path / "part", changes, silent)
+        assert ended.run()
+        assert_equal(ended.model.state_dict(), whole.model.state_dict())
+
+    @pytest.mark.parametrize(
+        ("kind", "taken", "changes", "refused"),
+        [
+            ("cosine", 4, {"schedule.steps": "9"}, r"schedule.steps \(was 6, got 9\)"),
+            ("wsd", 6, {"schedule.steps": "9"}, r"schedule.steps \(was 6, got 9\)"),
+            ("wsd", 4, {"schedule.final": "0.5", "schedule.decay": "0.9"}, r"schedule.decay .*, schedule.final .*"),
+            ("constant", 4, {"schedule.warmup": "3"}, r"schedule.warmup \(was 2, got 3\)"),
+        ],
+    )
+    def test_rates_of_the_steps_taken_are_not_rewritten(self, corpus, tmp_path, kind, taken, changes, refused):
+        trainer = begin(tiny(corpus, schedule={"kind": kind, "decay": 0.5}), tmp_path / "run", silent)
         trainer.save()
-        message = rf"schedule.steps \(was 6, got {steps}\); only a constant schedule may be made longer: the rates"
+        for _ in range(taken):
+            trainer._take_step()
+        trainer.save()
+        message = (
+            f"a run continues with the config it began with; changed: {refused}; the {taken} steps taken would "
+            "have had other learning rates; to begin another run with its weights: anymamba train --model.init .*run "
+            "--out DIR"
+        )
         with pytest.raises(ValueError, match=message):
-            resume(tmp_path / "run", {"schedule.steps": str(steps)}, silent)
+            open_run(tmp_path / "run", changes, silent)
+
+    def test_steps_that_have_been_taken_are_not_undone(self, corpus, tmp_path):
+        assert begin(tiny(corpus, schedule={"kind": "constant"}), tmp_path / "run", silent).run()
+        with pytest.raises(ValueError, match=r"schedule.steps \(was 6, got 3\); 6 steps have been taken; to begin"):
+            open_run(tmp_path / "run", {"schedule.steps": "3"}, silent)
+
+    @pytest.mark.parametrize("kind", ["adamw", "muon"])
+    def test_a_learning_rate_counts_from_the_next_step_on_and_is_recorded(self, corpus, tmp_path, kind):
+        config = tiny(corpus, optimiser={"kind": kind}, checkpoints={"keep": 9})
+        part = begin(config, tmp_path / "run", silent)
+        part.save()
+        for _ in range(3):
+            part._take_step()
+        part.save()
+        before, told = part.optimiser.tensors(), []
+        again = open_run(tmp_path / "run", {"optimiser.lr": "0.001", "optimiser.clip": "0.5"}, told.append)
+        assert_equal(again.optimiser.tensors(), before)
+        assert told == [
+            "optimiser.lr changes from 0.003 to 0.001 after step 3",
+            "optimiser.clip changes from 1.0 to 0.5 after step 3",
+        ]
+        assert again.run()
+        rates = [row.learning_rate for row in read_metrics(tmp_path / "run" / "metrics.csv")]
+        shares = [learning_rate(step, 1.0, config.schedule) for step in range(3, 6)]
+        assert rates == [share * 0.001 for share in shares]
+        changes = [{"step": 3, "optimiser.lr": [0.003, 0.001], "optimiser.clip": [1.0, 0.5]}]
+        for path in checkpoints(tmp_path / "run" / "checkpoints")[:-1]:
+            assert load_checkpoint(path).changes == changes, path
+        finished = open_run(tmp_path / "run", {}, silent)
+        assert (finished.config.optimiser.lr, finished.changes) == (0.001, changes)
+
+    def test_a_kill_after_a_change_does_not_undo_it(self, corpus, tmp_path, monkeypatch):
+        config = tiny(corpus, checkpoints={"every": 0})
+        part = begin(config, tmp_path / "run", silent)
+        part.save()
+        again = open_run(tmp_path / "run", {"optimiser.lr": "0.001"}, silent)
+
+        def killed():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(again, "_take_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            again.run()
+        third = open_run(tmp_path / "run", {}, silent)
+        assert third.config.optimiser.lr == 0.001
+        assert third.run()
+
+    def test_what_makes_another_model_or_other_data_is_refused(self, corpus, tmp_path):
+        begin(tiny(corpus), tmp_path / "run", silent).save()
+        with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to begin another run with its weights:"):
+            open_run(tmp_path / "run", {"seed": "1", "optimiser.lr": "1"}, silent)

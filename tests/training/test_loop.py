@@ -1,3 +1,4 @@
+import json
 import math
 import signal
 
@@ -9,7 +10,7 @@ from anymamba import MambaLM
 from anymamba.generation.tokenizers import ByteTokenizer, load_tokenizer
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.evaluation import evaluate
-from anymamba.training.language import resume, train
+from anymamba.training.language import begin, open_run
 from anymamba.training.report import read_metrics
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus
@@ -23,7 +24,7 @@ def corpus(tmp_path):
 def gradients(corpus, directory, **sections):
     """The gradients of the first step, before clipping."""
     config = tiny(corpus, optimiser={"clip": 0.0}, **sections)
-    trainer = train(config, directory, silent)
+    trainer = begin(config, directory, silent)
     loss, _, _ = trainer._differentiate(trainer.task.batches(0))
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
@@ -34,7 +35,7 @@ def losses(trainer):
 
 def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     config = tiny(corpus, schedule={"steps": 30}, evaluation={"every": 10, "sample_tokens": 8, "prompt": "alp"})
-    trainer = train(config, tmp_path / "run", silent)
+    trainer = begin(config, tmp_path / "run", silent)
     assert trainer.run()
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row.step for row in rows] == list(range(1, 31))
@@ -69,41 +70,93 @@ class TestTokenizers:
         return file
 
     def test_checkpoints_have_the_tokenizer(self, corpus, tmp_path, tokenizer):
-        trainer = train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
+        trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
         assert trainer.run()
         for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
             found = load_tokenizer(None, directory, trainer.model.config.vocab_size)
             assert found.end == [0]
             assert (directory / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
+    def test_an_end_token_without_other_files_is_learnt_and_exported(self, corpus, tmp_path, tokenizer):
+        (tokenizer.parent / "tokenizer_config.json").unlink()
+        tokenizer.write_text(tokenizer.read_text().replace("<end>", "<|endoftext|>"))
+        told = []
+        trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", told.append)
+        tokens = trainer.task.corpus.train
+        assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
+        assert not any("ends a document" in line for line in told)
+        assert trainer.run()
+        for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
+            assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+            assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 0
+
+    def test_an_end_token_that_nobody_knows_is_said_and_can_be_named(self, corpus, tmp_path, tokenizer):
+        (tokenizer.parent / "tokenizer_config.json").unlink()
+        told = []
+        trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "without", told.append)
+        (line,) = [line for line in told if "ends a document" in line]
+        assert line.endswith("name it with --data.end_token TOKEN")
+        tokens = trainer.task.corpus.train
+        assert not bool((tokens.read(0, tokens.total) == 0).any())
+        named = {"tokenizer": str(tokenizer), "end_token": "<end>"}
+        tokens = begin(tiny(corpus, data=named), tmp_path / "with", silent).task.corpus.train
+        assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
+        assert load_tokenizer(None, tmp_path / "with", 280).end == [0]
+        for tokenizer_name, token, message in (
+            (str(tokenizer), "<nowhere>", "expected a token '<nowhere>'"),
+            ("bytes", "<end>", "bytes have no token that ends a document"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                begin(tiny(corpus, data={"tokenizer": tokenizer_name, "end_token": token}), tmp_path / "bad", silent)
+
+    def test_one_is_made_of_the_training_text(self, corpus, tmp_path):
+        config = tiny(corpus, data={"tokenizer": "bpe:280"}, batch={"length": 16})
+        trainer = begin(config, tmp_path / "run", silent)
+        tokens = trainer.task.corpus.train
+        assert trainer.model.config.vocab_size == 280
+        assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)  # an end to each document
+        assert tokens.total < 0.7 * int(tokens.sizes.sum())
+        made = load_tokenizer(None, tmp_path / "run", 280)
+        text = "alpha  beta\n\tgamma ä\U0001f600"
+        assert (made.decode(made.encode(text)), made.end) == (text, [0])
+        assert trainer.run()
+        again = begin(config, tmp_path / "again", silent)
+        assert again.task.corpus.checksum == trainer.task.corpus.checksum
+        assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / "run/tokenizer.json").read_bytes()
+        assert open_run(tmp_path / "run", {}, silent).run()
+
     def test_a_failed_attempt_leaves_none_to_a_run_on_bytes(self, corpus, tmp_path, tokenizer):
         short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
         with pytest.raises(ValueError, match="too little text to train on"):
-            train(short, tmp_path / "run", silent)
-        assert train(tiny(corpus), tmp_path / "run", silent).run()
+            begin(short, tmp_path / "run", silent)
+        assert begin(tiny(corpus), tmp_path / "run", silent).run()
         assert isinstance(load_tokenizer(None, tmp_path / "run", 256), ByteTokenizer)
         assert not list((tmp_path / "run").glob("*tokenizer*"))
 
     def test_a_failed_attempt_leaves_no_end_to_another_tokenizer(self, corpus, tmp_path, tokenizer):
         short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
         with pytest.raises(ValueError, match="too little text to train on"):
-            train(short, tmp_path / "run", silent)
+            begin(short, tmp_path / "run", silent)
         (tokenizer.parent / "tokenizer_config.json").unlink()
-        train(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
+        begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
         assert load_tokenizer(None, tmp_path / "run", 280).end == []
 
 
 def test_held_out_bits_count_every_byte(corpus, tmp_path):
-    trainer = train(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
+    trainer = begin(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
     held_out, nats = trainer.task.corpus.held_out, 0.0
-    begin = 0
+    place = 0
     for length in held_out.lengths.tolist():
-        ids = held_out.read(begin, begin + length).unsqueeze(0)
-        begin += length
+        ids = held_out.read(place, place + length).unsqueeze(0)
+        place += length
         nats += math.log(256) + trainer.model(ids, labels=ids).loss.item() * (length - 1)
     found = evaluate(trainer.model, trainer.task.corpus, torch.float64)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
-    assert found.xz_bits_per_byte == 8 * trainer.task.corpus.xz_bytes / held_out.total
+    corpus = trainer.task.corpus
+    assert found.neighbours == {
+        "byte 5-gram": corpus.ngram_bits / held_out.total,
+        "xz -9": 8 * corpus.xz_bytes / held_out.total,
+    }
 
 
 @pytest.mark.parametrize("mode", ["packed", "stream"])
@@ -123,7 +176,7 @@ def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family)
     runs = []
     for recompute in (False, True):
         config = tiny(corpus, precision={"activation_checkpointing": recompute}, **sections)
-        trainer = train(config, tmp_path / str(recompute), silent)
+        trainer = begin(config, tmp_path / str(recompute), silent)
         trainer.run()
         runs.append(trainer)
     assert losses(runs[0]) == losses(runs[1])
@@ -135,7 +188,7 @@ def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family)
 def test_compiling_without_a_compiler_is_refused(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler: no-such-compiler was not found"):
-        train(tiny(corpus, precision={"compile": True}), tmp_path / "run", silent)
+        begin(tiny(corpus, precision={"compile": True}), tmp_path / "run", silent)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -143,7 +196,7 @@ def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
     runs = []
     for dtype in ("float32", "bfloat16"):
         config = tiny(corpus, precision={"dtype": dtype}, data={"mode": "stream"}, schedule={"steps": 8})
-        trainer = train(config, tmp_path / dtype, silent)
+        trainer = begin(config, tmp_path / dtype, silent)
         trainer.run()
         assert trainer.model.dtype == torch.float32
         runs.append(losses(trainer))
@@ -157,14 +210,14 @@ def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
 def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
     sections = {"precision": {"dtype": dtype}, "optimiser": {"kind": kind}}
     config = tiny(corpus, data={"mode": mode}, batch={"accumulation": 2}, **sections)
-    whole = train(config, tmp_path / "whole", silent)
+    whole = begin(config, tmp_path / "whole", silent)
     assert whole.run()
-    part = train(config, tmp_path / "part", silent)
+    part = begin(config, tmp_path / "part", silent)
     part.save()
     for _ in range(3):
         part._take_step()
     part.save()
-    again = resume(tmp_path / "part", {}, silent)
+    again = open_run(tmp_path / "part", {}, silent)
     assert again.step == 3
     assert again.run()
     assert losses(again) == losses(whole)[3:]
@@ -201,7 +254,7 @@ def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been(corpus, tm
 
 class TestNonFinite:
     def broken(self, corpus, directory):
-        trainer = train(tiny(corpus), directory, silent)
+        trainer = begin(tiny(corpus), directory, silent)
         trainer.save()
         for _ in range(3):
             trainer._take_step()
@@ -225,7 +278,7 @@ class TestNonFinite:
         assert "step 4: the loss is nan" in message
         assert "not finite first: the output of backbone.layers.1.mixer.in_proj." in message
         handle.remove()
-        again = resume(tmp_path / "run", {}, silent)
+        again = open_run(tmp_path / "run", {}, silent)
         assert again.step == 3
         assert all(torch.equal(again.model.state_dict()[name], x) for name, x in good.items())
         assert again.run()
@@ -249,23 +302,10 @@ class TestNonFinite:
         assert "the gradient at the output of backbone.layers.0.mixer.out_proj." in message
 
 
-def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
-    config = tiny(corpus, evaluation={"tensorboard": True}, schedule={"steps": 2})
-    import anymamba.training.report as report
-
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    trainer = train(config, tmp_path / "without", silent)
-    with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'anymamba\[train\]'"):
-        trainer.run()
-    monkeypatch.undo()
-    assert train(config, tmp_path / "with", silent).run()
-    assert list((tmp_path / "with" / "tensorboard").glob("events.*"))
-
-
 def test_no_plot_without_matplotlib_is_one_line(corpus, tmp_path, monkeypatch, capsys):
     import anymamba.training.loop as loop
 
     monkeypatch.setattr(loop, "can_plot", lambda: False)
-    assert train(tiny(corpus), tmp_path / "run", silent).run()
+    assert begin(tiny(corpus), tmp_path / "run", silent).run()
     assert capsys.readouterr().err.count("matplotlib is not installed") == 1
     assert not (tmp_path / "run" / "loss.png").exists()

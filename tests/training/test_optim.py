@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from anymamba.blocks.block import ProjectionPart
-from anymamba.training.config import OptimiserSection, ScheduleSection
 from anymamba.training.muon import Muon, orthogonalised
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups
+from anymamba.training.sections import OptimiserSection, ScheduleSection
 from tests.models.cases import FAMILIES, small_lm
 
 KINDS = pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from anymamba import Mamba3
-from anymamba.training.config import RunConfig, at_least, option
+from anymamba.training.config import RunConfig
 from anymamba.training.loop import train_or_resume
 from anymamba.training.report import read_metrics
+from anymamba.training.sections import at_least, option
 from anymamba.training.task import Evaluation, Task
 from tests.training.cases import silent
 

@@ -1,31 +1,23 @@
-"""What several commands share: the arguments of a model, reading text, and a progress bar."""
+"""What several commands share: loading a model, reading text, and a progress bar."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from anymamba.cli import options
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.ground.devices import find_device
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --tokenizer, --dtype, --device and --threads."""
-    parser.add_argument("model", metavar="MODEL", help="directory with config and weights, or hub id (owner/name)")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help='tokenizer.json, a directory or hub id with one, or "bytes"'
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: that of the file)")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads to compute with")
+DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 
 
 def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
@@ -37,6 +29,16 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     directory, device = resolve(args.model), find_device(args.device, "--device")
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device)
     return model, load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
+
+
+def name_end(model: MambaLM, source: Path) -> None:
+    """Have the config of transformers name the token that ends a text; ours leave it to the tokenizer's files."""
+    theirs = model.config.extra.get("transformers", {})
+    with suppress(ValueError):  # there is no tokenizer, or nobody to read it
+        ends = FileTokenizer(source / "tokenizer.json").end
+        if ends and theirs.get("eos_token_id") is None:
+            theirs = {**theirs, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+            model.config = dataclasses.replace(model.config, extra={**model.config.extra, "transformers": theirs})
 
 
 def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:

@@ -6,10 +6,9 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-from anymamba.cli.common import DTYPES
-from anymamba.models.formats import FORMATS, format_named
+from anymamba.cli.common import DTYPES, name_end
+from anymamba.models.formats import format_named
 from anymamba.models.pretrained import (
     copy_companions,
     expect_no_other,
@@ -19,17 +18,6 @@ from anymamba.models.pretrained import (
     save_model,
     warn_of_non_finite,
 )
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser("convert", help="convert a checkpoint to another format")
-    parser.add_argument("source", metavar="SRC", help="directory or hub id")
-    parser.add_argument("target", metavar="DST", help="directory to write")
-    parser.add_argument("--format", choices=FORMATS, default="official", help="default: official")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,6 +31,8 @@ def run(args: argparse.Namespace) -> None:
     checkpoint = open_checkpoint(source)
     model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True)
     warn_of_non_finite(source, model.state_dict())
+    if args.format == "transformers":
+        name_end(model, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

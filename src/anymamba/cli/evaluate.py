@@ -1,46 +1,123 @@
-"""`anymamba eval`: how well a model predicts a text."""
+"""`anymamba eval`: how well a model predicts texts."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-from anymamba.cli.common import Progress, add_model_arguments, decode_text, load, open_file, stdin_bytes
+from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
 from anymamba.generation.likelihood import Likelihood, likelihood
-from anymamba.generation.tokenizers import Tokenizer
+from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
+from anymamba.training.corpus import Document
+from anymamba.training.sources import expect_unpacked, expect_utf8, files_of, shortened
 
 _BLOCK = 2**20  # bytes of text that are tokenised at once
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "eval",
-        help="bits per byte and perplexity of a text",
-        description="Bits per byte and perplexity of a text. The first token is read and not predicted, so its bytes "
-        "do not count; if it is part of a character, that is one byte.",
-    )
-    add_model_arguments(parser)
-    parser.add_argument("file", metavar="FILE", help='a text; "-": stdin')
-    parser.set_defaults(run=run)
+class _Score(NamedTuple):
+    """What a text costs.
+
+    Attributes:
+        tokens: that were read.
+        predicted: those that were predicted.
+        size: bytes.
+        counted: bytes that were predicted.
+        nats: negative log-likelihood.
+    """
+
+    tokens: int
+    predicted: int
+    size: int
+    counted: int
+    nats: float
+
+    def cells(self) -> tuple[str, str, str]:
+        """Tokens, bits per byte and perplexity, to print."""
+        if not self.predicted:
+            return f"{self.tokens:,}", "too short", ""
+        return f"{self.tokens:,}", f"{_bits(self.nats, self.counted):.4f}", f"{_perplexity(self):.4f}"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Score the file as one text."""
-    where = "stdin" if args.file == "-" else args.file
-    with nullcontext(stdin_bytes("pass a file")) if args.file == "-" else open_file(args.file) as file:
-        model, tokenizer = load(args)
-        _score(where, file, model, tokenizer)
+    """Score every file as a text of its own, and all together."""
+    files = [file for path in args.files for file in _files_of(path)]
+    model, tokenizer = load(args)
+    if len(files) > 1 and not isinstance(tokenizer, ByteTokenizer):
+        _expect([path for path in files if Path(path).is_file()], expect_utf8)
+    sizes = [0 if path == "-" else Path(path).stat().st_size for path in files]
+    progress, began = Progress(sum(sizes) if all(sizes) else 0), perf_counter()
+    scores: list[_Score] = []
+    for path in files:
+        with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
+            done = sum(sizes[: len(scores)])
+            scores.append(_score(_named(path), file, model, tokenizer, progress, done))
+    progress.close()
+    total = _Score(*(sum(values) for values in zip(*scores, strict=True)))
+    if not total.predicted:
+        raise ValueError(f"{_named(files[0])}: a text of at least two tokens is needed, got {scores[0].tokens}")
+    if len(files) == 1:
+        print(f"tokens          {total.tokens:,} ({total.size / total.tokens:.2f} bytes each)")
+        print(f"bits per byte   {_bits(total.nats, total.counted):.4f}")
+        print(f"perplexity      {_perplexity(total):.4f} per token")
+    else:
+        named = list(zip(map(_named, files), scores, strict=True))
+        _print_table([*named, (f"all {len(files)} texts", total)])
+    print(f"{total.tokens / (perf_counter() - began):.1f} tokens/s", file=sys.stderr)
 
 
-def _score(where: str, file: Any, model: MambaLM, tokenizer: Tokenizer) -> None:
+def _named(path: str) -> str:
+    return "stdin" if path == "-" else path
+
+
+def _files_of(path: str) -> list[str]:
+    """A file as it is; those in a directory.
+
+    Raises:
+        ValueError: it does not exist, or has a file that cannot be text.
+    """
+    if path == "-":
+        stdin_bytes("pass a file")
+        return [path]
+    if not Path(path).exists():
+        raise ValueError(f"{path}: no such file or directory")
+    if not Path(path).is_dir():
+        return [path]
+    files = [str(document.path) for document in files_of(path)]
+    if not files:
+        raise ValueError(f"{path}: no text files there")
+    _expect(files, expect_unpacked)
+    return files
+
+
+def _expect(files: list[str], check: Callable[[Document, bytes], None]) -> None:
+    """Refuse files that a check refuses, all of them named."""
+    problems = []
+    for path in files:
+        try:
+            check(Document(path, Path(path)), b"")
+        except ValueError as error:  # noqa: PERF203
+            problems.append(f"{path}: {error}")
+    if problems:
+        raise ValueError("; ".join(shortened(problems)))
+
+
+def _print_table(rows: list[tuple[str, _Score]]) -> None:
+    """A line for each text, its name at the end."""
+    table = [("tokens", "bits per byte", "perplexity", ""), *((*score.cells(), name) for name, score in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for row in table:
+        print("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+
+
+def _score(where: str, file: Any, model: MambaLM, tokenizer: Tokenizer, progress: Progress, done: int) -> _Score:
+    """Score a text; `done` bytes of others have been scored before it."""
     size = first_bytes = 0
 
     def pieces() -> Iterator[list[int]]:
@@ -53,34 +130,22 @@ def _score(where: str, file: Any, model: MambaLM, tokenizer: Tokenizer) -> None:
             size += len(text.encode("utf-8", errors="surrogateescape"))
             yield ids
 
-    score, progress, began = Likelihood(0.0, 0, 0), Progress(_known_size(file)), perf_counter()
-    for score in likelihood(model, pieces()):
-        progress.at(size, f"{_bits(score.nats, max(1, size)):.3f} bits per byte")
-    progress.close()
-    if not score.predicted:
-        raise ValueError(f"{where}: a text of at least two tokens is needed, got {score.read}")
-    seconds = perf_counter() - began
-    counted = max(1, size - first_bytes)
-    print(f"tokens          {score.read:,} ({size / score.read:.2f} bytes each)")
-    print(f"bits per byte   {_bits(score.nats, counted):.4f}")
-    print(f"perplexity      {math.exp(min(700.0, score.nats / score.predicted)):.4f} per token")
-    print(f"{score.read / seconds:.1f} tokens/s", file=sys.stderr)
+    found = Likelihood(0.0, 0, 0)
+    for found in likelihood(model, pieces()):
+        progress.at(done + size, f"{_bits(found.nats, max(1, size)):.3f} bits per byte")
+    return _Score(found.read, found.predicted, size, max(1, size - first_bytes) if found.predicted else 0, found.nats)
+
+
+def _perplexity(score: _Score) -> float:
+    return math.exp(min(700.0, score.nats / score.predicted))
 
 
 def _bits(nats: float, count: int) -> float:
     return nats / math.log(2) / count
 
 
-def _known_size(file: Any) -> int:
-    """The bytes of a file, 0 for what has no size: a pipe, or a device."""
-    try:
-        return os.fstat(file.fileno()).st_size
-    except OSError:
-        return 0
-
-
 def _blocks(where: str, file: Any, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text in blocks that end behind a newline where there is one, so that hardly a token is cut."""
+    """The text in blocks that end after a newline where there is one, so that hardly a token is cut."""
     rest = b""
     while block := file.read(_BLOCK):
         block = rest + block

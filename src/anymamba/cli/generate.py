@@ -1,4 +1,4 @@
-"""`anymamba generate`: a prompt in, text out as it is made."""
+"""`anymamba generate`: a prompt in, text out as it is made; or a file of prompts in, JSON lines out."""
 
 from __future__ import annotations
 
@@ -8,51 +8,26 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from anymamba.cli.common import add_model_arguments, decode_text, load, read_file, stdin_bytes
+from anymamba.cli.answers import answer_file
+from anymamba.cli.common import decode_text, load, read_file, stdin_bytes
 from anymamba.generation import GenerationState, TokenStream, stream
+from anymamba.generation.text import UntilStop, expect_texts
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.ground.interrupts import interrupts
 from anymamba.models.lm import MambaLM
 
-
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser("generate", help="continue a text")
-    add_model_arguments(parser)
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument(
-        "--prompt", metavar="TEXT", help="the text to continue (default: stdin, without a newline at its end)"
-    )
-    text.add_argument("--file", metavar="FILE", help="continue the text of a file, as it is, with a newline at its end")
-    text.add_argument(
-        "--interactive",
-        action="store_true",
-        help="a prompt a line from stdin, without its newline, the state kept between; an empty line goes on",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="default: 0, the most likely token; 1 with a seed or filter"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from those that together reach P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="draw from those at least P as likely")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    parser.add_argument("--seed", type=int, metavar="N", help="draw, and draw the same each time")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
-    parser.add_argument("--ignore-end", action="store_true", help="do not stop at the tokenizer's end token")
-    parser.add_argument("--load-state", metavar="FILE", help="go on from a saved state")
-    parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
-    parser.set_defaults(run=run)
+_HELP = "A line continues the text, an empty line lets the model continue alone. Ctrl-C ends a reply, Ctrl-D leaves."
 
 
 def run(args: argparse.Namespace) -> None:
     """Load, generate, print; at the end save the state if asked to."""
-    if any(not text for text in args.stop):
-        raise ValueError("--stop needs a text, got an empty one")
+    expect_texts("--stop", args.stop)
+    if args.prompts is not None:
+        answer_file(args)
+        return
     if args.save_state and not Path(args.save_state).absolute().parent.is_dir():
         raise ValueError(f"--save-state {args.save_state}: there is no such directory")
     if sys.stdout is None:
@@ -66,6 +41,12 @@ def run(args: argparse.Namespace) -> None:
     try:
         for prompt in _prompts(args, tokenizer):
             session.turn(prompt)
+            if session.interrupted and not args.interactive:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if session.whole:
+            session.report()
+        raise
     finally:
         if args.save_state and session.state is not None:
             session.state.save(args.save_state, model)
@@ -74,8 +55,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[str]:
     if args.interactive:
+        is_terminal = stdin_bytes().isatty()
+        if is_terminal:
+            print(_HELP, file=sys.stderr)
         while True:
-            if stdin_bytes().isatty():
+            if is_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
             line = stdin_bytes().readline()
             if not line:
@@ -97,7 +81,13 @@ def _without_newline(text: bytes) -> bytes:
 
 
 class _Session:
-    """A sequence that grows by turns: a prompt is read, a continuation printed."""
+    """A sequence that grows by turns: a prompt is read, a continuation printed.
+
+    Attributes:
+        state: after the last turn, if it is needed.
+        interrupted: Ctrl-C ended the last turn.
+        whole: no turn ended within a token.
+    """
 
     def __init__(
         self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, state: GenerationState | None
@@ -106,15 +96,16 @@ class _Session:
         self.ends = [] if args.ignore_end else [i for i in tokenizer.end if i < model.config.vocab_size]
         self.read = self.written = 0
         self.reading = self.writing = 0.0
+        self.interrupted, self.whole = False, True
 
     def turn(self, prompt: str) -> None:
-        """Read the prompt and print the continuation; an interrupt ends the turn behind a whole token."""
+        """Read the prompt and print the continuation; an interrupt ends the turn after a whole token."""
         ids = self.tokenizer.encode(prompt)
         if not ids and self.state is None:
             if self.args.interactive:
                 return
             raise ValueError("the prompt is empty: pass --prompt, --file, or a text on stdin")
-        began = perf_counter()
+        began, self.whole = perf_counter(), False
         tokens = stream(
             self.model,
             torch.tensor([ids]) if ids else None,
@@ -141,18 +132,18 @@ class _Session:
                 raise
             else:
                 self._keep(tokens)
+                self.whole = True
             finally:
                 self.writing += perf_counter() - began
                 print(flush=True)
-            if interrupted() and not self.args.interactive:
-                raise KeyboardInterrupt
+            self.interrupted = interrupted()
 
     def _keep(self, tokens: TokenStream) -> None:
         if self.args.interactive or self.args.save_state:
             self.state = tokens.state
 
     def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> None:
-        text, output = TextStream(self.tokenizer), _UntilStop(self.args.stop)
+        text, output = TextStream(self.tokenizer), UntilStop(self.args.stop)
         for (token,) in tokens:
             assert token is not None
             self.written += 1
@@ -171,35 +162,3 @@ class _Session:
             f"wrote {self.written} at {self.written / max(self.writing, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
-
-
-class _UntilStop:
-    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self._stops, self._held, self.stopped = stops, "", False
-
-    def push(self, text: str) -> str:
-        """Add text; what may be printed of it and of what was held back."""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            passed, self._held = self._held[: min(found)], ""
-            return passed
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        keep = next(
-            (
-                n
-                for n in range(min(longest, len(self._held)), 0, -1)
-                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
-        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return passed
-
-    def rest(self) -> str:
-        """What was held back, once nothing more comes."""
-        rest, self._held = self._held, ""
-        return rest

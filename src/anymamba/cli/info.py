@@ -18,14 +18,6 @@ from anymamba.models.skeleton import skeleton
 from anymamba.version import __version__
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser("info", help="what this machine offers, or what a model is")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id; none: this machine")
-    parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: that of the file)")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> None:
     """Print a table."""
     rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype))

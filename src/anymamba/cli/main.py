@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
+import errno
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TextIO
 
-from anymamba.cli import convert, evaluate, generate, info, train
+from anymamba.cli.options import parse
 from anymamba.ground.allocator import keep_freed_memory
-from anymamba.training.values import expect_known
-from anymamba.version import __version__
 
-_COMMANDS = (train, generate, convert, info, evaluate)
-_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")  # in messages of torch's allocators
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all commands."""
-    parser = argparse.ArgumentParser(prog="anymamba", description="Mamba-2 and Mamba-3 on any machine.")
-    parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    parser.set_defaults(options={name: list(c._option_string_actions) for name, c in commands.choices.items()})
-    return parser
+# Each module has a function `run`. It is imported when it is asked for: torch takes seconds.
+_MODULES = {"eval": "evaluate"}
+_AMPLE = 2**32  # bytes of address space in which torch can surely be imported
+_OUT_OF_MEMORY = (  # in messages of torch's allocators, of the system, of its loader, and of oneDNN
+    "out of memory",
+    "not enough memory",
+    "allocate memory",
+    "bad_alloc",
+    "failed to map segment",
+    "could not create a memory",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,43 +37,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when
         interrupted.
     """
-    args, unknown = build_parser().parse_known_args(arguments)
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            _expect_none(unknown, args.options[args.command])
-            args.run(args)
+            args = parse(sys.argv[1:] if arguments is None else arguments)
+            _expect_room_for_torch()
+            import_module(f"anymamba.cli.{_MODULES.get(args.command, args.command)}").run(args)
         except BrokenPipeError:
             # Whoever read our output has enough. The interpreter must not fail when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except (ValueError, TypeError, OSError) as error:
-            print(f"anymamba: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            print(f"anymamba: out of memory: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-            return 2
-        except FloatingPointError as error:
-            print(f"anymamba: {error}", file=sys.stderr)
-            return 1
         except KeyboardInterrupt:
             return 130
+        except FloatingPointError as error:
+            _say(str(error))
+            return 1
+        except Exception as error:
+            if _is_out_of_memory(error):
+                _say(f"out of memory: {str(error) or type(error).__name__}")
+            elif isinstance(error, ValueError | TypeError | OSError):
+                for line in getattr(error, "lines", [str(error)]):  # several mistakes, one line each
+                    _say(line)
+            else:
+                raise
+            return 2
     return 0
 
 
-def _expect_none(unknown: list[str], options: list[str]) -> None:
-    """Refuse arguments that a command does not have, with those that are near."""
-    for argument in unknown:
-        if argument.startswith("-"):
-            expect_known(argument.partition("=")[0], options, "", "option")
-    if unknown:
-        raise ValueError(f"{unknown[0]}: one argument too many")
+def _expect_room_for_torch() -> None:
+    """Refuse to import torch where a limit is too low for it: numpy and torch would end the process, not raise.
+
+    Raises:
+        MemoryError: it is.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if "torch" in sys.modules or limit == resource.RLIM_INFINITY or limit >= _AMPLE:
+        return
+    if subprocess.run([sys.executable, "-c", "import numpy, torch"], capture_output=True).returncode:
+        raise MemoryError(f"torch cannot be loaded within {limit / 2**20:,.0f} MiB (ulimit -v)")
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+def _say(message: str) -> None:
+    """One line on stderr."""
+    print(f"anymamba: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is one of the ways in which memory runs out."""
+    if error is None:
+        return False
+    known = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    known = known or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    return known or _is_out_of_memory(error.__cause__ or error.__context__)
 
 
 def _show_warning(

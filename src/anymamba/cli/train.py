@@ -3,82 +3,73 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from anymamba.training.config import TrainingConfig, read_config
-from anymamba.training.language import LanguageTask, resume, train
+from anymamba.training.language import LanguageTask, begin, open_run, to_stderr
 from anymamba.training.loop import Trainer
-from anymamba.training.values import choices
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command, with an option for every field of the config."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "train",
-        help="train a language model, or go on with a run",
-        description="Train a language model. Every field of the config can be given as an option of the same name.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file (default: all defaults)")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
-    where.add_argument("--resume", metavar="DIR", help="go on with the run in a directory")
-    fields = parser.add_argument_group("fields of the config")
-    hints = TrainingConfig.hints()
-    for name, field in TrainingConfig.fields_by_name().items():
-        allowed = f"{{{','.join(choices(hints[name]))}}}" if choices(hints[name]) else "VALUE"
-        default = "" if callable(field.default_factory) else f" (default: {_shown(field.default)})"
-        text = (field.metadata["help"] + default).replace("%", "%%")
-        fields.add_argument(f"--{name}", metavar=allowed, dest=f"field:{name}", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
+    _expect_one_process()
     values = {name: getattr(args, f"field:{name}") for name in TrainingConfig.fields_by_name()}
     overrides = {name: value for name, value in values.items() if value is not None}
     try:
         trainer = _prepared(args, overrides)
     except KeyboardInterrupt:
-        _tell("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
+        to_stderr("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
         raise
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
-    _tell(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
+    to_stderr(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
 
 
-def _prepared(args: argparse.Namespace, overrides: dict[str, str]) -> Trainer[LanguageTask]:
+def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Trainer[LanguageTask]:
     if args.resume is None:
-        return train(read_config(args.config, overrides), Path(args.out), _tell)
+        _expect_no_config_among(overrides)
+        return begin(read_config(args.config, overrides), Path(args.out), to_stderr)
     if args.config is not None:
-        raise ValueError(f"--resume goes on with the config of the run; got also {args.config}")
-    trainer = resume(Path(args.resume), overrides, _tell)
-    _tell(f"going on behind step {trainer.step}")
+        raise ValueError(f"--resume takes the config of the run; got also {args.config}")
+    trainer = open_run(Path(args.resume), overrides, to_stderr)
+    to_stderr(f"resuming after step {trainer.step}")
     return trainer
+
+
+def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
+    """Refuse a config that a list before it has taken for one of its values."""
+    for name, values in overrides.items():
+        if isinstance(values, list) and values[-1].endswith(".toml"):
+            raise ValueError(
+                f"--{name} takes all values up to the next option, also {values[-1]}; put the config first: "
+                f"anymamba train {values[-1]} --{name} {' '.join(values[:-1])}"
+            )
+
+
+def _expect_one_process() -> None:
+    """Refuse to train in several processes, with one line of the first of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(2)
+        raise ValueError(
+            "this version cannot train in several processes, as torchrun starts them; run anymamba train without it: "
+            "one process uses all cores of a machine"
+        )
 
 
 def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
     where = shlex.quote(str(trainer.directory))
     if not finished:
-        print(f"stopped behind step {trainer.step}; go on with: anymamba train --resume {where}")
+        print(f"stopped after step {trainer.step}; continue with: anymamba train --resume {where}")
         return
     if trainer.task.held_out is not None:
-        model, xz = trainer.task.held_out
-        print(f"held-out text: {model:.4f} bits per byte, xz -9 {xz:.4f}")
+        bits, neighbours = trainer.task.held_out
+        beside = "; ".join(f"{name} {x:.4f}" for name, x in neighbours.items())
+        print(f"held-out text: {bits:.4f} bits per byte, lower is better ({beside})")
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
     print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")
     print(f"anymamba eval {where} FILE")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
-
-
-def _tell(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -9,6 +9,9 @@ from anymamba.generation.generate import stream as stream
 from anymamba.generation.prefill import start as start
 from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.state import GenerationState as GenerationState
+from anymamba.generation.text import Completion as Completion
+from anymamba.generation.text import Pipeline as Pipeline
+from anymamba.generation.text import pipeline as pipeline
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer
 from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer
 from anymamba.generation.tokenizers import TextStream as TextStream

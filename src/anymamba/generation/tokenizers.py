@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from anymamba.ground.files import read_json
+from anymamba.ground.files import read_json, write_json
 from anymamba.models.hub import fetch, is_repository_id
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+# What tokenizers usually call the end of a text, the most certain first.
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>")
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64  # tokens that are looked at together, at most
 
@@ -54,15 +56,21 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, read by the `tokenizers` library."""
+    """A tokenizer.json, read by the `tokenizers` library.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read the file, and the end token from files beside it.
+    Attributes:
+        path: of the file.
+        vocab_size: ids are below it.
+        end: ids of tokens that end a text: as files beside it say, or else its special token of a usual name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], end: str | None = None) -> None:
+        """Read the file; `end` is the token that ends a text, if neither it nor files beside it say.
 
         Raises:
-            ValueError: the file is missing or damaged, or the library is not installed.
+            ValueError: the file is missing or damaged, has no token `end`, or the library is not installed.
         """
-        path = Path(path)
+        self.path = path = Path(path)
         try:
             from tokenizers import Tokenizer as Reader
         except ImportError as error:
@@ -78,11 +86,21 @@ class FileTokenizer:
         except BaseException as error:  # the library raises nothing narrower, and where it panics nothing as narrow
             raise ValueError(f"{path}: not a readable tokenizer ({error})") from error
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.end = sorted({i for token in _end_tokens(path.parent) if (i := self._id(token)) is not None})
+        self.end = self._ends(end)
+
+    def _ends(self, named: str | None) -> list[int]:
+        if named is not None:
+            if (found := self._id(named)) is None:
+                raise ValueError(f"{self.path}: expected a token {named!r} that ends a text, found none")
+            return [found]
+        said = sorted({i for token in _end_tokens(self.path.parent) if (i := self._id(token)) is not None})
+        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return said or [special[token] for token in _USUAL_ENDS if token in special][:1]
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without tokens that the file would add around it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places in the text
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -115,6 +133,22 @@ def _end_tokens(directory: Path) -> Iterable[str | int]:
                 found = reprlib.repr(token)
                 raise ValueError(f"{directory / name}: {field} must be a token or its id, or several, got {found}")
             yield token
+
+
+def write_end(tokenizer: FileTokenizer, directory: Path) -> None:
+    """Have the files beside a model say what ends a text, as other programs look for it there, unless they do."""
+    said = [i for token in _end_tokens(directory) if (i := tokenizer._id(token)) is not None]
+    if not tokenizer.end or sorted(set(said)) == tokenizer.end:
+        return
+    text = tokenizer._tokenizer.id_to_token(tokenizer.end[0])
+    for name, values in (
+        ("tokenizer_config.json", {"eos_token": text}),
+        ("special_tokens_map.json", {"eos_token": text}),
+        ("generation_config.json", {"eos_token_id": tokenizer.end[0]}),
+    ):
+        before = read_json(directory / name) if (directory / name).is_file() else {}
+        if before or name != "special_tokens_map.json":  # which is the older way, and not needed
+            write_json(directory / name, {**before, **values})
 
 
 def load_tokenizer(
@@ -171,7 +205,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start a text."""
         self._tokenizer = tokenizer
-        # A token's text may depend on those before it, so the tokens behind the last whole text are kept, and decoded
+        # A token's text may depend on those before it, so the tokens after the last whole text are kept, and decoded
         # again with every new one.
         self._ids: list[int] = []
         self._kept = 0  # how many of them belong to text that has been given

@@ -138,20 +138,21 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return value
 
 
-def parse_json(text: str | bytes, where: object) -> Any:
-    """The value of JSON.
+def parse_json(text: str | bytes, where: object = "") -> Any:
+    """The value of JSON; `where` it stands begins the message, if it is given.
 
     Raises:
         ValueError: it is none, is nested too deeply, or has a number of too many digits.
     """
+    begin = f"{where}: " if where else ""
     try:
         value = json.loads(text)
         if _is_deep(value):
             raise RecursionError
     except RecursionError:
-        raise ValueError(f"{where}: not readable JSON (nested too deeply)") from None
+        raise ValueError(f"{begin}not readable JSON (nested too deeply)") from None
     except ValueError as error:
-        raise ValueError(f"{where}: not readable JSON ({error})") from error
+        raise ValueError(f"{begin}not readable JSON ({error})") from error
     return value
 
 

@@ -12,6 +12,12 @@ def is_repository_id(name: str | os.PathLike[str]) -> bool:
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
 
 
+def expect_repository_id(name: str) -> None:
+    """Raise ValueError for a name that does not read as "owner/name"."""
+    if not is_repository_id(name):
+        raise ValueError(f'{name}: expected the id of a hub repository ("owner/name")')
+
+
 def fetch(name: str, *patterns: str, instead: str) -> Path:
     """The directory with those files of a repository that match the patterns.
 
@@ -36,3 +42,34 @@ def fetch(name: str, *patterns: str, instead: str) -> Path:
         raise ValueError(
             f"{name}: no such path, and the hub did not give it ({reason}); pass {instead} instead"
         ) from error
+
+
+def push(directory: Path, name: str, *, private: bool | None = None, token: str | None = None) -> str:
+    """Write the files of a directory to a repository, in one commit; it is made if there is none.
+
+    Args:
+        directory: of the files.
+        name: "owner/name".
+        private: whether a new repository is; the owner's default if not given.
+        token: to write with; the one of `hf auth login` if not given.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: the library is missing, or the hub refuses; nothing is written then.
+    """
+    expect_repository_id(name)
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise ValueError(
+            f"{name}: to write to the hub, install huggingface_hub (pip install 'anymamba[hf]')"
+        ) from error
+    try:
+        api = HfApi(token=token)
+        api.create_repo(name, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload model with anymamba"))
+    except Exception as error:  # a network fails in the ways of whatever library speaks to it
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name}: the hub did not take it ({reason})") from error

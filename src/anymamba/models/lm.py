@@ -303,6 +303,34 @@ class MambaLM(nn.Module):
 
         save_model(self, directory, format)
 
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        companions: str | os.PathLike[str] | None = None,
+        format: str = "official",
+        private: bool | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Write config, weights and a card to a repository of the Hugging Face hub, in one commit.
+
+        Args:
+            name: "owner/name"; a repository that does not exist is made.
+            companions: directory of the tokenizer's files, which go with the model, and of a README.md, if it has one.
+            format: as for `save_pretrained`.
+            private: whether a new repository is.
+            token: to write with; the one of `hf auth login` if not given.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            ValueError: the format cannot hold this model, `huggingface_hub` is missing, or the hub refuses.
+        """
+        from anymamba.models.sharing import push_model
+
+        return push_model(self, name, companions=companions, format=format, private=private, token=token)
+
     def generate(
         self, input_ids: Int[Tensor, "b t"] | None = None, max_new_tokens: int = 128, **options: Any
     ) -> Generation:

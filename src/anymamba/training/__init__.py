@@ -1,4 +1,18 @@
 """Training: config, data, optimiser, checkpoints, and the loop."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from anymamba.training.config import TrainingConfig as TrainingConfig
 from anymamba.training.config import read_config as read_config
+
+if TYPE_CHECKING:
+    from anymamba.training.language import resume as resume
+    from anymamba.training.language import train as train
+
+
+def __getattr__(name: str) -> Any:
+    """Functions that need torch: the options of the command line, which come from the config, do not wait for it."""
+    if name not in ("train", "resume"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("anymamba.training.language"), name)

@@ -1,7 +1,7 @@
-"""Checkpoints: directories that hold everything a run needs to go on, and are either complete or not there.
+"""Checkpoints: directories that hold everything a run needs to continue, and are either complete or not there.
 
 A checkpoint is written under a temporary name, brought to the disk, and renamed. Its `training.json` has a checksum of
-every file and of itself. Others are removed only behind that, so that a good one is there at any time.
+every file and of itself. Others are removed only after that, so that a good one is there at any time.
 
     step-00000100/  model.safetensors and what else the task writes (config.json: `MambaLM.from_pretrained` opens it),
                     optimiser.safetensors, carried.safetensors (streams), training.json
@@ -30,13 +30,14 @@ _FIELDS = {"step": int, "tokens": int, "config": dict, "data": str, "solved": bo
 
 
 class Checkpoint(NamedTuple):
-    """What a run needs to go on.
+    """What a run needs to continue.
 
     Attributes:
         path: where it lies.
         step: how many steps have been taken.
         tokens: how many tokens they have read.
         config: of the run, as tables.
+        changes: of the config since the run began: the steps after which, and the values before and after, by name.
         data: fingerprint of what it learns from.
         solved: the task was found solved, so that the run is finished before its last step.
         model: parameters by name.
@@ -49,6 +50,7 @@ class Checkpoint(NamedTuple):
     step: int
     tokens: int
     config: dict[str, Any]
+    changes: list[dict[str, Any]]
     data: str
     solved: bool
     model: dict[str, Tensor]
@@ -66,6 +68,7 @@ def save_checkpoint(
     step: int,
     tokens: int,
     config: dict[str, Any],
+    changes: list[dict[str, Any]],
     data: str,
     solved: bool,
     before: int,
@@ -73,8 +76,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint, and then remove those that no longer count, and of the others all but the latest `keep`.
 
-    `before` is the step of the one that the run wrote or went on from last, -1 if there is none. Those behind it do not
-    count: they are damaged, or the run would have gone on from them.
+    `before` is the step of the one that the run wrote or was resumed from last, -1 if there is none. Those after it do
+    not count: they are damaged, or the run would have been resumed from them.
 
     Raises:
         OSError: it cannot be written; those before it are as they were.
@@ -90,9 +93,8 @@ def save_checkpoint(
         if carried is not None:
             write_tensors(temporary / "carried.safetensors", carried, {})
         files = {path.name: digest_file(path) for path in sorted(temporary.iterdir())}
-        values = {"step": step, "tokens": tokens, "data": data, "solved": solved, "config": config}
-        manifest = {"version": _VERSION, **values, "files": files}
-        write_json(temporary / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
+        values = {"step": step, "tokens": tokens, "data": data, "solved": solved, "config": config, "changes": changes}
+        _write_manifest(temporary, {"version": _VERSION, **values, "files": files})
         for path in temporary.iterdir():
             _bring_to_disk(path)
         _bring_to_disk(temporary)
@@ -118,7 +120,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
-    """The latest checkpoint that is whole; `tell` is told of those that are not.
+    """The latest whole checkpoint in a run's directory of them; `tell` is told of those that are damaged.
 
     Raises:
         ValueError: there is none.
@@ -129,8 +131,15 @@ def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
             return load_checkpoint(path)
         except ValueError as error:  # noqa: PERF203
             tell(f"{error}; going back to the checkpoint before it")
-    what = "none" if not found else f"{len(found)}, all damaged"
-    raise ValueError(f"{directory}: expected a checkpoint to go on from, found {what}")
+    if found:
+        raise ValueError(f"{directory}: expected a checkpoint to resume from, found {len(found)}, all damaged")
+    run = directory.parent
+    raise ValueError(
+        f"{run}: no such directory"
+        if not run.is_dir()
+        else f"{run}: no checkpoint to resume from: the run was stopped before its first one, or this is none; "
+        f"start it again with --out {run}"
+    )
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -139,11 +148,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ValueError: it is damaged.
     """
-    if not (path / _MANIFEST).is_file():
-        raise ValueError(f"{path}: damaged: {_MANIFEST} is missing")
-    manifest = read_json(path / _MANIFEST)
-    if manifest.pop("checksum", None) != _checksum(manifest):
-        raise ValueError(f"{path}: damaged: {_MANIFEST} does not have the checksum it states")
+    manifest = _read_manifest(path)
     if manifest.get("version") != _VERSION:
         raise ValueError(f"{path}: expected a checkpoint of version {_VERSION}, got {manifest.get('version')}")
     for name, kind in _FIELDS.items():
@@ -164,6 +169,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         manifest["step"],
         manifest["tokens"],
         manifest["config"],
+        manifest.get("changes", []),
         manifest["data"],
         manifest["solved"],
         read_tensors(path / "model.safetensors"),
@@ -171,6 +177,30 @@ def load_checkpoint(path: Path) -> Checkpoint:
         rng,
         read_tensors(path / "carried.safetensors") if "carried.safetensors" in files else None,
     )
+
+
+def amend_checkpoint(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
+    """Give a checkpoint another config, from which the run continues however often it is stopped; all or nothing."""
+    _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes})
+    _bring_to_disk(path)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """What `_write_manifest` wrote, without its checksum.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not (path / _MANIFEST).is_file():
+        raise ValueError(f"{path}: damaged: {_MANIFEST} is missing")
+    manifest = read_json(path / _MANIFEST)
+    if manifest.pop("checksum", None) != _checksum(manifest):
+        raise ValueError(f"{path}: damaged: {_MANIFEST} does not have the checksum it states")
+    return manifest
+
+
+def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    write_json(path / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
 
 
 def _step(path: Path) -> int:

@@ -1,7 +1,6 @@
 """The configuration of a training run: typed, frozen, read from TOML, and overridden field by field.
 
-A field is declared once; the TOML file, the command line and its help all follow. `RunConfig` has what every run has,
-`TrainingConfig` what training a language model needs besides.
+`RunConfig` has what every run has, `TrainingConfig` what training a language model needs besides.
 """
 
 from __future__ import annotations
@@ -10,14 +9,25 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from anymamba.models.config import MambaLMConfig
-from anymamba.models.families import FAMILIES, family
-from anymamba.training.values import checked, expect_known, parse
+from anymamba.training.sections import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    OptimiserSection,
+    PrecisionSection,
+    ScheduleSection,
+    TextEvaluationSection,
+    at_least,
+    option,
+)
+from anymamba.training.values import checked, expect_known, parse, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,245 +35,6 @@ else:
     import tomli as tomllib
 
 C = TypeVar("C", bound="RunConfig")
-
-
-def option(default: Any, help: str, *, free: bool = False) -> Any:
-    """A field with its help; `free` fields may differ when a run is resumed, because they change no weight."""
-    return field(default=default, metadata={"help": help, "free": free})
-
-
-def at_least(section: Any, least: int, *names: str) -> None:
-    """Refuse a section whose fields of these names are below `least`."""
-    for name in names:
-        if (value := getattr(section, name)) is not None and not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSection:
-    """The language model: another to begin with, or one dial, or its sizes."""
-
-    init: str | None = option(
-        None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
-    )
-    family: str | None = option(None, f"family of the blocks, one of {', '.join(FAMILIES)}; none: Mamba3")
-    depth: int | None = option(
-        None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many); none: 4"
-    )
-    n_layer: int | None = option(None, "layers, where the dial does not suit")
-    d_model: int | None = option(None, "width of the residual stream, where the dial does not suit")
-    d_state: int | None = option(None, "state size of a head; none: 64, or 16 for Mamba1's channels")
-    headdim: int | None = option(None, "width of a head; none: 64, or a divisor of the width below that")
-    d_intermediate: int | None = option(None, "width of an MLP behind each block; none or 0: no MLP")
-    tie_embeddings: bool | None = option(None, "the head is the embedding; none: true")
-    block: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
-        if self.family not in (None, *FAMILIES):
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
-
-    def lm_config(self, vocab_size: int) -> MambaLMConfig:
-        """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
-        depth = self.depth or 4
-        width = self.d_model or 64 * depth
-        name = self.family or "Mamba3"
-        fields = {field.name for field in dataclasses.fields(family(name).CONFIG)}
-        divisor = next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
-        usual = {"d_state": 64 if "headdim" in fields else 16, "headdim": divisor}
-        if strange := [size for size in usual if getattr(self, size) is not None and size not in fields]:
-            raise ValueError(f"model.{strange[0]}: {name} has none, got {getattr(self, strange[0])}")
-        sizes = {size: getattr(self, size) or default for size, default in usual.items() if size in fields}
-        return MambaLMConfig(
-            d_model=width,
-            n_layer=self.n_layer or depth,
-            vocab_size=vocab_size,
-            d_intermediate=self.d_intermediate or 0,
-            tie_embeddings=self.tie_embeddings is not False,
-            ssm_cfg={"layer": name, **sizes, **self.block},
-        )
-
-    def expect(self, found: MambaLMConfig) -> None:
-        """Refuse a model to begin with that differs in what this section says.
-
-        Raises:
-            ValueError: it does.
-        """
-        block, depth = found.block_config(), self.depth
-        asked = {
-            "family": (self.family, found.layer),
-            "n_layer": (self.n_layer or depth, found.n_layer),
-            "d_model": (self.d_model or (depth and 64 * depth), found.d_model),
-            "d_intermediate": (self.d_intermediate, found.d_intermediate),
-            "tie_embeddings": (self.tie_embeddings, found.tie_embeddings),
-            **{
-                name: (value, getattr(block, name, None))
-                for name, value in {"d_state": self.d_state, "headdim": self.headdim, **self.block}.items()
-            },
-        }
-        differ = [
-            f"{name} (asked for {a!r}, found {b!r})"
-            for name, (a, b) in asked.items()
-            if a is not None and b != (tuple(a) if isinstance(a, list) else a)
-        ]
-        if differ:
-            raise ValueError(f"model.init = {self.init}: another model than the fields beside it: {', '.join(differ)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSection:
-    """Where the text comes from and how it becomes rows."""
-
-    sources: tuple[str, ...] = option(("stdlib",), 'files, directories, glob patterns, "-" for stdin, or "stdlib"')
-    format: Literal["auto", "text", "jsonl"] = option(
-        "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
-    )
-    tokenizer: str | None = option(
-        None, '"bytes", a tokenizer.json, or a directory with one; none: that of model.init, or bytes'
-    )
-    jsonl_field: str = option("text", "field of a JSON line that holds the text")
-    mode: Literal["packed", "stream"] = option(
-        "packed", "rows in random order, or contiguous streams that carry their state from step to step"
-    )
-    held_out: float = option(0.02, "share of the text that is kept from training, at most")
-    held_out_bytes: int = option(65536, "the most held-out text that is kept for evaluation")
-    shards: str | None = option(None, "directory of the tokenised text; none: data/ in the output directory")
-    shard_tokens: int = option(2**24, "tokens of a shard, about")
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 1, "shard_tokens")
-        at_least(self, 2, "held_out_bytes")
-        if not self.sources:
-            raise ValueError("sources must name some text, got none")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be above 0 and below 1, got {self.held_out}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimiserSection:
-    """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
-
-    kind: Literal["adamw", "muon"] = option("adamw", "muon: for the projections between embedding and head")
-    lr: float = option(3e-3, "the largest learning rate")
-    beta1: float = option(0.9, "decay of the mean of the gradients")
-    beta2: float = option(0.95, "decay of the mean of their squares")
-    eps: float = option(1e-8, "added to the root of the squares")
-    weight_decay: float = option(0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed")
-    decay_embeddings: bool = option(False, "decay embedding and head too")
-    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping")
-    muon_lr: float | None = option(None, "the largest learning rate of Muon's matrices; none: lr")
-    momentum: float = option(0.95, "of Muon")
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
-        for name in ("beta1", "beta2", "momentum"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSection:
-    """How long, and the learning rate on the way."""
-
-    steps: int = option(1000, "steps of the optimiser")
-    kind: Literal["cosine", "wsd", "constant"] = option(
-        "cosine", "behind the warm-up: a half cosine, constant with a linear decay at the end, or constant"
-    )
-    warmup: int = option(50, "steps of linear warm-up")
-    decay: float = option(0.2, "share of the steps that a wsd schedule decays for")
-    final: float = option(0.1, "learning rate at the end, as a share of the largest")
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 1, "steps")
-        at_least(self, 0, "warmup")
-        for name in ("decay", "final"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSection:
-    """The tokens of a step."""
-
-    tokens: int = option(4096, "tokens of a step")
-    length: int = option(256, "tokens of a row")
-    accumulation: int = option(1, "parts of a step whose gradients are added up, for less memory")
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 1, "tokens", "length", "accumulation")
-        if self.tokens % (self.length * self.accumulation):
-            raise ValueError(
-                f"tokens must be a multiple of length · accumulation = {self.length} · {self.accumulation}, "
-                f"got {self.tokens}"
-            )
-
-    @property
-    def rows(self) -> int:
-        """Rows of a step."""
-        return self.tokens // self.length
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionSection:
-    """Numbers and memory."""
-
-    dtype: Literal["float32", "bfloat16", "float64"] = option(
-        "float32", "of the computation; bfloat16: autocast, with weights in float32"
-    )
-    compile: bool = option(False, "let torch compile the layers, with a C++ compiler")
-    activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSection:
-    """What is looked at on the way."""
-
-    every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
-    log_every: int = option(10, "steps between lines of progress, where there is no terminal", free=True)
-    tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 0, "every")
-        at_least(self, 1, "log_every")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextEvaluationSection(EvaluationSection):
-    """What is looked at on the way, and a sample."""
-
-    prompt: str | None = option(
-        None,
-        'that the sample of each evaluation begins with; none: "def " for stdlib, or as the held-out text',
-        free=True,
-    )
-    sample_tokens: int = option(200, "length of the sample; 0: none", free=True)
-    temperature: float = option(0.8, "of the sample", free=True)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        super().__post_init__()
-        at_least(self, 0, "sample_tokens", "temperature")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSection:
-    """When the run is saved."""
-
-    every: int = option(100, "steps between checkpoints; 0: only at the end", free=True)
-    keep: int = option(2, "checkpoints that are kept", free=True)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 0, "every")
-        at_least(self, 1, "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +48,7 @@ class RunConfig:
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
     seed: int = option(0, "of the weights and of the order of the data")
     device: str = option("cpu", "to compute on")
-    threads: int | None = option(None, "CPU threads; none: torch's choice. Another number rounds differently")
+    threads: int | None = option(None, "CPU threads; another number rounds differently", default="torch's choice")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -292,15 +63,15 @@ class RunConfig:
         Raises:
             ValueError: an unknown key, or a value of the wrong type or out of its range.
         """
-        config: C = _build(cls, values, where, "")
+        config: C = _build(cls, values, where, "", [*_annotations(cls), *cls.hints()])
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables of every field, as `from_dict` takes them."""
         return dataclasses.asdict(self)
 
-    def replaced(self: C, overrides: Mapping[str, str]) -> C:
-        """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}.
+    def replaced(self: C, overrides: Mapping[str, str | Sequence[str]]) -> C:
+        """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}; a list takes several.
 
         Raises:
             ValueError: an unknown name, or a value that cannot work.
@@ -316,12 +87,11 @@ class RunConfig:
         """Every value by its dotted name: "optimiser.lr"."""
         return {name: _get(self, name) for name in self.fields_by_name()}
 
-    def changed(self: C, other: C) -> list[str]:
-        """Names of the fields that differ, without those that change no weight: among them more steps, if constant."""
+    def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
+        """The values of the fields that differ, here and there, without those that change no weight."""
         mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
-        if self.schedule.kind == "constant" and other.schedule.steps > self.schedule.steps:
-            fields.pop("schedule.steps")
-        return [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        names = [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        return {name: (mine[name], theirs[name]) for name in names}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:
@@ -356,7 +126,9 @@ class TrainingConfig(RunConfig):
     evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 
-def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str] | None = None) -> TrainingConfig:
+def read_config(
+    path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None
+) -> TrainingConfig:
     """The config of a TOML file (none: the defaults), with fields replaced.
 
     Args:
@@ -392,17 +164,18 @@ def _get(config: Any, name: str) -> Any:
     return config
 
 
-def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
+def _build(kind: Any, values: Any, where: str, prefix: str, names: list[str]) -> Any:
+    """A config or a section of it from a table; `names` are those of all sections and fields."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: {prefix.rstrip('.')} must be a table, got {values!r}")
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
-        expect_known(f"{prefix}{key}", [f"{prefix}{name}" for name in hints], f"{where}: ")
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            given[key] = _build(hint, value, where, f"{prefix}{key}.")
+        if key not in hints:
+            raise ValueError(unknown(f"{prefix}{key}", names, f"{where}: "))
+        if dataclasses.is_dataclass(hints[key]):
+            given[key] = _build(hints[key], value, where, f"{prefix}{key}.", names)
         else:
-            given[key] = checked(f"{where}: {prefix}{key}", value, hint)
+            given[key] = checked(f"{where}: {prefix}{key}", value, hints[key])
     try:
         return kind(**given)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Documents: where the text comes from, and which of it is held out.
+"""Documents: pieces of text that stand alone, which of them are held out, and their tokens.
 
 A document is a file, a line of JSON lines, or stdin. It is named by its path below its source (below the directory
 before the first wildcard of a pattern), so that the split does not depend on where a corpus lies.
@@ -6,13 +6,7 @@ before the first wildcard of a pattern), so that the split does not depend on wh
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import io
-import sys
-import sysconfig
-from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +17,6 @@ from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.ground.files import parse_json
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that no UTF-8 character begins with
-_LINES = (".jsonl", ".ndjson")
-_PACKED = (".gz", ".tgz", ".bz2", ".xz", ".lzma", ".zst", ".lz4", ".br", ".zip", ".7z", ".tar", ".parquet", ".arrow")
-_BEGINNINGS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"7z\xbc\xaf", b"PAR1", b"ARROW1")
 
 
 class Document(NamedTuple):
@@ -49,7 +40,7 @@ class Document(NamedTuple):
         if self.line is not None:
             begin, end, field = self.line
             content = self._bytes(stdin, begin, end)
-            return _line_text(self.name, content, field)[self.begin : self.end]
+            return line_text(content, field)[self.begin : self.end]
         return self._bytes(stdin, self.begin, self.end)
 
     def size(self, stdin: bytes) -> int:
@@ -66,35 +57,6 @@ class Document(NamedTuple):
             return file.read() if end is None else file.read(end - begin)
 
 
-def find_documents(sources: tuple[str, ...], field: str, format: str = "auto", stdin: bytes = b"") -> list[Document]:
-    """The documents of files, directories, glob patterns, stdin ("-") and "stdlib", ordered by source.
-
-    A file that is found again, through another source or a link, is taken once, under the first name.
-
-    Args:
-        sources: where the text is.
-        field: of a JSON object that holds the text.
-        format: "text": each file is a document, as it is; "jsonl": each line of each; "auto": as its name says.
-        stdin: what came from there.
-
-    Raises:
-        ValueError: a source does not exist, has no files, or is not what it should be: JSON lines, or unpacked text.
-    """
-    found: dict[Path | None, list[Document]] = {}
-    for source in sources:
-        paths = []
-        for file in _files_of(source):
-            paths.append(path := None if file.path is None else file.path.resolve())
-            if path not in found:
-                if format != "text":
-                    _expect_unpacked(file, stdin)
-                has_lines = format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES)
-                found[path] = list(_lines_of(file, field, stdin)) if has_lines else [file]
-        if not any(found[path] for path in paths):
-            raise ValueError(f"{source}: no text files there")
-    return [document for documents in found.values() for document in documents]
-
-
 def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[Document], list[Document]]:
     """Training and held-out documents; of all bytes between half of `share` and `share` are held out.
 
@@ -104,9 +66,9 @@ def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[D
     sizes = {document: document.size(stdin) for document in documents}
     total = sum(sizes.values())
     room = most = min(max(2, int(share * total)), total - 2)  # no less than a token and its successor on either side
-    ranked = sorted(documents, key=lambda document: _hash(document.name))
+    order = ranked(documents)
     chosen: dict[Document, None] = {}
-    for document in ranked:
+    for document in order:
         if sizes[document] <= room:
             chosen[document] = None
             room -= sizes[document]
@@ -114,25 +76,25 @@ def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[D
             break
     train, held_out = [document for document in documents if document not in chosen], list(chosen)
     if train and 2 * room >= most:
-        whole = next(document for document in ranked if document not in chosen)
-        before, behind = _cut(whole, sizes[whole] - room, stdin)
+        whole = next(document for document in order if document not in chosen)
+        before, after = _cut(whole, sizes[whole] - room, stdin)
         train[train.index(whole)] = before
-        held_out.append(behind)
+        held_out.append(after)
     return train, held_out
 
 
 def _cut(document: Document, place: int, stdin: bytes) -> tuple[Document, Document]:
-    """A document before and behind a place, or up to three bytes before it where a character would be cut."""
+    """A document before and after a place, or up to three bytes before it where a character would be cut."""
     first = document.begin + max(0, place - 3)
     place += document.begin
-    behind = document._replace(begin=first, end=place + 1).read(stdin)
-    while place > first and behind[place - first] in _CONTINUATION:
+    around = document._replace(begin=first, end=place + 1).read(stdin)
+    while place > first and around[place - first] in _CONTINUATION:
         place -= 1
     return document._replace(end=place), document._replace(name=f"{document.name} (end)", begin=place)
 
 
 def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
-    """The tokens (t,) of a document, and the end token behind it if the tokenizer has one.
+    """The tokens (t,) of a document, and the end token after it if the tokenizer has one.
 
     Raises:
         ValueError: not UTF-8, which every tokenizer but that of bytes needs, or ids beyond its vocabulary.
@@ -150,79 +112,33 @@ def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def _files_of(source: str) -> Iterator[Document]:
-    """The files of a source, each as one document."""
-    path = Path(source)
-    if source == "-":
-        yield Document("stdin", None)
-    elif source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        yield from (d for d in _files(root, "*.py") if not d.name.startswith(("site-packages/", "dist-packages/")))
-    elif path.is_dir():
-        yield from _files(path, "*")
-    elif path.is_file():
-        yield Document(path.name, path)
-    elif _is_pattern(source):
-        root = Path(*takewhile(lambda part: not _is_pattern(part), path.parts))
-        for name in sorted(glob.glob(source, recursive=True)):  # noqa: PTH207
-            if Path(name).is_file():
-                yield Document(Path(name).relative_to(root).as_posix(), Path(name))
-    else:
-        raise ValueError(f"{source}: no such file, directory or pattern")
-
-
-def _is_pattern(text: str) -> bool:
-    return any(letter in text for letter in "*?[")
-
-
-def _files(root: Path, pattern: str) -> Iterator[Document]:
-    """Non-empty files below a directory by their paths in it; hidden ones are left out."""
-    for path in sorted(root.rglob(pattern)):
-        name = path.relative_to(root)
-        if path.is_file() and path.stat().st_size and not any(part.startswith(".") for part in name.parts):
-            yield Document(name.as_posix(), path)
-
-
-def _expect_unpacked(document: Document, stdin: bytes) -> None:
-    """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
-    if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
-        raise ValueError(
-            f"{document.path or 'stdin'}: compressed or binary, not text; unpack it or leave it out "
-            '(data.format = "text" would learn its bytes as they are)'
-        )
-
-
-def _lines_of(document: Document, field: str, stdin: bytes) -> Iterator[Document]:
-    begin = 0
-    with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            name, end = f"{document.name}:{number}", begin + len(line)
-            if line.strip() and (text := _line_text(name, line, field)):
-                yield Document(name, document.path, 0, len(text), (begin, end, field))
-            begin = end
-
-
-def _line_text(name: str, line: bytes, field: str) -> bytes:
-    value = parse_json(line, name)
+def line_text(line: bytes, field: str) -> bytes:
+    """The text of a JSON line, as UTF-8."""
+    value = parse_json(line)
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        raise ValueError(f'{name}: expected an object with a text "{field}", got {str(value)[:60]}')
+        raise ValueError(f'expected an object with a text "{field}", got {str(value)[:60]}')
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: not Unicode text ({error.reason} at character {error.start})") from error
+        raise ValueError(f'"{field}" has half a character ({error.reason})') from error
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
+def ranked(documents: list[Document]) -> list[Document]:
+    """Documents in the order of a hash of their names: at random, and the same wherever they lie."""
+
+    def rank(document: Document) -> bytes:
+        return hashlib.blake2b(document.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+    return sorted(documents, key=rank)
 
 
-def read_stdin() -> bytes:
-    """All of stdin.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if sys.stdin is None:
-        raise ValueError('data.sources: "-" means stdin, which is closed')
-    return sys.stdin.buffer.read()
+def sample(documents: list[Document], stdin: bytes, most: int) -> list[bytes]:
+    """Documents in a random order, `most` bytes of them."""
+    parts: list[bytes] = []
+    for document in ranked(documents):
+        if most <= 0:
+            break
+        parts.append(document._replace(end=document.begin + min(most, document.size(stdin))).read(stdin))
+        most -= len(parts[-1])
+    return parts

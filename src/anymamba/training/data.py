@@ -1,7 +1,7 @@
 """Batches: which tokens a step reads, as a pure function of the seed and the step.
 
 Rows of fixed length are cut from the documents and laid end to end in one sequence, with a boundary wherever a row or a
-document begins. No state crosses a boundary, except that of a row that goes on in a stream.
+document begins. No state crosses a boundary, except that of a row that continues in a stream.
 
 Letters: t tokens of a batch, z sequences in it, r rows.
 """
@@ -24,10 +24,10 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: tokens, (1, t).
-        targets: the token behind each, (1, t); `IGNORED_LABEL` at the end of a document.
+        targets: the token after each, (1, t); `IGNORED_LABEL` at the end of a document.
         cu_seqlens: where the sequences begin, and t, (z + 1,).
-        carried: the row whose state each sequence goes on from, (z,); the number of rows for a fresh start.
-        last: the last sequence of each row, (r,), whose state the row goes on from.
+        carried: the row whose state each sequence continues from, (z,); the number of rows for a fresh start.
+        last: the last sequence of each row, (r,), whose state the row continues from.
     """
 
     inputs: Int[Tensor, "1 t"]
@@ -85,7 +85,7 @@ class Sequence:
 
         Args:
             spans: begin and end of each row.
-            fresh: no row goes on from an earlier state.
+            fresh: no row continues from an earlier state.
         """
         inputs, targets, bounds, carried, last = [], [], [], [], []
         offset = 0
@@ -96,11 +96,11 @@ class Sequence:
             wanted[: len(ids) - 1] = ids[1:]
             wanted[starts[starts > 0] - 1] = IGNORED_LABEL
             inner = [int(start) for start in starts if 0 < start < length]
-            goes_on = not fresh and not (len(starts) and int(starts[0]) == 0)
+            continues = not fresh and not (len(starts) and int(starts[0]) == 0)
             inputs.append(ids[:length])
             targets.append(wanted)
             bounds += [offset, *(offset + start for start in inner)]
-            carried += [row if goes_on else len(spans), *[len(spans)] * len(inner)]
+            carried += [row if continues else len(spans), *[len(spans)] * len(inner)]
             last.append(len(bounds) - 1)
             offset += length
         return Batch(
@@ -117,7 +117,7 @@ class Batches:
 
     "packed": the text is cut into rows, which come in a new random order every time all have been seen.
     "stream": the documents, in a new random order every time, are one text, cut into as many lanes as a step has rows;
-    every row goes on where the row of the step before it ended.
+    every row continues where the row of the step before it ended.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Batches:
 
 
 def segments(tokens: Tokens, length: int) -> list[Batch]:
-    """All tokens in order, in batches of one row that goes on from the one before it."""
+    """All tokens in order, in batches of one row that continues from the one before it."""
     sequence = Sequence(tokens)
     begins = range(0, len(sequence), length)
     return [sequence.pack([(begin, min(begin + length, len(sequence)))], begin == 0) for begin in begins]

@@ -21,10 +21,11 @@ _CYAN, _DIM, _BOLD, _PLAIN = "\x1b[36m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
 class Display:
-    """What a run shows while it goes on."""
+    """What a run shows while it trains."""
 
-    def __init__(self, steps: int, done: int, every: int) -> None:
-        """Begin behind `done` of `steps`; elsewhere than on a terminal, a line comes behind every `every` steps."""
+    def __init__(self, steps: int, done: int, every: int, shown: bool = True) -> None:
+        """Begin after `done` of `steps`; elsewhere than on a terminal, a line comes every `every` steps; or nothing."""
+        self._is_shown = shown
         self._steps, self._first, self._every = steps, done, every
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began, self._shown, self._lines = perf_counter(), 0.0, 0
@@ -94,6 +95,8 @@ class Display:
 
     def _write(self, text: str) -> None:
         """Write over the live lines."""
+        if not self._is_shown:
+            return
         erased = "\r\x1b[K" + "\x1b[1A\x1b[K" * (self._lines - 1) if self._lines else ""
         self._lines = 0
         print(f"{erased}{text}", end="", file=sys.stderr, flush=True)

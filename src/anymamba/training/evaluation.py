@@ -1,4 +1,4 @@
-"""What is looked at while a run goes on: bits per byte of held-out text, beside xz, and a sample."""
+"""What is looked at while a run trains: bits per byte of held-out text, those of simpler methods, and a sample."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from anymamba.generation import generate
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.training.config import TextEvaluationSection
 from anymamba.training.data import segments
+from anymamba.training.neighbours import ORDER
+from anymamba.training.sections import TextEvaluationSection
 from anymamba.training.shards import Corpus
 from anymamba.training.step import batch_nats
 
@@ -25,11 +26,11 @@ class HeldOut(NamedTuple):
 
     Attributes:
         bits_per_byte: of the model.
-        xz_bits_per_byte: what `xz -9` needs for the same bytes.
+        neighbours: what simpler methods need for the same bytes, by name.
     """
 
     bits_per_byte: float
-    xz_bits_per_byte: float
+    neighbours: dict[str, float]
 
 
 @torch.no_grad()
@@ -44,7 +45,10 @@ def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype) -> HeldOut:
         nats += cost.item()
     nats += int((tokens.lengths > 0).sum()) * math.log(corpus.vocab_size)
     size = int(tokens.sizes.sum())
-    return HeldOut(nats / math.log(2) / size, 8 * corpus.xz_bytes / size)
+    neighbours = {"xz -9": 8 * corpus.xz_bytes / size}
+    if corpus.ngram_bits is not None:
+        neighbours = {f"byte {ORDER}-gram": corpus.ngram_bits / size, **neighbours}
+    return HeldOut(nats / math.log(2) / size, neighbours)
 
 
 def beginning(corpus: Corpus, tokenizer: Tokenizer) -> str:
@@ -56,7 +60,7 @@ def beginning(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def sample(model: MambaLM, tokenizer: Tokenizer, prompt: str, config: TextEvaluationSection, seed: int) -> str:
-    """The prompt and what the model writes behind it."""
+    """The prompt and what the model writes after it."""
     ids = tokenizer.encode(prompt)
     if not ids or not config.sample_tokens:
         return ""

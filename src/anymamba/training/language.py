@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,25 +13,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, write_end
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked, replacing
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
+from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.layers import expect_compiler
-from anymamba.training.loop import Trainer, expect_no_run, reopen
+from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
+from anymamba.training.sources import Text, find_text
 from anymamba.training.step import batch_nats, carried_from
 from anymamba.training.task import Evaluation, Task
 
 
-def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer[LanguageTask]:
-    """Begin a run in a directory.
+def train(
+    config: TrainingConfig | None = None,
+    directory: str | os.PathLike[str] = "runs/train",
+    *,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Trainer[LanguageTask]:
+    """Train a language model: what `anymamba train CONFIG --out DIRECTORY` does.
+
+        run = train(read_config("mine.toml", {"optimiser.lr": "1e-3"}), "runs/mine", callbacks=[print])
+        run.finished, run.step, run.evaluated.values, run.model
+
+    Args:
+        config: of the run; all defaults if not given.
+        directory: of the run.
+        callbacks: are called after every step with its `Row`; one that returns True ends the run there, as Ctrl-C does.
+        tell: is told what happens, in lines, in place of stderr, where progress is then not shown either.
+
+    Returns:
+        The run, finished or stopped.
+
+    Raises:
+        ValueError: the directory has a run or a model already, or the config or the text cannot work.
+        FloatingPointError: the loss or gradient is not finite.
+    """
+    trainer = begin(config or TrainingConfig(), Path(directory), tell or to_stderr)
+    trainer.run(callbacks, shown=tell is None)
+    return trainer
+
+
+def resume(
+    directory: str | os.PathLike[str],
+    changes: Mapping[str, str | Sequence[str]] | None = None,
+    *,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Trainer[LanguageTask]:
+    """Continue a run from its latest good checkpoint: what `anymamba train --resume DIRECTORY` does.
+
+    Args:
+        directory: of the run.
+        changes: of its config, as texts by dotted name: {"optimiser.lr": "1e-4"}.
+        callbacks: as for `train`.
+        tell: as for `train`.
+
+    Returns:
+        The run, finished or stopped.
+
+    Raises:
+        ValueError: there is none, or `changes` are of what a run cannot change.
+        FloatingPointError: the loss or gradient is not finite.
+    """
+    trainer = open_run(Path(directory), changes or {}, tell or to_stderr)
+    trainer.run(callbacks, shown=tell is None)
+    return trainer
+
+
+def to_stderr(message: str) -> None:
+    """Tell the user."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def begin(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer[LanguageTask]:
+    """A run that is about to begin in a directory.
 
     Raises:
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
@@ -44,14 +110,18 @@ def train(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
     return Trainer(task, directory, None, tell)
 
 
-def resume(directory: Path, overrides: dict[str, str], tell: Callable[[str], None]) -> Trainer[LanguageTask]:
-    """Go on with a run from its latest good checkpoint.
+def open_run(
+    directory: Path, overrides: Mapping[str, str | Sequence[str]], tell: Callable[[str], None]
+) -> Trainer[LanguageTask]:
+    """A run that is about to continue from its latest good checkpoint.
 
     Raises:
         ValueError: there is none, or `overrides` change what the run is.
     """
-    checkpoint, config = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell)
-    return Trainer(LanguageTask(config, directory, tell, begun=checkpoint.path), directory, checkpoint, tell)
+    instead = f"; to begin another run with its weights: anymamba train --model.init {directory} --out DIR"
+    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell, instead)
+    task = LanguageTask(reopened.config, directory, tell, begun=reopened.checkpoint.path)
+    return Trainer(task, directory, reopened, tell)
 
 
 def settled(config: TrainingConfig) -> TrainingConfig:
@@ -61,20 +131,27 @@ def settled(config: TrainingConfig) -> TrainingConfig:
         ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
     """
     device, name = find_device(config.device, "device ="), config.data.tokenizer
+    pairs = None if name is None else byte_pair_size(name)
     if config.precision.compile:
         expect_compiler(device)
     if config.model.init is None:
         config.model.lm_config(256)
         name = name or "bytes"
+    elif pairs is not None:
+        raise ValueError(f"data.tokenizer = {name}: model.init has a tokenizer, and its weights know no other")
     else:
         found = open_checkpoint(config.model.init)
         config.model.expect(found.config)
         tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
         beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")
         name = name or beside
+    if pairs is not None:
+        return config
     if name != "bytes":
         name = str(Path(name, "tokenizer.json") if Path(name).is_dir() else name)
-        FileTokenizer(Path(name))
+        FileTokenizer(name, config.data.end_token)
+    elif config.data.end_token is not None:
+        raise ValueError(f"data.end_token = {config.data.end_token}: bytes have no token that ends a document")
     return replace(config, data=replace(config.data, tokenizer=name))
 
 
@@ -95,9 +172,13 @@ class LanguageTask(Task[Batch]):
         self.config, self._directory = config, directory
         self.held_out: HeldOut | None = None
         self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
-        self._tokenizer = self._make_tokenizer(begun is None)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
-        self.corpus = prepare(config.data, shards, self._tokenizer, tell) if begun is None else open_corpus(shards)
+        if begun is None:
+            text = find_text(config.data, tell)
+            self._tokenizer = self._make_tokenizer(text, tell)
+            self.corpus = prepare(config.data, shards, self._tokenizer, tell, text)
+        else:
+            self._tokenizer, self.corpus = self._open_tokenizer(), open_corpus(shards)
         self._batches = Batches(
             self.corpus.train,
             mode=config.data.mode,
@@ -134,14 +215,15 @@ class LanguageTask(Task[Batch]):
     def cost(
         self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, LMCache | None]:
-        """Nats, and the state behind each row of a stream."""
+        """Nats, and the state after each row of a stream."""
         nats, state = batch_nats(model, batch, carried, dtype)
         return nats, state if self.config.data.mode == "stream" else None
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the held-out text, and write a sample."""
         self.held_out = found = evaluate(model, self.corpus, dtype)
-        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte (xz -9: {found.xz_bits_per_byte:.4f})"]
+        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbours.items())
+        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
         if text := sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed):
             samples = self._directory / "samples"
             samples.mkdir(exist_ok=True)
@@ -175,23 +257,32 @@ class LanguageTask(Task[Batch]):
         if self.held_out is not None:
             text = self.corpus.train
             bytes_per_token = int(text.sizes.sum()) / text.total
-            plot_losses(
-                directory / "metrics.csv", directory / "loss.png", self.held_out.xz_bits_per_byte, bytes_per_token
-            )
+            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
 
-    def _make_tokenizer(self, fresh: bool) -> Tokenizer:
-        """The tokenizer, from the copy of its file that belongs to the run."""
-        if fresh:
-            self._take_companions()
-        bytewise = self.config.data.tokenizer == "bytes"
-        return ByteTokenizer() if bytewise else FileTokenizer(self._directory / "tokenizer.json")
+    def _open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, from the file that belongs to the run."""
+        if self.config.data.tokenizer == "bytes":
+            return ByteTokenizer()
+        return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
 
-    def _take_companions(self) -> None:
-        """Copy the tokenizer's files into the run, and remove those that a failed attempt with another one left."""
-        name, taken = self.config.data.tokenizer or "bytes", []
-        if name != "bytes":
-            taken = [*copy_companions(Path(name).parent, self._directory), "tokenizer.json"]
-            with replacing(self._directory / "tokenizer.json") as temporary:
+    def _make_tokenizer(self, text: Text, tell: Callable[[str], None]) -> Tokenizer:
+        """Copy the tokenizer's files into the run, or make one; those of a failed attempt with another are removed."""
+        name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
+        if (size := byte_pair_size(name)) is not None:
+            make_byte_pairs(text, size, own)
+            taken = [own.name]
+        elif name != "bytes":
+            taken = [*copy_companions(Path(name).parent, self._directory), own.name]
+            with replacing(own) as temporary:
                 shutil.copyfile(name, temporary)
         for other in set(COMPANIONS) - set(taken):
             (self._directory / other).unlink(missing_ok=True)
+        tokenizer = self._open_tokenizer()
+        if isinstance(tokenizer, FileTokenizer):
+            write_end(tokenizer, self._directory)
+            if not tokenizer.end:
+                tell(
+                    f"{name}: no token that ends a document is known, so the model will not learn where one ends; name "
+                    "it with --data.end_token TOKEN"
+                )
+        return tokenizer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -15,22 +16,21 @@ from torch import Tensor
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked
 from anymamba.ground.interrupts import interrupts
-from anymamba.training.checkpoint import Checkpoint, checkpoints, load_latest, save_checkpoint
+from anymamba.training.checkpoint import Checkpoint, amend_checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
 from anymamba.training.layers import compile_layers, recompute_layers
+from anymamba.training.logs import open_logs
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
-from anymamba.training.report import MetricsTable, Row, TensorBoard, can_plot
+from anymamba.training.report import MetricsTable, Row, can_plot
+from anymamba.training.sections import ScheduleSection
 from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_WHY_NO_OTHER_STEPS = (
-    "only a constant schedule may be made longer: the rates of the others, those of the steps taken too, depend on how "
-    "many there are"
-)
 _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 
+Callback = Callable[[Row], object]
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T", bound=Task[Any])
 
@@ -42,52 +42,87 @@ def expect_no_run(directory: Path) -> None:
         ValueError: it has.
     """
     if checkpoints(directory / "checkpoints"):
-        raise ValueError(f"{directory}: there is a run already; go on with --resume {directory}, or name another")
+        raise ValueError(
+            f"{directory}: there is a run already; continue it with --resume {directory}, or name another directory"
+        )
     if found := [name for name in _RESULTS if (directory / name).exists()]:
         raise ValueError(
             f"{directory}: expected a directory without a run or a model, found {', '.join(found)} and no checkpoints "
-            "to go on from; name another, or remove them"
+            "to resume from; name another directory, or remove them"
         )
 
 
+@dataclass(frozen=True)
+class Reopened(Generic[C]):
+    """A run to continue.
+
+    Attributes:
+        checkpoint: the latest good one.
+        config: to continue with.
+        changes: of the config, before and after, by name: they count from the next step on.
+    """
+
+    checkpoint: Checkpoint
+    config: C
+    changes: dict[str, tuple[Any, Any]]
+
+
 def reopen(
-    directory: Path, kind: type[C], wanted: Callable[[C], C], tell: Callable[[str], None]
-) -> tuple[Checkpoint, C]:
-    """The latest good checkpoint of a run, and the config to go on with.
+    directory: Path, kind: type[C], wanted: Callable[[C], C], tell: Callable[[str], None], instead: str = ""
+) -> Reopened[C]:
+    """Open a run at its latest good checkpoint.
+
+    A config may differ in what changes no weight, in what may change on the way (learning rates among them), and in its
+    schedule where that gives the steps taken the rates that they had.
 
     Args:
         directory: of the run.
         kind: of its config.
-        wanted: the config to go on with, given that of the run.
-        tell: is told of damaged checkpoints.
+        wanted: the config to continue with, given that of the run.
+        tell: is told of damaged checkpoints and of changes.
+        instead: what may be done where the config differs in more.
 
     Raises:
-        ValueError: there is none, another process is at it, or the config differs in what changes a weight.
+        ValueError: there is no checkpoint, another process is at work on the run, or the config differs in more.
     """
     with locked(directory):
         checkpoint = load_latest(directory / "checkpoints", tell)
     began = kind.from_dict(checkpoint.config, str(directory))
-    config = wanted(began)
-    if changed := began.changed(config):
-        was, new = began.flat(), config.flat()
+    config, step = wanted(began), checkpoint.step
+    changes, fields = began.changed(config), kind.fields_by_name()
+    keeps_rates = _has_rates_of(began.schedule, config.schedule, step)
+    refused = [
+        f"{name} (was {was!r}, got {new!r})"
+        for name, (was, new) in changes.items()
+        if not fields[name].metadata.get("onwards") and not (name.startswith("schedule.") and keeps_rates)
+    ]
+    if refused:
+        why = "" if keeps_rates else f"; the {step} steps taken would have had other learning rates"
+        why = f"; {step} steps have been taken" if config.schedule.steps < step else why
         raise ValueError(
-            f"{directory}: a run goes on with the config it began with; changed: "
-            + ", ".join(f"{name} (was {was[name]!r}, got {new[name]!r})" for name in changed)
-            + (f"; {_WHY_NO_OTHER_STEPS}" if "schedule.steps" in changed else "")
+            f"{directory}: a run continues with the config it began with; changed: {', '.join(refused)}{why}{instead}"
         )
-    return checkpoint, config
+    for name, (was, new) in changes.items():
+        tell(f"{name} changes from {was} to {new} after step {step}")
+    return Reopened(checkpoint, config, changes)
+
+
+def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> bool:
+    """Whether the steps taken have the rates in a new schedule that they had in the old one."""
+    rates = (learning_rate(step, 1.0, old) == learning_rate(step, 1.0, new) for step in range(steps))
+    return new.steps >= steps and (new == old or all(rates))
 
 
 def train_or_resume(task: T, directory: Path, tell: Callable[[str], None]) -> Trainer[T]:
-    """Begin a run in a directory, or go on with the one that is there.
+    """Begin a run in a directory, or continue the one that is there.
 
     Raises:
         ValueError: the run that is there learns something else, or with another config.
     """
     if not checkpoints(directory / "checkpoints"):
         return Trainer(task, directory, None, tell)
-    checkpoint, _ = reopen(directory, type(task.config), lambda _: task.config, tell)
-    return Trainer(task, directory, checkpoint, tell)
+    reopened = reopen(directory, type(task.config), lambda _: task.config, tell)
+    return Trainer(task, directory, reopened, tell)
 
 
 class Trainer(Generic[T]):
@@ -99,12 +134,14 @@ class Trainer(Generic[T]):
         tokens: read so far.
         solved: the task was found solved, so that the run is finished before its last step.
         evaluated: by the last evaluation, if there was one.
+        changes: of the config since the run began.
     """
 
-    def __init__(self, task: T, directory: Path, checkpoint: Checkpoint | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, task: T, directory: Path, reopened: Reopened[Any] | None, tell: Callable[[str], None]) -> None:
         """Build the model anew or from a checkpoint."""
         self.task, self.directory, self._tell = task, directory, tell
         self.config = config = task.config
+        checkpoint = reopened.checkpoint if reopened is not None else None
         if checkpoint is not None and checkpoint.data != task.fingerprint:
             raise ValueError(
                 f"{directory}: not what the run began to learn from: "
@@ -121,9 +158,10 @@ class Trainer(Generic[T]):
         self.model = task.make_model(torch.float64 if self._dtype == torch.float64 else torch.float32)
         self.model.to(self._device)
         self.optimiser = Optimiser(self.model, config.optimiser)
-        self._saved = -1
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        self._saved, self.changes = -1, list[dict[str, Any]]()
+        self._amended: Path | None = None  # a checkpoint whose config is to be replaced
+        if reopened is not None:
+            self._restore(reopened)
         if config.precision.compile:
             compile_layers(self.model, self._device)
         if config.precision.activation_checkpointing:
@@ -134,8 +172,13 @@ class Trainer(Generic[T]):
         """Whether there is no step left to take."""
         return self.solved or self.step >= self.config.schedule.steps
 
-    def run(self) -> bool:
+    def run(self, callbacks: Iterable[Callback] = (), *, shown: bool = True) -> bool:
         """Train to the end, or until the task is solved, or until an interrupt.
+
+        Args:
+            callbacks: are called after every step; one that returns True ends the run there. The exceptions of one pass
+                through, and leave the run as it was at its last checkpoint.
+            shown: progress is shown on stderr.
 
         Returns:
             Whether the run is finished.
@@ -148,41 +191,46 @@ class Trainer(Generic[T]):
         with locked(self.directory), interrupts(signal.SIGINT, signal.SIGTERM) as interrupted:
             if self._saved < 0:
                 expect_no_run(self.directory)
-            self._train(interrupted)
+            if self._amended is not None:
+                amend_checkpoint(self._amended, self.config.to_dict(), self.changes)
+            self._train(interrupted, list(callbacks), shown)
             self.save()
             self.task.write_model(self.model, self.directory)
         return self.finished
 
-    def _train(self, interrupted: Callable[[], bool]) -> None:
-        c, logs = self.config, self.directory / "tensorboard"
-        display = Display(c.schedule.steps, self.step, c.evaluation.log_every)
-        board = TensorBoard(logs, self.step) if c.evaluation.tensorboard else None
+    def _train(self, interrupted: Callable[[], bool], callbacks: list[Callback], shown: bool) -> None:
+        c = self.config
+        display = Display(c.schedule.steps, self.step, c.evaluation.log_every, shown)
+        logs = open_logs(c, self.directory, self.step)
         if self._saved < 0:
-            self.save()  # before there are metrics: a run that has some can go on
+            self.save()  # before there are metrics: a run that has some can be resumed
         table = MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
         if not can_plot():
             display.tell("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
-            while not self.finished and not interrupted():
+            stopped = False
+            while not self.finished and not stopped and not interrupted():
                 row, tokens = self._take_step()
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):
                     row = row._replace(evaluated=self._evaluate(display))
                 table.add(row)
-                if board is not None:
-                    board.add(row)
+                for log in logs:
+                    log.add(row)
                 if row.evaluated and can_plot():
                     self.task.plot(self.directory)
                 if self._due(c.checkpoints.every):
                     self.save()
+                for callback in callbacks:
+                    stopped |= callback(row) is True
         except FloatingPointError:
             self.save()
             raise
         finally:
             display.close()
             table.close()
-            if board is not None:
-                board.close()
+            for log in logs:
+                log.close()
 
     def save(self) -> None:
         """Write a checkpoint of the state as it is, if it has not been written."""
@@ -196,6 +244,7 @@ class Trainer(Generic[T]):
             step=self.step,
             tokens=self.tokens,
             config=self.config.to_dict(),
+            changes=self.changes,
             data=self.task.fingerprint,
             solved=self.solved,
             before=self._saved,
@@ -241,7 +290,7 @@ class Trainer(Generic[T]):
         where = first_non_finite(self.model, compute)
         return (
             f"step {self.step + 1}: the loss is {loss} and the norm of its gradient {norm}; not finite first: {where}. "
-            f"The state behind step {self.step} is kept in {self.directory / 'checkpoints'}"
+            f"The state after step {self.step} is kept in {self.directory / 'checkpoints'}"
         )
 
     def _evaluate(self, display: Display) -> dict[str, float]:
@@ -255,7 +304,13 @@ class Trainer(Generic[T]):
     def _due(self, every: int) -> bool:
         return self.finished or bool(every and self.step % every == 0)
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, reopened: Reopened[Any]) -> None:
+        checkpoint = reopened.checkpoint
+        self.changes = list(checkpoint.changes)
+        if reopened.changes:
+            values = {name: list(pair) for name, pair in reopened.changes.items()}
+            self.changes.append({"step": checkpoint.step, **values})
+            self._amended = checkpoint.path
         try:
             self.task.read_model(self.model, checkpoint.model)
             self.optimiser.restore(checkpoint.optimiser)

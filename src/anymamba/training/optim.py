@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.models.lm import MambaLM
-from anymamba.training.config import OptimiserSection, ScheduleSection
 from anymamba.training.muon import Muon
+from anymamba.training.sections import OptimiserSection, ScheduleSection
 
 # What the optimisers keep of a parameter.
 _ADAM_STATE, _MUON_STATE = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}

@@ -1,4 +1,4 @@
-"""What a run leaves to read: a table of metrics, a plot, and TensorBoard logs."""
+"""What a run leaves to read: a table of metrics, and a plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anymamba.ground.files import naming, replacing
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
         learning_rate: of the step.
         gradient_norm: before clipping.
         seconds: that the step took.
-        evaluated: what the evaluation found, by name, if there was one behind the step.
+        evaluated: what the evaluation found, by name, if there was one after the step.
     """
 
     step: int
@@ -32,6 +32,11 @@ class Row(NamedTuple):
     gradient_norm: float
     seconds: float
     evaluated: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """What a logger wants, by name: all but the step, with what the evaluation found."""
+        values = self._asdict()
+        return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluated
 
 
 _COLUMNS = Row._fields[:-1]
@@ -110,8 +115,8 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_losses(metrics: Path, target: Path, xz_bits_per_byte: float, bytes_per_token: float) -> None:
-    """Draw training and held-out bits per byte, and those of xz, over the steps."""
+def plot_losses(metrics: Path, target: Path, neighbours: dict[str, float], bytes_per_token: float) -> None:
+    """Draw training and held-out bits per byte, and those of simpler methods, over the steps."""
     from matplotlib.figure import Figure
 
     rows, nats = read_metrics(metrics), 0.6931471805599453
@@ -120,35 +125,8 @@ def plot_losses(metrics: Path, target: Path, xz_bits_per_byte: float, bytes_per_
     axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
     seen = [(r.step, r.evaluated["held_out_bits_per_byte"]) for r in rows if r.evaluated]
     axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
-    axes.axhline(xz_bits_per_byte, color="grey", ls="--", label="xz -9, held out")
+    for (name, bits), style in zip(neighbours.items(), ("--", ":"), strict=False):
+        axes.axhline(bits, color="grey", ls=style, label=f"{name}, held out")
     axes.legend()
     with replacing(target) as temporary:
         figure.savefig(temporary, format="png")
-
-
-class TensorBoard:
-    """Logs for TensorBoard."""
-
-    def __init__(self, directory: Path, step: int) -> None:
-        """Open the logs; what an earlier run wrote behind `step` no longer counts.
-
-        Raises:
-            ValueError: TensorBoard is not installed.
-        """
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
-                "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
-            )
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1)
-
-    def add(self, row: Row) -> None:
-        """Log a row."""
-        values = {name: getattr(row, name) for name in ("loss", "learning_rate", "gradient_norm")}
-        for name, value in {**values, **row.evaluated}.items():
-            self._writer.add_scalar(name, value, row.step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()

@@ -1,14 +1,13 @@
 """Tokenised text on disk: memory-mapped shards of whole documents, and an index with their checksums.
 
 A shard is a safetensors file: `tokens` in the narrowest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
-The index is written behind every shard, so that tokenising goes on where it was stopped.
+The index is written after every shard, so that tokenising continues where it was stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import reprlib
 from collections.abc import Callable, Iterator
 from itertools import takewhile
@@ -19,10 +18,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.generation.tokenizers import Tokenizer
+from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.ground.files import digest_file, locked, open_tensors, read_json, write_json, write_tensors
-from anymamba.training.config import DataSection
-from anymamba.training.corpus import Document, encode, find_documents, read_stdin, split
+from anymamba.training.corpus import Document, encode, sample
+from anymamba.training.neighbours import TRAINING_BYTES, ngram_bits, xz_bytes
+from anymamba.training.sections import DataSection
+from anymamba.training.sources import Text, find_text
 
 _INDEX = "index.json"
 _COMPLETE = {"train": list, "held_out": list, "xz_bytes": int, "vocab_size": int}
@@ -31,7 +32,7 @@ _SPLIT = "by bytes"  # the rule by which text is held out
 
 
 class Tokens(NamedTuple):
-    """Documents one behind another.
+    """Documents one after another.
 
     Attributes:
         parts: the tokens of each shard, as views of its file.
@@ -65,6 +66,7 @@ class Corpus(NamedTuple):
         train: what is learnt.
         held_out: what is only looked at.
         xz_bytes: what `xz -9` needs for the held-out text.
+        ngram_bits: what a byte n-gram of the training text needs for it; None for text tokenised before there was one.
         vocab_size: of the tokenizer.
         checksum: of the index, and through it of every token.
     """
@@ -72,12 +74,17 @@ class Corpus(NamedTuple):
     train: Tokens
     held_out: Tokens
     xz_bytes: int
+    ngram_bits: float | None
     vocab_size: int
     checksum: str
 
 
 def prepare(
-    config: DataSection, directory: Path, tokenizer: Tokenizer, tell: Callable[[str], None] = lambda _: None
+    config: DataSection,
+    directory: Path,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None] = lambda _: None,
+    text: Text | None = None,
 ) -> Corpus:
     """Tokenise what is not tokenised yet, and open the result.
 
@@ -86,16 +93,14 @@ def prepare(
         directory: of the shards.
         tokenizer: of the text.
         tell: is told what happens.
+        text: of the config, if it has been found already.
 
     Raises:
         ValueError: a source cannot be read, has no text, or is too short, or the directory is that of other text.
     """
-    stdin = read_stdin() if "-" in config.sources else b""
-    documents = find_documents(config.sources, config.jsonl_field, config.format, stdin)
-    key, sides = _key(config, documents, stdin), split(documents, config.held_out, stdin)
-    tell(
-        "; ".join(_described(side, stdin, what) for side, what in zip(sides, ("to train on", "held out"), strict=True))
-    )
+    text = text or find_text(config, tell)
+    key = _key(config, tokenizer, text)
+    tell(f"{_described(text.train, text, 'to train on')}; {_described(text.held_out, text, 'held out')}")
     if not _is_complete(_read_index(directory), key):
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
@@ -107,9 +112,7 @@ def prepare(
                     "if no run needs it"
                 )
             if not _is_complete(index, key):
-                _tokenise(
-                    config, directory, tokenizer, *sides, stdin, index if index.get("key") == key else {"key": key}
-                )
+                _tokenise(config, directory, tokenizer, text, index if index.get("key") == key else {"key": key})
                 tell(f"tokenised into {directory}")
     return open_corpus(directory)
 
@@ -118,8 +121,8 @@ def _is_complete(index: dict[str, Any], key: str) -> bool:
     return index.get("key") == key and bool(index.get("complete"))
 
 
-def _described(documents: list[Document], stdin: bytes, what: str) -> str:
-    size, count = sum(document.size(stdin) for document in documents), len(documents)
+def _described(documents: list[Document], text: Text, what: str) -> str:
+    size, count = sum(document.size(text.stdin) for document in documents), len(documents)
     cut = " (of one the end)" if any(document.begin for document in documents) else ""
     return f"{what}: {count:,} {'document' if count == 1 else 'documents'}{cut}, {size:,} bytes"
 
@@ -140,11 +143,13 @@ def open_corpus(directory: Path) -> Corpus:
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
                 raise ValueError(f"{directory / shard['file']}: damaged; remove {directory} to tokenise again")
+    ngram_bits = index.pop("ngram_bits", None)  # which other machines round differently
     checksum = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Corpus(
         _open(directory, index["train"]),
         _open(directory, index["held_out"]),
         index["xz_bytes"],
+        ngram_bits,
         index["vocab_size"],
         checksum,
     )
@@ -154,22 +159,20 @@ def _tokenise(
     config: DataSection,
     directory: Path,
     tokenizer: Tokenizer,
-    train: list[Document],
-    held_out: list[Document],
-    stdin: bytes,
+    found: Text,
     index: dict[str, Any],
 ) -> None:
     index = {"key": index["key"], "vocab_size": tokenizer.vocab_size, "train": index.get("train", []), "held_out": []}
     index["train"] = list(takewhile(lambda s: digest_file(directory / s["file"]) == s["blake2b"], index["train"]))
     done = sum(shard["documents"] for shard in index["train"])
-    for shard in _shards(config, tokenizer, train[done:], stdin):
+    for shard in _shards(config, tokenizer, found.train[done:], found.stdin):
         _write(directory, index, "train", shard, tokenizer)
     text, limit = b"", config.held_out_bytes
     pieces = []
-    for document in held_out:
+    for document in found.held_out:
         if limit < 2:
             break
-        content = _cut(document.read(stdin), limit)
+        content = _cut(document.read(found.stdin), limit)
         text, limit = text + content, limit - len(content)
         pieces.append((encode(document.name, content, tokenizer), len(content)))
     if pieces:
@@ -180,8 +183,11 @@ def _tokenise(
                 f"{', '.join(config.sources)}: too little text: expected at least two tokens "
                 f"{'to train on' if name == 'train' else 'that are held out'}, got {count}"
             )
-    index["xz_bytes"] = len(lzma.compress(text, preset=9))
+    index["xz_bytes"] = xz_bytes(text)
+    index["ngram_bits"] = ngram_bits(b"".join(sample(found.train, found.stdin, TRAINING_BYTES)), text)
     index["complete"] = True
+    if found.skipped:
+        (directory / "skipped.txt").write_text("\n".join(found.skipped) + "\n", encoding="utf-8")
     write_json(directory / _INDEX, index)
 
 
@@ -250,9 +256,9 @@ def _read_index(directory: Path) -> dict[str, Any]:
     return index
 
 
-def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
+def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
     """Changes when the documents, the tokenizer or the split do."""
-    digest = hashlib.blake2b(stdin, digest_size=16)
+    digest = hashlib.blake2b(text.stdin, digest_size=16)
     options = [
         _SPLIT,
         config.tokenizer,
@@ -260,13 +266,17 @@ def _key(config: DataSection, documents: list[Document], stdin: bytes) -> str:
         config.held_out_bytes,
         config.shard_tokens,
         config.jsonl_field,
+        *tokenizer.end[:1],
     ]
     digest.update(json.dumps(options).encode())
-    if config.tokenizer not in ("bytes", None):
-        digest.update(Path(config.tokenizer).read_bytes())
-    for document in documents:
+    if isinstance(tokenizer, FileTokenizer):
+        digest.update(tokenizer.path.read_bytes())
+    # In the order of the sources, for the side that a document is on follows from the options.
+    for document in text.documents:
         changed = 0 if document.path is None else document.path.stat().st_mtime_ns
-        digest.update(f"{document.name} {document.begin} {document.end} {changed} {document.size(stdin)}\n".encode())
+        digest.update(
+            f"{document.name} {document.begin} {document.end} {changed} {document.size(text.stdin)}\n".encode()
+        )
     return digest.hexdigest()
 
 

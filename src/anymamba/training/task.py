@@ -61,7 +61,7 @@ class Task(ABC, Generic[B]):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Names what is learnt from, so that a run does not go on with something else."""
+        """Names what is learnt from, so that a run does not continue with something else."""
 
     @abstractmethod
     def make_model(self, dtype: torch.dtype) -> nn.Module:
@@ -78,7 +78,7 @@ class Task(ABC, Generic[B]):
         Args:
             model: from `make_model`.
             batch: on the model's device.
-            carried: the state that this part of the step before left behind; None for the first.
+            carried: the state in which this part of the step before ended; None for the first.
             dtype: of the computation.
 
         Returns:
@@ -87,7 +87,7 @@ class Task(ABC, Generic[B]):
 
     @abstractmethod
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """Judge the model behind `step` steps."""
+        """Judge the model after `step` steps."""
 
     def write_model(self, model: Any, directory: Path) -> None:
         """Write `model.safetensors`, and what else belongs to the model."""
@@ -106,4 +106,4 @@ class Task(ABC, Generic[B]):
         raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is restored")
 
     def plot(self, directory: Path) -> None:
-        """Draw what is of interest from `metrics.csv`, behind an evaluation, where matplotlib is installed."""
+        """Draw what is of interest from `metrics.csv`, after an evaluation, where matplotlib is installed."""

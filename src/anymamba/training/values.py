@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 if sys.version_info >= (3, 11):
@@ -13,28 +14,81 @@ else:
     import tomli as tomllib
 
 
-def expect_known(name: str, names: Iterable[str], where: str, what: str = "field") -> None:
-    """Refuse a name that is not among `names` of `what`, with those that are near; `where` stands before it."""
+def expect_known(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> None:
+    """Refuse a name that is not among `names`; the other arguments are those of `unknown`.
+
+    Raises:
+        ValueError: it is not.
+    """
     names = list(names)
     if name not in names:
-        last = name.rpartition(".")[2].lstrip("-")
-        near = [x for x in names if x.rpartition(".")[2].lstrip("-") == last]
-        near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(names)}"
-        raise ValueError(f"{where}{name}: no such {what}{hint}")
+        raise ValueError(unknown(name, names, where, what, otherwise))
 
 
-def choices(hint: Any) -> tuple[str, ...]:
+def unknown(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> str:
+    """What to say of a name that does not exist.
+
+    Args:
+        name: that was given.
+        names: that there are.
+        where: stands before the name.
+        what: the names are of.
+        otherwise: the end where no name is like the one that was given; not given: all that there are.
+
+    Returns:
+        A sentence, with the names that were probably meant.
+    """
+    names = list(names)
+    return f"{where}{name}: no such {what}{hint(name, names) or f'; {otherwise or _known(name, names)}'}"
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+    """A question whether one of `names` was meant, if one is like `name`: "; did you mean data.sources?"."""
+    near = _near(name, list(names))
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _near(name: str, names: list[str]) -> list[str]:
+    """The names whose last part is the same, or nearly so within one section, or which are nearly the same."""
+    section, last = _parts(name)
+    if same := [x for x in names if _parts(x)[1] == last]:
+        return same
+    beside = {_parts(x)[1]: x for x in names if _parts(x)[0] == section}
+    whole = {".".join(_parts(x)): x for x in names}
+    if beside:  # a section that there is would make all of its names alike
+        return [beside[x] for x in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
+    return [whole[x] for x in difflib.get_close_matches(f"{section}.{last}", whole, n=3, cutoff=0.75)]
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The section of a name and its last part, spelt alike in files and on the command line."""
+    section, _, last = name.lstrip("-").lower().replace("-", "_").rpartition(".")
+    return section, last
+
+
+def _known(name: str, names: list[str]) -> str:
+    section = _parts(name)[0]
+    beside = [x for x in names if _parts(x)[0] == section]
+    return f"known are {', '.join(beside or names)}"
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
     """The texts that an annotation allows, if they are named."""
-    hints = [hint, *get_args(hint)]
-    return next((get_args(option) for option in hints if get_origin(option) is Literal), ())
+    found = [annotation, *get_args(annotation)]
+    return next((get_args(option) for option in found if get_origin(option) is Literal), ())
 
 
-def checked(name: str, value: Any, hint: Any) -> Any:
+def is_list(annotation: Any) -> bool:
+    """Whether a field takes several values."""
+    return get_origin(annotation) is tuple
+
+
+def checked(name: str, value: Any, annotation: Any) -> Any:
     """A value of the type that the annotation wants; a whole number may stand for a float, a list for a tuple."""
-    options = [o for o in get_args(hint) if o is not type(None)] if type(None) in get_args(hint) else [hint]
+    arguments = get_args(annotation)
+    options = [o for o in arguments if o is not type(None)] if type(None) in arguments else [annotation]
     wanted = options[0]
-    if value is None and options != [hint]:
+    if value is None and options != [annotation]:
         return None
     if get_origin(wanted) is Literal:
         if value in get_args(wanted):
@@ -53,26 +107,42 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def parse(name: str, text: str, hint: Any) -> Any:
-    """The value that a text on the command line spells."""
-    if type(None) in get_args(hint):
+def parse(name: str, given: str | Sequence[str], annotation: Any) -> Any:
+    """The value that a text on the command line spells, or several of a list."""
+    if is_list(annotation):
+        return [x for text in ([given] if isinstance(given, str) else given) for x in _listed(text)]
+    if not isinstance(given, str):
+        raise ValueError(f"--{name} takes one value, got {' '.join(given)}")
+    text = given
+    if type(None) in get_args(annotation):
         if text == "none":
             return None
-        hint = next(o for o in get_args(hint) if o is not type(None))
-    if hint is str or get_origin(hint) is Literal:
+        annotation = next(o for o in get_args(annotation) if o is not type(None))
+    if annotation is str or get_origin(annotation) is Literal:
         return text
-    if get_origin(hint) is tuple:
-        return text.split(",")
-    if hint is bool:
+    if annotation is bool:
         if text not in ("true", "false"):
             raise ValueError(f"--{name} must be true or false, got {text!r}")
         return text == "true"
-    if hint in (int, float):
+    if annotation in (int, float):
         try:
-            return hint(text)
+            return annotation(text)
         except ValueError as error:
-            raise ValueError(f"--{name} must be a number ({hint.__name__}), got {text!r}") from error
+            raise ValueError(f"--{name} must be a number ({annotation.__name__}), got {text!r}") from error
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--{name} must be a TOML value such as {{key = 1}}, got {text[:80]!r}") from error
+
+
+def _listed(text: str) -> list[str]:
+    """The entries of one value of a list: itself, or those of a list as TOML and JSON write it, or between commas."""
+    if os.path.exists(text):  # noqa: PTH110 (a Path raises for names that are too long)
+        return [text]
+    if text.startswith("["):
+        try:
+            entries = tomllib.loads(f"value = {text}")["value"]
+        except (ValueError, RecursionError):
+            return [text]  # a pattern such as [ab]*.txt
+        return entries if all(isinstance(entry, str) for entry in entries) else [text]
+    return [part for part in text.split(",") if part]

@@ -1,0 +1,328 @@
+"""Text in, text out: a model and its tokenizer as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from anymamba.generation.generate import stream
+from anymamba.generation.prefill import start
+from anymamba.generation.sampling import expect_whole
+from anymamba.generation.tokenizers import TextStream, Tokenizer, load_tokenizer
+from anymamba.models.lm import MambaLM
+from anymamba.models.pretrained import load_model, resolve
+
+
+class Choice(NamedTuple):
+    """A token that was, or could have been, chosen.
+
+    Attributes:
+        token: its id.
+        text: of it alone, U+FFFD for part of a character.
+        logprob: of the model, before temperature and filters.
+    """
+
+    token: int
+    text: str
+    logprob: float
+
+
+class Completion(NamedTuple):
+    """What follows a prompt.
+
+    Attributes:
+        text: without the prompt, the stop text or the end token.
+        tokens: their ids, with those that ended it.
+        reason: why it ended: at the "end" of a text, before a "stop" text, or at the "length" that was asked for.
+        choices: the tokens with their log-probabilities, if they were asked for.
+        alternatives: to each of them, the most likely tokens, the likeliest first, if they were asked for.
+    """
+
+    text: str
+    tokens: list[int]
+    reason: Literal["end", "stop", "length"]
+    choices: list[Choice] | None
+    alternatives: list[list[Choice]] | None
+
+
+def pipeline(
+    source: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Pipeline:
+    """A model and its tokenizer, from a directory or hub id.
+
+        text = anymamba.pipeline("runs/mine")
+        print(text("Once upon a time", temperature=0.8).text)
+
+    Args:
+        source: of the model, as `MambaLM.from_pretrained` takes it.
+        tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; that beside the weights if not given.
+        dtype: of the weights; that of the file if not given.
+        device: to compute on.
+
+    Raises:
+        ValueError: there is no model, or no tokenizer that belongs to it.
+    """
+    directory = resolve(source)
+    model = load_model(directory, dtype=dtype, device=device)
+    return Pipeline(model, load_tokenizer(tokenizer, directory, model.config.padded_vocab_size))
+
+
+class Pipeline:
+    """Continues texts.
+
+    Attributes:
+        model: the language model.
+        tokenizer: of its text.
+    """
+
+    def __init__(self, model: MambaLM, tokenizer: Tokenizer) -> None:
+        """Join a model with its tokenizer."""
+        self.model, self.tokenizer = model, tokenizer
+
+    @overload
+    def __call__(self, prompt: str, max_new_tokens: int = ..., *, n: None = ..., **options: Any) -> Completion: ...
+    @overload
+    def __call__(self, prompt: str, max_new_tokens: int = ..., *, n: int, **options: Any) -> list[Completion]: ...
+    @overload
+    def __call__(
+        self, prompt: Sequence[str], max_new_tokens: int = ..., *, n: None = ..., **options: Any
+    ) -> list[Completion]: ...
+    @overload
+    def __call__(
+        self, prompt: Sequence[str], max_new_tokens: int = ..., *, n: int, **options: Any
+    ) -> list[list[Completion]]: ...
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 128,
+        *,
+        n: int | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        ignore_end: bool = False,
+        batch_size: int = 16,
+        **sampling: Any,
+    ) -> Completion | list[Completion] | list[list[Completion]]:
+        """Continue a text, or several of any lengths.
+
+        Args:
+            prompt: a text, or a list of them.
+            max_new_tokens: the most tokens of each.
+            n: samples of each prompt, which is read once; draws are at temperature 1 where nothing else is said.
+            stop: texts before which a continuation ends.
+            logprobs: also give the log-probability of each token, and of that many most likely ones.
+            ignore_end: do not end at the tokenizer's end token.
+            batch_size: rows that are computed together; it changes no result but for rounding.
+            **sampling: temperature, top_k, top_p, min_p, repetition_penalty and seed, as for `anymamba.generate`.
+
+        Returns:
+            A completion; a list of them for a list of prompts; and lists of `n` in place of each if `n` is given.
+
+        Raises:
+            TypeError: what should be a text or a whole number is something else.
+            ValueError: a prompt or stop text is empty, or an option is out of its range.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        done = list(
+            self.batches(
+                prompts,
+                max_new_tokens,
+                n=1 if n is None else n,
+                stop=stop,
+                logprobs=logprobs,
+                ignore_end=ignore_end,
+                batch_size=batch_size,
+                **sampling,
+            )
+        )
+        by_prompt = [found for _, found in sorted((place, found) for batch in done for place, found in batch)]
+        results = [found[0] for found in by_prompt] if n is None else by_prompt
+        return results[0] if isinstance(prompt, str) else results
+
+    def batches(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 128,
+        *,
+        n: int = 1,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        ignore_end: bool = False,
+        batch_size: int = 16,
+        **sampling: Any,
+    ) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """The same, batch by batch as they are done.
+
+        Yields:
+            Pairs of the place of a prompt in the list, and its `n` completions.
+        """
+        for name, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("logprobs", logprobs or 0, 0)):
+            expect_whole(name, value)
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if n > 1:
+            sampling = {"temperature": 1.0, **{name: x for name, x in sampling.items() if x is not None}}
+        stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
+        ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
+        for group in self._groups(expect_texts("prompt", prompts), max(1, batch_size // n)):
+            ids = [torch.tensor(key) for key in group]
+            lengths = torch.tensor([len(row) for row in ids])
+            state = start(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
+            copies = [row for row, places in enumerate(group.values()) for _ in range(n * len(places))]
+            tokens = stream(self.model, None, max_new_tokens, cache=state.rows(copies), stop=ends, **sampling)
+            drafts = [_Draft(self.tokenizer, ends, stops) for _ in copies]
+            self._write(tokens, drafts, logprobs)
+            completions = iter([draft.completion(logprobs) for draft in drafts])
+            yield [(place, [next(completions) for _ in range(n)]) for places in group.values() for place in places]
+
+    def stream(
+        self,
+        prompt: str,
+        max_new_tokens: int = 128,
+        *,
+        stop: str | Sequence[str] = (),
+        ignore_end: bool = False,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Continue one text, piece by piece; the arguments are those of a call.
+
+        Yields:
+            Text, never half a character, and nothing of a stop text.
+        """
+        (ids,) = next(self._groups(expect_texts("prompt", [prompt]), 1))
+        ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
+        stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
+        draft = _Draft(self.tokenizer, ends, stops)
+        for (token,) in stream(self.model, torch.tensor([ids]), max_new_tokens, stop=ends, **sampling):
+            assert token is not None
+            if piece := draft.add(token):
+                yield piece
+            if draft.reason != "length":
+                break
+        if piece := draft.finish():
+            yield piece
+
+    def _groups(self, prompts: list[str], size: int) -> Iterator[dict[tuple[int, ...], list[int]]]:
+        """Prompts by their tokens, `size` at a time, with their places; equal ones together, to draw differently."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            places.setdefault(tuple(self.tokenizer.encode(prompt)), []).append(place)
+        if () in places:
+            raise ValueError(f"a prompt must have at least one token, got none in prompt {places[()][0]}")
+        keys = list(places)
+        for begin in range(0, len(keys), size):
+            yield {key: places[key] for key in keys[begin : begin + size]}
+
+    def _write(self, tokens: Any, drafts: list[_Draft], logprobs: int | None) -> None:
+        """Run a stream until all drafts are complete."""
+        while any(draft.reason == "length" for draft in drafts):
+            logits = tokens.state.logits if logprobs is not None else None
+            step = next(tokens, None)
+            if step is None:
+                break
+            for row, (draft, token) in enumerate(zip(drafts, step, strict=True)):
+                if token is not None and draft.reason == "length":
+                    draft.add(token, [] if logits is None else self._choices(logits[row], token, logprobs or 0))
+
+    def _choices(self, logits_v: Tensor, token: int, most: int) -> list[Choice]:
+        """A token, and the most likely ones, with their log-probabilities."""
+        logprobs = logits_v[: self.model.config.vocab_size].to("cpu", torch.float32).log_softmax(-1)
+        ids = [token, *logprobs.topk(min(most, len(logprobs))).indices.tolist()]
+        return [Choice(i, self.tokenizer.decode([i]), logprobs[i].item()) for i in ids]
+
+
+def expect_texts(name: str, texts: Sequence[str]) -> list[str]:
+    """A list of texts, none of them empty.
+
+    Raises:
+        TypeError: one is no text.
+        ValueError: one is empty.
+    """
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a text or a list of texts, got {text!r}")
+        if not text:
+            raise ValueError(f"{name} must be a text, got an empty one")
+    return list(texts)
+
+
+class _Draft:
+    """A continuation in the making."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: list[int], stops: list[str]) -> None:
+        self._text, self._until, self._ends = TextStream(tokenizer), UntilStop(stops), ends
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._choices: list[list[Choice]] = []  # of each token: itself, and the most likely ones
+        self.reason: Literal["end", "stop", "length"] = "length"
+
+    def add(self, token: int, choices: Sequence[Choice] = ()) -> str:
+        """Add a token; the text that is now certain."""
+        self._tokens.append(token)
+        self._choices.append(list(choices))
+        if token in self._ends:
+            self.reason = "end"
+            return ""
+        self._pieces.append(piece := self._until.push(self._text.push(token)))
+        if self._until.stopped:
+            self.reason = "stop"
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text, once no token comes any more."""
+        if self.reason == "stop":
+            return ""
+        rest = self._until.push(self._text.finish())
+        if self._until.stopped:
+            self.reason = "stop"
+        self._pieces.append(rest := rest + self._until.rest())
+        return rest
+
+    def completion(self, logprobs: int | None) -> Completion:
+        """What has been made."""
+        self.finish()
+        choices = None if logprobs is None else [found[0] for found in self._choices]
+        alternatives = [found[1:] for found in self._choices] if logprobs else None
+        return Completion("".join(self._pieces), self._tokens, self.reason, choices, alternatives)
+
+
+class UntilStop:
+    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: list[str]) -> None:
+        """Remember the texts; `stopped` tells whether one has come."""
+        self._stops, self._held, self.stopped = stops, "", False
+
+    def push(self, text: str) -> str:
+        """Add text; what may be passed on of it and of what was held back."""
+        self._held += text
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            passed, self._held = self._held[: min(found)], ""
+            return passed
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        keep = next(
+            (
+                n
+                for n in range(min(longest, len(self._held)), 0, -1)
+                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
+        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return passed
+
+    def rest(self) -> str:
+        """What was held back, once nothing more comes."""
+        rest, self._held = self._held, ""
+        return rest

@@ -1,0 +1,51 @@
+"""What simpler methods make of the held-out text, so that a model's bits per byte have something to stand beside.
+
+`xz -9` may copy from the held-out text itself, and knows nothing else. A byte n-gram has read some of the training text
+and predicts from the bytes before:
+
+    p_0 = 1/256        p_k+1(byte | k bytes before) = (count(before, byte) + β p_k(byte)) / (count(before) + β)
+"""
+
+from __future__ import annotations
+
+import lzma
+
+import numpy as np
+import numpy.typing as npt
+
+ORDER = 5  # bytes of an n-gram, the predicted one included
+TRAINING_BYTES = 2**22  # the most training text that it reads
+_BETA = 4.0
+
+_Keys = npt.NDArray[np.uint64]
+
+
+def xz_bytes(text: bytes) -> int:
+    """The size of a text in the format of `xz -9`."""
+    return len(lzma.compress(text, preset=9))
+
+
+def ngram_bits(training: bytes, text: bytes) -> float:
+    """The bits that a byte n-gram model of one text needs for another."""
+    grams = np.sort(_keys(training, ORDER))
+    p = np.full(len(text), 1 / 256)
+    before = np.full(len(text), float(len(grams)))
+    for n in range(1, min(ORDER, len(text)) + 1):
+        keys = _keys(text, n)
+        shift = np.uint64(8 * (ORDER - n))
+        # An n-gram is a range of the sorted keys: all that begin with it.
+        first = np.searchsorted(grams, keys << shift)
+        last = np.searchsorted(grams, (keys + np.uint64(1)) << shift)
+        found = (last - first).astype(np.float64)
+        p[n - 1 :] = (found + _BETA * p[n - 1 :]) / (before[n - 1 :] + _BETA)
+        before[n:] = found[:-1]  # what stands before a byte is the n-gram that ends there
+    return float(-np.log2(p).sum())
+
+
+def _keys(text: bytes, n: int) -> _Keys:
+    """Every n bytes of a text that follow one another, as a number, the first byte foremost."""
+    letters = np.frombuffer(text, np.uint8).astype(np.uint64)
+    keys = np.zeros(max(0, len(letters) - n + 1), np.uint64)
+    for i in range(n):
+        keys = (keys << np.uint64(8)) | letters[i : i + len(keys)]
+    return keys

@@ -1,0 +1,285 @@
+"""The sections of a run's configuration: a field is declared here, and files, options and help follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from anymamba.training.values import hint
+
+if TYPE_CHECKING:
+    from anymamba.models.config import MambaLMConfig
+
+
+def option(value: Any, help: str, *, default: str = "", free: bool = False, onwards: bool = False) -> Any:
+    """A field.
+
+    Args:
+        value: where nothing is given.
+        help: a phrase for the command line.
+        default: what a value of None stands for.
+        free: it may differ when a run is resumed, because it changes no weight.
+        onwards: it may differ when a run is resumed, and counts for the steps from there on.
+    """
+    return field(default=value, metadata={"help": help, "default": default, "free": free, "onwards": onwards})
+
+
+def at_least(section: Any, least: int, *names: str) -> None:
+    """Refuse a section whose fields of these names are below `least`."""
+    for name in names:
+        if (value := getattr(section, name)) is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The language model: another to begin with, or one dial, or its sizes."""
+
+    init: str | None = option(
+        None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
+    )
+    family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default="Mamba3")
+    depth: int | None = option(
+        None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)", default="4"
+    )
+    n_layer: int | None = option(None, "layers, where the dial does not suit", default="model.depth")
+    d_model: int | None = option(
+        None, "width of the residual stream, where the dial does not suit", default="64 times model.depth"
+    )
+    d_state: int | None = option(None, "state size of a head", default="64, or 16 for Mamba1's channels")
+    headdim: int | None = option(None, "width of a head", default="64, or a divisor of the width below that")
+    d_intermediate: int | None = option(None, "width of an MLP after each block", default="0, no MLP")
+    tie_embeddings: bool | None = option(None, "the head is the embedding", default="true")
+    block: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
+
+    def lm_config(self, vocab_size: int) -> MambaLMConfig:
+        """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
+        from anymamba.models.config import MambaLMConfig  # which imports torch
+        from anymamba.models.families import FAMILIES
+
+        depth = self.depth or 4
+        width = self.d_model or 64 * depth
+        family = self.family or "Mamba3"
+        if family not in FAMILIES:
+            raise ValueError(
+                f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}"
+            )
+        known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
+        divisor = next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
+        usual = {"d_state": 64 if "headdim" in known else 16, "headdim": divisor}
+        if strange := [size for size in usual if getattr(self, size) is not None and size not in known]:
+            raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(self, strange[0])}")
+        sizes = {size: getattr(self, size) or default for size, default in usual.items() if size in known}
+        for name in set(self.block) - set(known):
+            if near := hint(name, known):  # the model's own config refuses the others that it does not know
+                raise ValueError(f"model.block.{name}: no such field of {family}{near}")
+        return MambaLMConfig(
+            d_model=width,
+            n_layer=self.n_layer or depth,
+            vocab_size=vocab_size,
+            d_intermediate=self.d_intermediate or 0,
+            tie_embeddings=self.tie_embeddings is not False,
+            ssm_cfg={"layer": family, **sizes, **self.block},
+        )
+
+    def expect(self, found: MambaLMConfig) -> None:
+        """Refuse a model to begin with that differs in what this section says.
+
+        Raises:
+            ValueError: it does.
+        """
+        block, depth = found.block_config(), self.depth
+        asked = {
+            "family": (self.family, found.layer),
+            "n_layer": (self.n_layer or depth, found.n_layer),
+            "d_model": (self.d_model or (depth and 64 * depth), found.d_model),
+            "d_intermediate": (self.d_intermediate, found.d_intermediate),
+            "tie_embeddings": (self.tie_embeddings, found.tie_embeddings),
+            **{
+                name: (value, getattr(block, name, None))
+                for name, value in {"d_state": self.d_state, "headdim": self.headdim, **self.block}.items()
+            },
+        }
+        differ = [
+            f"{name} (asked for {a!r}, found {b!r})"
+            for name, (a, b) in asked.items()
+            if a is not None and b != (tuple(a) if isinstance(a, list) else a)
+        ]
+        if differ:
+            raise ValueError(f"model.init = {self.init}: another model than the fields beside it: {', '.join(differ)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where the text comes from and how it becomes rows."""
+
+    sources: tuple[str, ...] = option(("stdlib",), 'files, directories, glob patterns, "-" for stdin, or "stdlib"')
+    format: Literal["auto", "text", "jsonl"] = option(
+        "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
+    )
+    exclude: tuple[str, ...] = option((), "patterns of files and directories to leave out: '*.log' drafts")
+    on_error: Literal["stop", "skip"] = option(
+        "stop", "at files that are not text: stop and list them all, or skip and list them"
+    )
+    tokenizer: str | None = option(
+        None,
+        '"bytes", a tokenizer.json, a directory with one, or "bpe:1024" to make one of that many byte pairs',
+        default="that of model.init, or bytes",
+    )
+    end_token: str | None = option(None, "token that ends a document", default="that of the tokenizer")
+    jsonl_field: str = option("text", "field of a JSON line that holds the text")
+    mode: Literal["packed", "stream"] = option(
+        "packed", "rows in random order, or contiguous streams that carry their state from step to step"
+    )
+    held_out: float = option(0.02, "share of the text that is kept from training, at most")
+    held_out_bytes: int = option(65536, "the most held-out text that is kept for evaluation")
+    shards: str | None = option(None, "directory of the tokenised text", default="data/ in the run's directory")
+    shard_tokens: int = option(2**24, "tokens of a shard, about")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "shard_tokens")
+        at_least(self, 2, "held_out_bytes")
+        if not self.sources:
+            raise ValueError("sources must name some text, got none")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be above 0 and below 1, got {self.held_out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSection:
+    """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
+
+    kind: Literal["adamw", "muon"] = option("adamw", "muon: for the projections between embedding and head")
+    lr: float = option(3e-3, "the largest learning rate", onwards=True)
+    beta1: float = option(0.9, "decay of the mean of the gradients")
+    beta2: float = option(0.95, "decay of the mean of their squares")
+    eps: float = option(1e-8, "added to the root of the squares")
+    weight_decay: float = option(
+        0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed", onwards=True
+    )
+    decay_embeddings: bool = option(False, "decay embedding and head too")
+    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
+    muon_lr: float | None = option(
+        None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
+    )
+    momentum: float = option(0.95, "of Muon")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
+        for name in ("beta1", "beta2", "momentum"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """How long, and the learning rate on the way."""
+
+    steps: int = option(1000, "steps of the optimiser")
+    kind: Literal["cosine", "wsd", "constant"] = option(
+        "cosine", "after the warm-up: a half cosine, constant with a linear decay at the end, or constant"
+    )
+    warmup: int = option(50, "steps of linear warm-up")
+    decay: float = option(0.2, "share of the steps that a wsd schedule decays for")
+    final: float = option(0.1, "learning rate at the end, as a share of the largest")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "steps")
+        at_least(self, 0, "warmup")
+        for name in ("decay", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSection:
+    """The tokens of a step."""
+
+    tokens: int = option(4096, "tokens of a step")
+    length: int = option(256, "tokens of a row")
+    accumulation: int = option(1, "parts of a step whose gradients are added up, for less memory")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "tokens", "length", "accumulation")
+        if self.tokens % (self.length * self.accumulation):
+            raise ValueError(
+                f"tokens must be a multiple of length · accumulation = {self.length} · {self.accumulation}, "
+                f"got {self.tokens}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.tokens // self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSection:
+    """Numbers and memory."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = option(
+        "float32", "of the computation; bfloat16: autocast, with weights in float32"
+    )
+    compile: bool = option(False, "let torch compile the layers, with a C++ compiler")
+    activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """What is looked at on the way."""
+
+    every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
+    log_every: int = option(10, "steps between lines of progress, where there is no terminal", free=True)
+    tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
+    wandb: str | None = option(
+        None, "project of Weights & Biases to log to (pip install 'anymamba[wandb]')", default="no log", free=True
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 0, "every")
+        at_least(self, 1, "log_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvaluationSection(EvaluationSection):
+    """What is looked at on the way, and a sample."""
+
+    prompt: str | None = option(
+        None,
+        "that the sample of each evaluation begins with",
+        default='"def " for stdlib, or the first words of the held-out text',
+        free=True,
+    )
+    sample_tokens: int = option(200, "length of the sample; 0: none", free=True)
+    temperature: float = option(0.8, "of the sample", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        super().__post_init__()
+        at_least(self, 0, "sample_tokens", "temperature")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When the run is saved."""
+
+    every: int = option(100, "steps between checkpoints; 0: only at the end", free=True)
+    keep: int = option(2, "checkpoints that are kept", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 0, "every")
+        at_least(self, 1, "keep")

@@ -1,0 +1,145 @@
+"""Callbacks and logs of a run."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from anymamba.training import resume, train
+from anymamba.training.checkpoint import load_latest
+from anymamba.training.report import read_metrics
+from tests.training.cases import silent, tiny, write_corpus
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus")
+
+
+class TestCallbacks:
+    def test_each_is_called_after_every_step_with_what_the_table_has(self, corpus, tmp_path):
+        rows, metrics = [], []
+        callbacks = [rows.append, lambda row: metrics.append((row.step, row.metrics()))]
+        run = train(tiny(corpus), tmp_path / "run", callbacks=callbacks, tell=silent)
+        assert run.finished
+        assert rows == read_metrics(tmp_path / "run" / "metrics.csv")
+        assert [step for step, _ in metrics] == [1, 2, 3, 4, 5, 6]
+        assert metrics[0][1].keys() == {"tokens", "loss", "learning_rate", "gradient_norm", "seconds"}
+        assert metrics[-1][1]["held_out_bits_per_byte"] == run.evaluated.values["held_out_bits_per_byte"]
+
+    def test_one_that_returns_true_stops_the_run_which_can_be_resumed(self, corpus, tmp_path):
+        whole = train(tiny(corpus), tmp_path / "whole", tell=silent)
+        seen = []
+        run = train(tiny(corpus), tmp_path / "run", callbacks=[lambda row: row.step == 3, seen.append], tell=silent)
+        assert (run.finished, run.step, len(seen)) == (False, 3, 3)
+        assert load_latest(tmp_path / "run" / "checkpoints", pytest.fail).step == 3
+        again = resume(tmp_path / "run", callbacks=[seen.append], tell=silent)
+        assert (again.finished, [row.step for row in seen]) == (True, [1, 2, 3, 4, 5, 6])
+        ours, theirs = (directory / "model.safetensors" for directory in (run.directory, whole.directory))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+    def test_an_exception_passes_through_and_leaves_a_run_to_resume(self, corpus, tmp_path):
+        class Pruned(Exception):  # noqa: N818
+            pass
+
+        def prune(row):
+            if row.step == 5:
+                raise Pruned
+
+        with pytest.raises(Pruned):
+            train(tiny(corpus), tmp_path / "run", callbacks=[prune], tell=silent)
+        assert resume(tmp_path / "run", {"evaluation.every": "1"}, tell=silent).finished
+
+    def test_whoever_is_told_sees_no_progress_elsewhere(self, corpus, tmp_path, capsys):
+        told = []
+        train(tiny(corpus), str(tmp_path / "run"), tell=told.append)
+        assert capsys.readouterr() == ("", "")
+        assert any(line.startswith("to train on: ") for line in told)
+        train(tiny(corpus), tmp_path / "other")
+        assert "step 6/6  loss" in capsys.readouterr().err
+
+
+def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
+    config = tiny(corpus, evaluation={"tensorboard": True}, schedule={"steps": 2})
+    import anymamba.training.logs as logs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(logs.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'anymamba\[train\]'"):
+            train(config, tmp_path / "without", tell=silent)
+    assert train(config, tmp_path / "with", tell=silent).finished
+    assert list((tmp_path / "with" / "tensorboard").glob("events.*"))
+
+
+class TestWeightsAndBiases:
+    @pytest.fixture
+    def runs(self, tmp_path, monkeypatch):
+        """Runs of the library on disk alone: themselves, and what each was asked to log."""
+        wandb = pytest.importorskip("wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        begun = []
+
+        def begin(init=wandb.init, **options):
+            run, logged = init(**options), []
+            log = run.log
+            monkeypatch.setattr(
+                run, "log", lambda *values, **step: (logged.append((values, step)), log(*values, **step))
+            )
+            begun.append((run, logged))
+            return run
+
+        monkeypatch.setattr(wandb, "init", begin)
+        return begun
+
+    def test_a_run_and_its_continuation_are_logged_as_one(self, corpus, tmp_path, runs):
+        config, directory = tiny(corpus, evaluation={"wandb": "my-project"}), tmp_path / "run"
+        assert not train(config, directory, callbacks=[lambda row: row.step == 4], tell=silent).finished
+        assert resume(directory, tell=silent).finished
+        expected = read_metrics(directory / "metrics.csv")
+        logged = [entry for _, entries in runs for entry in entries]
+        assert logged == [((row.metrics(),), {"step": row.step}) for row in expected]
+        for run, _ in runs:
+            assert run.id == (directory / "wandb-id.txt").read_text().strip()
+            assert (run.project, run.name) == ("my-project", "run")
+            assert (run.config["optimiser.lr"], run.config["schedule.steps"]) == (0.003, 6)
+        files = [path.stat().st_size for path in directory.glob(f"wandb/offline-run-*-{run.id}/*.wandb")]
+        assert len(files) == 2
+        assert min(files) > 0
+
+    def test_its_absence_is_named(self, corpus, tmp_path, monkeypatch):
+        import anymamba.training.logs as logs
+
+        monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match=r"evaluation.wandb = mine needs .*: pip install 'anymamba\[wandb\]'"):
+            train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", tell=silent)
+
+    def test_a_failure_to_begin_is_one_line(self, corpus, tmp_path, monkeypatch):
+        wandb = pytest.importorskip("wandb")
+
+        def refuse(**options):
+            raise wandb.errors.UsageError("No API key configured.")
+
+        monkeypatch.setattr(wandb, "init", refuse)
+        with pytest.raises(ValueError, match=r"No API key configured\. \(WANDB_MODE=offline logs to"):
+            train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", tell=silent)
+
+
+def test_the_documents_example_runs(corpus, tmp_path, monkeypatch, capsys):
+    """The first of docs/training.md, with the file it names."""
+    monkeypatch.chdir(tmp_path)
+    sizes = "[model]\nn_layer = 1\nd_model = 16\n[batch]\ntokens = 64\nlength = 32\n[schedule]\nsteps = 2\n"
+    (tmp_path / "mine.toml").write_text(f"threads = 1\n[data]\nsources = ['{corpus.as_posix()}']\n{sizes}")
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "mine.toml" in code]
+    exec(example, variables := {})
+    assert variables["run"].finished
+    assert variables["run"].config.optimiser.lr == 3e-4
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
+
+
+def test_the_package_has_what_it_documents():
+    module = sys.modules["anymamba.training"]
+    assert module.train is train
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = module.trian
