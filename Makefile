@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-# Trains, evaluates and generates; when it was stopped, it goes on.
+# Trains, evaluates and generates; when it was stopped, it continues.
 demo: $(VENV)/.installed
 	if compgen -G 'runs/demo/checkpoints/step-*/training.json' > /dev/null; then \
 	  $(BIN)/anymamba train --resume runs/demo; \
@@ -30,7 +30,7 @@ test-checked: $(VENV)/.installed
 	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype
 
 test-unchecked: $(VENV)/.installed
-	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code behind the same functions
+	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code of the same functions
 	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
 
 # The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.

@@ -96,7 +96,7 @@ MODULES = "anymamba, module by module"
 
 
 def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
-    """One token a row after a prompt; each call goes on from the cache that the one before it left."""
+    """One token a row after a prompt; each call continues from the cache that the one before it left."""
     ids_bt, ids_b = prompt(batch, t), prompt(batch, 1)[:, 0]
     if library == "transformers":
         theirs = transformers_model(config, small)

@@ -72,7 +72,7 @@ class Case:
     on_request: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a baseline that does not run and names that cannot be told apart."""
+        """Refuse a baseline that does not run and names that cannot be distinguished."""
         names = [contender.name for contender in self.contenders]
         if len(set(names)) != len(names) or any("/" in name for name in names):
             raise ValueError(f'{self.name}: contender names must be unique and without "/", got {names}')
@@ -204,7 +204,7 @@ def time_case(case: Case, repeats: int, progress: Callable[[str], None]) -> Case
     Args:
         case: what to measure.
         repeats: number of rounds.
-        progress: is told what is going on.
+        progress: receives lines about what happens.
 
     Returns:
         The timings; memory is not measured here.

@@ -40,7 +40,7 @@ class Neighbours:
         self._start = self._clock()
 
     def cores_used(self) -> float | None:
-        """Mean number of cores that programs other than this one kept busy, None where the system does not tell."""
+        """Mean number of cores that programs other than this one kept busy, None where the system does not say."""
         stop = self._clock()
         if self._start is None or stop is None:
             return None

@@ -160,7 +160,7 @@ def set_up_block(build: Callable[[BlockShape], nn.Module], mode: Mode, shape: Bl
 
 
 def set_up_step(build: Callable[[BlockShape], Block], shape: BlockShape) -> Call:
-    """One token after `shape.t` others; each call goes on from the cache that the one before it left."""
+    """One token after `shape.t` others; each call continues from the cache that the one before it left."""
     generator = torch.Generator().manual_seed(1)
     block = build(shape)
     x_btd = torch.randn(shape.batch, shape.t, shape.d_model, generator=generator)

@@ -1,8 +1,8 @@
-"""Train a small model to tell handwritten digits that it reads pixel by pixel.
+"""Train a small model to report handwritten digits that it reads pixel by pixel.
 
     python -m examples.digits --family mamba2|mamba3 [--seed 0] [--out runs/digits]
 
-A run that was stopped goes on when the command is given again. The accuracy on the test images is printed and written
+A run that was stopped continues when the command is given again. The accuracy on the test images is printed and written
 to OUT/FAMILY.md, and a picture of predictions to OUT/FAMILY.png.
 """
 
@@ -29,13 +29,13 @@ from examples.labelled import Labelled
 _FAMILIES: dict[str, Literal["Mamba2", "Mamba3"]] = {"mamba2": "Mamba2", "mamba3": "Mamba3"}
 
 
-def tell(message: str) -> None:
+def report(message: str) -> None:
     """A line for the reader."""
     print(message, file=sys.stderr, flush=True)
 
 
 def draw_predictions(images: Labelled, predicted: torch.Tensor, target: Path, rows: int = 6, columns: int = 12) -> None:
-    """Draw images with what the model takes them for; mistakes come first, in red, with the truth behind a slash."""
+    """Draw images with what the model takes them for; mistakes come first, in red, with the truth after a slash."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(columns * 0.8, rows), layout="constrained")
@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
             seed=given.seed,
         )
         task = DigitsTask(config, load_digits())
-        trainer = train_or_resume(task, directory, tell)
+        trainer = train_or_resume(task, directory, report)
         if not trainer.finished and not trainer.run():
-            tell("interrupted; the same command goes on")
+            report("interrupted; the same command continues the run")
             return 130
     except ValueError as error:
         parser.error(str(error))

@@ -1,4 +1,4 @@
-"""Learning to tell digits from their pixels, one after another."""
+"""Learning to report digits from their pixels, one after another."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ STEPS = {"majority": 4000, "rotor": 2000, "spinor": 2000}
 SECONDS = {"majority": 0.009, "rotor": 0.014, "spinor": 0.023}  # of a step, on an idle core of an AMD EPYC (Zen 3)
 
 
-def tell(message: str) -> None:
+def report(message: str) -> None:
     """A line for the reader."""
     print(message, file=sys.stderr, flush=True)
 
@@ -49,8 +49,8 @@ def judge(task: str, model: nn.Module, variant: str, seed: int | None, steps: in
 def train(config: ResetConfig, directory: Path) -> Outcome | None:
     """Train a variant from a seed, or continue; None if it was interrupted."""
     c = config.reset
-    tell(f"{c.task}, {c.variant}, seed {config.seed}: {directory}")
-    trainer = train_or_resume(ResetTask(config), directory, tell)
+    report(f"{c.task}, {c.variant}, seed {config.seed}: {directory}")
+    trainer = train_or_resume(ResetTask(config), directory, report)
     if not trainer.finished and not trainer.run():
         return None
     seconds = sum(row.seconds for row in read_metrics(directory / "metrics.csv"))
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             for seed in given.seeds
         ]
         minutes = math.ceil(sum(config.schedule.steps for config in configs) * SECONDS[given.task] / 60)
-        tell(
+        report(
             f"{len(configs)} runs, about {minutes} min on an idle core and several times as long on a busy one; a "
             "run ends early when its task is solved"
         )
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             name = config.reset.variant.lower().replace(" ", "-")
             outcome = train(config, given.out / given.task / name / f"seed-{config.seed}")
             if outcome is None:
-                tell("interrupted; the same command continues")
+                report("interrupted; the same command continues")
                 return 130
             outcomes.append(outcome)
     except ValueError as error:

@@ -22,7 +22,7 @@ from anymamba import Mamba2, Mamba3
 from examples.resets.model import VARIANTS, ResetModel
 
 _IN_THE_PLANE = torch.tensor([[math.sqrt(2), 0.0], [0.0, math.sqrt(2)], [-1.0, -1.0]])
-_WIPE, _HOLD = 30.0, -30.0  # behind a softplus
+_WIPE, _HOLD = 30.0, -30.0  # after a softplus
 _VOTE, _TINY_STEP = 0.2, 1e-5
 _TURN = {"rotor": math.atanh(2 / 3), "spinor": math.atanh(1 / 2)}  # a third of 2 half circles; half of 2
 

@@ -109,6 +109,6 @@ class ResetModel(nn.Module):
         self.head = nn.Linear(width, len(STREAMS[task].classes))
 
     def forward(self, symbols: Int[Tensor, "b t"]) -> Float[Tensor, "b t k"]:
-        """The logits behind each symbol."""
+        """The logits after each symbol."""
         one_hot = F.one_hot(symbols, SYMBOLS).to(self.head.weight.dtype)
         return self.head(self.block(self.norm(self.embedding(one_hot))))

@@ -1,6 +1,6 @@
 """The streams of the reset tasks: three symbols, two that act and one, R, that starts over.
 
-| task | symbols | the label behind each symbol, of what came since the last R |
+| task | symbols | the label after each symbol, of what came since the last R |
 |---|---|---|
 | majority | - + R | the sign of the vote; ties have none and are not scored |
 | rotor | - + R | the turns forward less the turns back, mod 3 |
@@ -14,7 +14,7 @@ shortcut each, and have one R only:
 - majority `long-suffix`: R early, then a block of votes and a later, smaller block for the other side. A decay below 1
   lets the recent votes win.
 - rotor `drift`: seven of eight turns go the same way, so the count leaves every interval that a real state could hold.
-- rotor `balanced`, spinor `shuffle`: a shuffled bag of equally many of both. The position tells nothing, nor do the
+- rotor `balanced`, spinor `shuffle`: a shuffled bag of equally many of both. The position says nothing, nor do the
   counts.
 - spinor `runs`: blocks of three to eight of the same symbol.
 
@@ -46,7 +46,7 @@ def random_votes(rng: Generator, rows: int, length: int) -> Symbols:
 
 
 def random_turns(rng: Generator, rows: int, length: int) -> Symbols:
-    """The same behind an R."""
+    """The same after an R."""
     return _behind_reset(random_votes(rng, rows, length - 1))
 
 
@@ -54,9 +54,9 @@ def long_prefix(rng: Generator, rows: int, length: int) -> Symbols:
     """A run of one vote, R, and j = 5, 7, ... votes: first (j + 1) / 2 for the other side, then the rest."""
     run = rng.integers(2, size=(rows, 1))
     votes = 5 + 2 * rng.integers(length // 4, size=(rows, 1))
-    behind = np.arange(length) - (length - 1 - votes)  # positions behind the R
-    symbols = np.where((behind > 0) & (behind <= (votes + 1) // 2), 1 - run, run)
-    return np.where(behind == 0, RESET, symbols)
+    after = np.arange(length) - (length - 1 - votes)  # positions after the R
+    symbols = np.where((after > 0) & (after <= (votes + 1) // 2), 1 - run, run)
+    return np.where(after == 0, RESET, symbols)
 
 
 def long_suffix(rng: Generator, rows: int, length: int) -> Symbols:

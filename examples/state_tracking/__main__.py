@@ -1,7 +1,7 @@
 """Train the models of a table, and write it beside the paper's figures.
 
 python -m examples.state_tracking --task parity --quick        # Mamba-3 and Mamba-2, one learning rate
-python -m examples.state_tracking --task arithmetic            # all rows; when it was stopped, it goes on
+python -m examples.state_tracking --task arithmetic            # all rows; when it was stopped, it continues
 python -m examples.state_tracking --task parity --variants mamba2 --lr 1e-3 --set tracking.d_model=64
 """
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     directory = Path(args.out) / (f"{args.task}-quick" if args.quick else args.task)
     try:
         if not args.summary and not _run_all(args, directory):
-            print(f"stopped; the same command goes on. Finished runs: {directory}")
+            print(f"stopped; the same command continues. Finished runs: {directory}")
             return
         print(write_summary(args.task, directory))
     except ValueError as error:

@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
     Attributes:
         tokens: all of them, (t,).
         lengths: of each sequence, (s,).
-        answers: behind each token, what the answer of the sequence so far is, (t,); `NONE` where it has none.
+        answers: after each token, what the answer of the sequence so far is, (t,); `NONE` where it has none.
     """
 
     tokens: np.ndarray

@@ -59,15 +59,15 @@ class Result(NamedTuple):
         return section
 
 
-def run(config: TrackingConfig, directory: Path, tell: Callable[[str], None]) -> Result | None:
-    """Begin a run, or go on with it, and judge its model; None if it was interrupted."""
+def run(config: TrackingConfig, directory: Path, report: Callable[[str], None]) -> Result | None:
+    """Begin a run, or continue it, and judge its model; None if it was interrupted."""
     found = directory / "result.json"
     task = TrackingTask(config)
-    trainer = train_or_resume(task, directory, tell)
+    trainer = train_or_resume(task, directory, report)
     if found.is_file():
         return read_result(found)
     c = config.tracking
-    tell(f"{c.language}, {LABELS[c.variant]}, d_model {c.d_model}, lr {config.optimiser.lr:g}: {directory}")
+    report(f"{c.language}, {LABELS[c.variant]}, d_model {c.d_model}, lr {config.optimiser.lr:g}: {directory}")
     if not trainer.run():
         return None
     model = trainer.model
@@ -84,7 +84,7 @@ def run(config: TrackingConfig, directory: Path, tell: Callable[[str], None]) ->
         turns=nearest_half_turn(model)[:2] if (c.language, c.variant) == ("parity", "mamba3") else [],
     )
     write_json(found, result._asdict())
-    tell(f"scaled accuracy {100 * result.test:.1f} at {c.judged} tokens, behind {result.steps} steps")
+    report(f"scaled accuracy {100 * result.test:.1f} at {c.judged} tokens, after {result.steps} steps")
     return result
 
 

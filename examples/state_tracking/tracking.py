@@ -50,8 +50,8 @@ class TrackingSection:
     shortest: int = option(3, "tokens of the shortest sequence")
     longest_first: int = option(40, "tokens of the longest sequence when the curriculum begins")
     longest_last: int = option(160, "tokens of the longest sequence when it ends")
-    grows_from: float = option(0.2, "share of the steps behind which the longest sequence begins to grow")
-    grows_to: float = option(0.5, "share of the steps behind which it has grown, each step by the same factor")
+    grows_from: float = option(0.2, "share of the steps after which the longest sequence begins to grow")
+    grows_to: float = option(0.5, "share of the steps after which it has grown, each step by the same factor")
     judged: int = option(256, "tokens of the sequences that a model is judged by")
     validation_rows: int = option(512, "sequences of an evaluation on the way")
     solved: float = option(0.999, "scaled accuracy of an evaluation on the way that ends the run")
@@ -81,7 +81,7 @@ class TrackingBatch(NamedTuple):
     Attributes:
         inputs: tokens, (1, t).
         bounds: where the sequences begin, and t, (s + 1,).
-        places: of the tokens behind which an answer is predicted, (m,).
+        places: of the tokens after which an answer is predicted, (m,).
         answers: at these places, (m,).
     """
 
@@ -114,7 +114,7 @@ class TrackingBatch(NamedTuple):
 
 
 class TrackingTask(Task[TrackingBatch]):
-    """The answer of a sequence, predicted behind its last token."""
+    """The answer of a sequence, predicted after its last token."""
 
     NAMES = ("scaled_accuracy",)
     config: TrackingConfig

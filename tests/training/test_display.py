@@ -20,7 +20,7 @@ def show(steps):
         display.at(Row(step, 64 * step, 4.0 / step, 1e-3, 0.1, 0.5, {}), 64)
         display._shown = 0.0
         if step == 20:
-            display.tell("step 20: a sample\n  | of\x1b[2J two\rlines\udc80")
+            display.report("step 20: a sample\n  | of\x1b[2J two\rlines\udc80")
             display.score({"held_out_bits_per_byte": 2.5})
     display.close()
     print("the end", file=sys.stderr)

@@ -21,7 +21,7 @@ class TestCallbacks:
     def test_each_is_called_after_every_step_with_what_the_table_has(self, corpus, tmp_path):
         rows, metrics = [], []
         callbacks = [rows.append, lambda row: metrics.append((row.step, row.metrics()))]
-        run = train(tiny(corpus), tmp_path / "run", callbacks=callbacks, tell=silent)
+        run = train(tiny(corpus), tmp_path / "run", callbacks=callbacks, report=silent)
         assert run.finished
         assert rows == read_metrics(tmp_path / "run" / "metrics.csv")
         assert [step for step, _ in metrics] == [1, 2, 3, 4, 5, 6]
@@ -29,12 +29,12 @@ class TestCallbacks:
         assert metrics[-1][1]["held_out_bits_per_byte"] == run.evaluated.values["held_out_bits_per_byte"]
 
     def test_one_that_returns_true_stops_the_run_which_can_be_resumed(self, corpus, tmp_path):
-        whole = train(tiny(corpus), tmp_path / "whole", tell=silent)
+        whole = train(tiny(corpus), tmp_path / "whole", report=silent)
         seen = []
-        run = train(tiny(corpus), tmp_path / "run", callbacks=[lambda row: row.step == 3, seen.append], tell=silent)
+        run = train(tiny(corpus), tmp_path / "run", callbacks=[lambda row: row.step == 3, seen.append], report=silent)
         assert (run.finished, run.step, len(seen)) == (False, 3, 3)
         assert load_latest(tmp_path / "run" / "checkpoints", pytest.fail).step == 3
-        again = resume(tmp_path / "run", callbacks=[seen.append], tell=silent)
+        again = resume(tmp_path / "run", callbacks=[seen.append], report=silent)
         assert (again.finished, [row.step for row in seen]) == (True, [1, 2, 3, 4, 5, 6])
         ours, theirs = (directory / "model.safetensors" for directory in (run.directory, whole.directory))
         assert ours.read_bytes() == theirs.read_bytes()
@@ -48,12 +48,12 @@ class TestCallbacks:
                 raise Pruned
 
         with pytest.raises(Pruned):
-            train(tiny(corpus), tmp_path / "run", callbacks=[prune], tell=silent)
-        assert resume(tmp_path / "run", {"evaluation.every": "1"}, tell=silent).finished
+            train(tiny(corpus), tmp_path / "run", callbacks=[prune], report=silent)
+        assert resume(tmp_path / "run", {"evaluation.every": "1"}, report=silent).finished
 
     def test_whoever_is_told_sees_no_progress_elsewhere(self, corpus, tmp_path, capsys):
         told = []
-        train(tiny(corpus), str(tmp_path / "run"), tell=told.append)
+        train(tiny(corpus), str(tmp_path / "run"), report=told.append)
         assert capsys.readouterr() == ("", "")
         assert any(line.startswith("to train on: ") for line in told)
         train(tiny(corpus), tmp_path / "other")
@@ -67,8 +67,8 @@ def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(logs.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'anymamba\[train\]'"):
-            train(config, tmp_path / "without", tell=silent)
-    assert train(config, tmp_path / "with", tell=silent).finished
+            train(config, tmp_path / "without", report=silent)
+    assert train(config, tmp_path / "with", report=silent).finished
     assert list((tmp_path / "with" / "tensorboard").glob("events.*"))
 
 
@@ -94,8 +94,8 @@ class TestWeightsAndBiases:
 
     def test_a_run_and_its_continuation_are_logged_as_one(self, corpus, tmp_path, runs):
         config, directory = tiny(corpus, evaluation={"wandb": "my-project"}), tmp_path / "run"
-        assert not train(config, directory, callbacks=[lambda row: row.step == 4], tell=silent).finished
-        assert resume(directory, tell=silent).finished
+        assert not train(config, directory, callbacks=[lambda row: row.step == 4], report=silent).finished
+        assert resume(directory, report=silent).finished
         expected = read_metrics(directory / "metrics.csv")
         logged = [entry for _, entries in runs for entry in entries]
         assert logged == [((row.metrics(),), {"step": row.step}) for row in expected]
@@ -112,7 +112,7 @@ class TestWeightsAndBiases:
 
         monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"evaluation.wandb = mine needs .*: pip install 'anymamba\[wandb\]'"):
-            train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", tell=silent)
+            train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", report=silent)
 
     def test_a_failure_to_begin_is_one_line(self, corpus, tmp_path, monkeypatch):
         wandb = pytest.importorskip("wandb")
@@ -122,7 +122,7 @@ class TestWeightsAndBiases:
 
         monkeypatch.setattr(wandb, "init", refuse)
         with pytest.raises(ValueError, match=r"No API key configured\. \(WANDB_MODE=offline logs to"):
-            train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", tell=silent)
+            train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", report=silent)
 
 
 def test_the_documents_example_runs(corpus, tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ def make_config(kind: type[_Config], config: _Config | int | None, fields: dict[
     """The config that a block is made from: one, or `d_model` and fields.
 
     Raises:
-        TypeError: both, or fields that are none.
+        TypeError: both were given, or unknown fields.
     """
     name = kind.__name__
     if isinstance(config, kind):

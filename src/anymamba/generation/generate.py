@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN, start
-from anymamba.generation.sampling import Sampling, choose, expect_whole, split_keys, uniform
+from anymamba.generation.sampling import Sampling, choose, expect_integer, split_keys, uniform
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -73,7 +73,7 @@ class TokenStream:
         self._rows = list(range(state.batch_size))
         self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
         self._owned = False  # nobody else holds the state's cache
-        self._whole = True  # no exception came between changes that belong together
+        self._intact = True  # no exception came between changes that belong together
         self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
         self._longest_stop = max(map(len, stop), default=0)
         self._stopped: list[_Stopped] = []
@@ -86,12 +86,12 @@ class TokenStream:
     @torch.no_grad()
     def __next__(self) -> list[int | None]:
         """The next token of each row; the model is only run when a further token is asked for."""
-        self._expect_whole()
+        self._expect_intact()
         if not self._rows or not self._left:
             raise StopIteration
-        self._whole = False
+        self._intact = False
         tokens = self._next_tokens()
-        self._whole = True
+        self._intact = True
         return tokens
 
     @property
@@ -102,14 +102,14 @@ class TokenStream:
         Raises:
             RuntimeError: an exception ended a step before it was done.
         """
-        self._expect_whole()
-        self._whole = False
+        self._expect_intact()
+        self._intact = False
         state = self._fed_state()
-        self._whole = True
+        self._intact = True
         return state
 
-    def _expect_whole(self) -> None:
-        if not self._whole:
+    def _expect_intact(self) -> None:
+        if not self._intact:
             raise RuntimeError(
                 "expected a stream whose steps were all finished, got one that an exception or interrupt ended within "
                 "a step: its state is lost; continue from a state that was kept before"
@@ -208,7 +208,7 @@ def stream(
         ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
     """
     chosen = Sampling.of(sampling)
-    expect_whole("max_new_tokens", max_new_tokens)
+    expect_integer("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     sequences = _stop_sequences(stop, model.config.vocab_size)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from anymamba.generation.sampling import expect_whole, row_key
+from anymamba.generation.sampling import expect_integer, row_key
 from anymamba.generation.state import GenerationState
 from anymamba.ground.padding import Padding
 from anymamba.models.cache import LMCache
@@ -33,19 +33,19 @@ def start(
     Args:
         model: the language model.
         input_ids: prompts, (b, t); None to take a `GenerationState` as it is.
-        cache: where the rows go on from: a cache of the model, or the state of an earlier generation.
+        cache: what the rows continue from: a cache of the model, or the state of an earlier generation.
         mask: True for real tokens (b, t), padding anywhere; or lengths (b,) of rows that are padded at the end.
         segment_len: tokens that are computed at once.
 
     Returns:
-        Where the rows stand behind their prompts.
+        Where the rows stand after their prompts.
 
     Raises:
         TypeError: prompts or a cache of another type.
         ValueError: a row without tokens, or ids out of range.
     """
     _expect_cache(cache)
-    expect_whole("segment_len", segment_len)
+    expect_integer("segment_len", segment_len)
     earlier = cache if isinstance(cache, GenerationState) else None
     if input_ids is None:
         if mask is not None:
@@ -78,7 +78,7 @@ def prefill(
     Args:
         model: the language model.
         prompts: the token ids of each row, at least one.
-        cache: where the rows go on from; a fresh start if not given.
+        cache: what the rows continue from; a fresh start if not given.
         segment_len: tokens that are computed at once.
 
     Returns:

@@ -1,7 +1,7 @@
 """From logits to tokens: filters, and randomness that belongs to a row and not to its batch.
 
 A row draws its n-th token with a number in [0, 1) that is a hash of the seed, the row's key and n. So a row gives the
-same tokens in any batch, and goes on in another process where it stopped.
+same tokens in any batch, and continues in another process from where it stopped.
 
 Letters: b batch, v vocabulary.
 """
@@ -59,7 +59,7 @@ class Sampling:
                 raise TypeError(f"{name} must be a number, got {value!r}")
         for name in ("top_k", "seed"):
             if (value := getattr(self, name)) is not None:
-                expect_whole(name, value)
+                expect_integer(name, value)
         checks = (
             ("repetition_penalty", "positive", self.repetition_penalty > 0),
             ("temperature", "0 (greedy) or positive", self.temperature is None or 0 <= self.temperature < math.inf),
@@ -90,7 +90,7 @@ class Sampling:
         return Sampling(**fields)
 
 
-def expect_whole(name: str, value: Any) -> None:
+def expect_integer(name: str, value: Any) -> None:
     """Raise TypeError for what is not a whole number."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number, got {value!r}")

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.generation.generate import stream
 from anymamba.generation.prefill import start
-from anymamba.generation.sampling import expect_whole
+from anymamba.generation.sampling import expect_integer
 from anymamba.generation.tokenizers import TextStream, Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
@@ -166,7 +166,7 @@ class Pipeline:
             Pairs of the place of a prompt in the list, and its `n` completions.
         """
         for name, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("logprobs", logprobs or 0, 0)):
-            expect_whole(name, value)
+            expect_integer(name, value)
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if n > 1:
@@ -299,7 +299,7 @@ class UntilStop:
     """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
 
     def __init__(self, stops: list[str]) -> None:
-        """Remember the texts; `stopped` tells whether one has come."""
+        """Remember the texts; `stopped` says whether one has come."""
         self._stops, self._held, self.stopped = stops, "", False
 
     def push(self, text: str) -> str:

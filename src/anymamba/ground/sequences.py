@@ -66,7 +66,7 @@ def where_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
 
 def following(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step earlier; the last step of a sequence sees zero."""
-    # A roll keeps the length: a traced graph would have to tell a length of t - 1 from one of 1.
+    # A roll keeps the length: a traced graph would have to distinguish a length of t - 1 from one of 1.
     last = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
     if cu_seqlens is not None:
         last = last.index_fill(0, cu_seqlens[1:].long() - 1, True)

@@ -181,7 +181,7 @@ def _row_index(index: Rows, size: int) -> Tensor | list[int] | slice:
         if isinstance(index, Tensor) and index.ndim == 1:
             index = index.tolist()
         try:
-            chosen = known = [_whole(i) for i in (index if isinstance(index, Sequence) else [index])]
+            chosen = known = [_integer(i) for i in (index if isinstance(index, Sequence) else [index])]
         except TypeError:
             raise TypeError(
                 f"rows: expected a row's number, several in a list or a tensor (n,), or a slice, got {index!r}"
@@ -191,7 +191,7 @@ def _row_index(index: Rows, size: int) -> Tensor | list[int] | slice:
     return chosen
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.ndim):
         raise TypeError
     return operator.index(value)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class MambaLMConfig:
     """Sizes and options of a language model, named as in the official `MambaConfig`."""
 
     d_model: int = 2560  # D, width of the residual stream
-    d_intermediate: int = 0  # width of the gated MLP behind each block, rounded up to a multiple of 128; 0: no MLP
+    d_intermediate: int = 0  # width of the gated MLP after each block, rounded up to a multiple of 128; 0: no MLP
     n_layer: int = 64
     vocab_size: int = 50277  # V
     ssm_cfg: dict[str, Any] = field(default_factory=dict)  # "layer": family of the blocks; the rest: fields of a block

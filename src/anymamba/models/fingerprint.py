@@ -2,7 +2,7 @@
 
 It covers what changes the result: facts of the config that are not the defaults, and of every parameter and buffer its
 name, shape, dtype and up to 256 of its values, evenly spaced. It does not cover how parameters were initialised, nor
-the size of the vocabulary behind its padding, which differs between formats of the same model.
+the size of the vocabulary after padding, which differs between formats of the same model.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def _match(
 
 
 def warn_of_non_finite(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Say that weights are not finite, and go on: a model that is broken must be opened to be looked at or mended."""
+    """Say that weights are not finite, and continue: a broken model must be opened to be looked at or mended."""
     if found := describe_non_finite(tensors.items()):
         warnings.warn(f"{directory}: {found}", stacklevel=4)
 

@@ -115,7 +115,7 @@ def stationary_key(
     alpha: Float[Tensor, "b h"],
     turns: int,
 ) -> Float[Tensor, "b r h n"]:
-    """The sum over all earlier copies of a key that repeats for ever, each turned once more than the next.
+    """The sum over all earlier copies of a key that repeats forever, each turned once more than the next.
 
     With q the turn of one step: `k (γ + β q) / (1 - α q)`, for the channels that do not turn with q = 1.
     """

@@ -63,8 +63,6 @@ class SsdPath:
                 raise ValueError(f"SsdPath: {name} must be one of {get_args(known)}, got {value!r}")
         if self.chunk_len is not None and not 1 <= self.chunk_len <= _LONGEST:
             raise ValueError(f"SsdPath: chunk_len must be None or from 1 to {_LONGEST}, got {self.chunk_len}")
-        if self.pathway not in get_args(Pathway):
-            raise ValueError(f"SsdPath: pathway must be one of {get_args(Pathway)}, got {self.pathway!r}")
 
     @staticmethod
     def or_default(path: SsdPath | None) -> SsdPath:

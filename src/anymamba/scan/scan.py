@@ -36,7 +36,7 @@ def scan(
     path: SsdPath | None = None,
     cu_seqlens: Int[Tensor, " z1"] | None = None,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """Run the linear recurrence behind every SSD model over a sequence.
+    """Run the linear recurrence that every SSD model is built on over a sequence.
 
         S_t = exp(a_t) S_{t-1} + Σ_r v_t[r] ⊗ k_t[r]        y_t[r] = S_t q_t[r]
 

@@ -29,7 +29,7 @@ _NAME = re.compile("step-[0-9]{8,}")
 _FIELDS = {"step": int, "tokens": int, "config": dict, "data": str, "solved": bool, "files": dict}  # of the manifest
 
 
-class Checkpoint(NamedTuple):
+class RunState(NamedTuple):
     """What a run needs to continue.
 
     Attributes:
@@ -119,8 +119,8 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
-def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
-    """The latest whole checkpoint in a run's directory of them; `tell` is told of those that are damaged.
+def load_latest(directory: Path, report: Callable[[str], None]) -> RunState:
+    """The latest whole checkpoint in a run's directory of them; `report` receives a line for each that is damaged.
 
     Raises:
         ValueError: there is none.
@@ -130,7 +130,7 @@ def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
         try:
             return load_checkpoint(path)
         except ValueError as error:  # noqa: PERF203
-            tell(f"{error}; going back to the checkpoint before it")
+            report(f"{error}; going back to the checkpoint before it")
     if found:
         raise ValueError(f"{directory}: expected a checkpoint to resume from, found {len(found)}, all damaged")
     run = directory.parent
@@ -142,7 +142,7 @@ def load_latest(directory: Path, tell: Callable[[str], None]) -> Checkpoint:
     )
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path) -> RunState:
     """Read a checkpoint, checking every byte.
 
     Raises:
@@ -164,7 +164,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     rng, now = optimiser.pop("rng", torch.empty(0)), torch.get_rng_state()
     if rng.shape != now.shape or rng.dtype != now.dtype:
         raise ValueError(f"{path}: damaged: optimiser.safetensors should hold the state of torch's generator")
-    return Checkpoint(
+    return RunState(
         path,
         manifest["step"],
         manifest["tokens"],

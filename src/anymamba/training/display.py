@@ -43,7 +43,7 @@ class Display:
             if perf_counter() - self._shown >= 0.1 or row.step == self._steps:
                 self._draw(row)
         elif row.step % self._every == 0 or row.step == self._steps:
-            self.tell("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._facts(row)]))
+            self.report("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._facts(row)]))
 
     def evaluating(self) -> None:
         """Show that the model is looked at, which may take longer than a step."""
@@ -52,7 +52,7 @@ class Display:
         if self._live:
             self._draw(self._row, "evaluating")
         else:
-            self.tell(f"step {self._row.step}: evaluating")
+            self.report(f"step {self._row.step}: evaluating")
 
     def score(self, values: Mapping[str, float]) -> None:
         """What the last evaluation found, by name."""
@@ -60,7 +60,7 @@ class Display:
         if self._live and self._row is not None:
             self._draw(self._row)
 
-    def tell(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """Lines that stay, without what would steer the terminal."""
         self._write("".join(x if x.isprintable() or x in "\n\t" else "?" for x in message) + "\n")
         if self._live and self._row is not None:
@@ -127,7 +127,7 @@ class _History:
 
 
 def memory() -> str:
-    """The most memory that the process had so far, on the accelerator if it uses one, where the system tells."""
+    """The most memory that the process had so far, on the accelerator if it uses one, where the system says."""
     if torch.cuda.is_initialized():
         return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
     try:

@@ -37,7 +37,7 @@ def train(
     directory: str | os.PathLike[str] = "runs/train",
     *,
     callbacks: Iterable[Callback] = (),
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Trainer[LanguageTask]:
     """Train a language model: what `anymamba train CONFIG --out DIRECTORY` does.
 
@@ -48,7 +48,7 @@ def train(
         config: of the run; all defaults if not given.
         directory: of the run.
         callbacks: are called after every step with its `Row`; one that returns True ends the run there, as Ctrl-C does.
-        tell: is told what happens, in lines, in place of stderr, where progress is then not shown either.
+        report: receives lines about what happens; without it they go to stderr, with live progress.
 
     Returns:
         The run, finished or stopped.
@@ -57,8 +57,8 @@ def train(
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
         FloatingPointError: the loss or gradient is not finite.
     """
-    trainer = begin(config or TrainingConfig(), Path(directory), tell or to_stderr)
-    trainer.run(callbacks, shown=tell is None)
+    trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr)
+    trainer.run(callbacks, shown=report is None)
     return trainer
 
 
@@ -67,7 +67,7 @@ def resume(
     changes: Mapping[str, str | Sequence[str]] | None = None,
     *,
     callbacks: Iterable[Callback] = (),
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Trainer[LanguageTask]:
     """Continue a run from its latest good checkpoint: what `anymamba train --resume DIRECTORY` does.
 
@@ -75,7 +75,7 @@ def resume(
         directory: of the run.
         changes: of its config, as texts by dotted name: {"optimiser.lr": "1e-4"}.
         callbacks: as for `train`.
-        tell: as for `train`.
+        report: as for `train`.
 
     Returns:
         The run, finished or stopped.
@@ -84,8 +84,8 @@ def resume(
         ValueError: there is none, or `changes` are of what a run cannot change.
         FloatingPointError: the loss or gradient is not finite.
     """
-    trainer = open_run(Path(directory), changes or {}, tell or to_stderr)
-    trainer.run(callbacks, shown=tell is None)
+    trainer = open_run(Path(directory), changes or {}, report or to_stderr)
+    trainer.run(callbacks, shown=report is None)
     return trainer
 
 
@@ -94,7 +94,7 @@ def to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def begin(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) -> Trainer[LanguageTask]:
+def begin(config: TrainingConfig, directory: Path, report: Callable[[str], None]) -> Trainer[LanguageTask]:
     """A run that is about to begin in a directory.
 
     Raises:
@@ -105,13 +105,13 @@ def begin(config: TrainingConfig, directory: Path, tell: Callable[[str], None]) 
     with locked(directory):
         expect_no_run(directory)
         if config.model.init is not None:
-            tell(f"beginning with the weights of {config.model.init}")
-        task = LanguageTask(config, directory, tell)
-    return Trainer(task, directory, None, tell)
+            report(f"beginning with the weights of {config.model.init}")
+        task = LanguageTask(config, directory, report)
+    return Trainer(task, directory, None, report)
 
 
 def open_run(
-    directory: Path, overrides: Mapping[str, str | Sequence[str]], tell: Callable[[str], None]
+    directory: Path, overrides: Mapping[str, str | Sequence[str]], report: Callable[[str], None]
 ) -> Trainer[LanguageTask]:
     """A run that is about to continue from its latest good checkpoint.
 
@@ -119,9 +119,9 @@ def open_run(
         ValueError: there is none, or `overrides` change what the run is.
     """
     instead = f"; to begin another run with its weights: anymamba train --model.init {directory} --out DIR"
-    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), tell, instead)
-    task = LanguageTask(reopened.config, directory, tell, begun=reopened.checkpoint.path)
-    return Trainer(task, directory, reopened, tell)
+    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), report, instead)
+    task = LanguageTask(reopened.config, directory, report, begun=reopened.checkpoint.path)
+    return Trainer(task, directory, reopened, report)
 
 
 def settled(config: TrainingConfig) -> TrainingConfig:
@@ -166,7 +166,7 @@ class LanguageTask(Task[Batch]):
     config: TrainingConfig
 
     def __init__(
-        self, config: TrainingConfig, directory: Path, tell: Callable[[str], None], *, begun: Path | None = None
+        self, config: TrainingConfig, directory: Path, report: Callable[[str], None], *, begun: Path | None = None
     ) -> None:
         """Prepare the text of a fresh run, or open that of one that `begun` is a checkpoint of; `config` is settled."""
         self.config, self._directory = config, directory
@@ -174,9 +174,9 @@ class LanguageTask(Task[Batch]):
         self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
         if begun is None:
-            text = find_text(config.data, tell)
-            self._tokenizer = self._make_tokenizer(text, tell)
-            self.corpus = prepare(config.data, shards, self._tokenizer, tell, text)
+            text = find_text(config.data, report)
+            self._tokenizer = self._make_tokenizer(text, report)
+            self.corpus = prepare(config.data, shards, self._tokenizer, report, text)
         else:
             self._tokenizer, self.corpus = self._open_tokenizer(), open_corpus(shards)
         self._batches = Batches(
@@ -265,7 +265,7 @@ class LanguageTask(Task[Batch]):
             return ByteTokenizer()
         return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
 
-    def _make_tokenizer(self, text: Text, tell: Callable[[str], None]) -> Tokenizer:
+    def _make_tokenizer(self, text: Text, report: Callable[[str], None]) -> Tokenizer:
         """Copy the tokenizer's files into the run, or make one; those of a failed attempt with another are removed."""
         name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
         if (size := byte_pair_size(name)) is not None:
@@ -281,7 +281,7 @@ class LanguageTask(Task[Batch]):
         if isinstance(tokenizer, FileTokenizer):
             write_end(tokenizer, self._directory)
             if not tokenizer.end:
-                tell(
+                report(
                     f"{name}: no token that ends a document is known, so the model will not learn where one ends; name "
                     "it with --data.end_token TOKEN"
                 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked
 from anymamba.ground.interrupts import interrupts
-from anymamba.training.checkpoint import Checkpoint, amend_checkpoint, checkpoints, load_latest, save_checkpoint
+from anymamba.training.checkpoint import RunState, amend_checkpoint, checkpoints, load_latest, save_checkpoint
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
 from anymamba.training.layers import compile_layers, recompute_layers
@@ -62,13 +62,13 @@ class Reopened(Generic[C]):
         changes: of the config, before and after, by name: they count from the next step on.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: RunState
     config: C
     changes: dict[str, tuple[Any, Any]]
 
 
 def reopen(
-    directory: Path, kind: type[C], wanted: Callable[[C], C], tell: Callable[[str], None], instead: str = ""
+    directory: Path, kind: type[C], wanted: Callable[[C], C], report: Callable[[str], None], instead: str = ""
 ) -> Reopened[C]:
     """Open a run at its latest good checkpoint.
 
@@ -79,14 +79,14 @@ def reopen(
         directory: of the run.
         kind: of its config.
         wanted: the config to continue with, given that of the run.
-        tell: is told of damaged checkpoints and of changes.
+        report: receives a line for each damaged checkpoint and each change.
         instead: what may be done where the config differs in more.
 
     Raises:
         ValueError: there is no checkpoint, another process is at work on the run, or the config differs in more.
     """
     with locked(directory):
-        checkpoint = load_latest(directory / "checkpoints", tell)
+        checkpoint = load_latest(directory / "checkpoints", report)
     began = kind.from_dict(checkpoint.config, str(directory))
     config, step = wanted(began), checkpoint.step
     changes, fields = began.changed(config), kind.fields_by_name()
@@ -103,7 +103,7 @@ def reopen(
             f"{directory}: a run continues with the config it began with; changed: {', '.join(refused)}{why}{instead}"
         )
     for name, (was, new) in changes.items():
-        tell(f"{name} changes from {was} to {new} after step {step}")
+        report(f"{name} changes from {was} to {new} after step {step}")
     return Reopened(checkpoint, config, changes)
 
 
@@ -113,16 +113,16 @@ def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> boo
     return new.steps >= steps and (new == old or all(rates))
 
 
-def train_or_resume(task: T, directory: Path, tell: Callable[[str], None]) -> Trainer[T]:
+def train_or_resume(task: T, directory: Path, report: Callable[[str], None]) -> Trainer[T]:
     """Begin a run in a directory, or continue the one that is there.
 
     Raises:
         ValueError: the run that is there learns something else, or with another config.
     """
     if not checkpoints(directory / "checkpoints"):
-        return Trainer(task, directory, None, tell)
-    reopened = reopen(directory, type(task.config), lambda _: task.config, tell)
-    return Trainer(task, directory, reopened, tell)
+        return Trainer(task, directory, None, report)
+    reopened = reopen(directory, type(task.config), lambda _: task.config, report)
+    return Trainer(task, directory, reopened, report)
 
 
 class Trainer(Generic[T]):
@@ -137,9 +137,9 @@ class Trainer(Generic[T]):
         changes: of the config since the run began.
     """
 
-    def __init__(self, task: T, directory: Path, reopened: Reopened[Any] | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, task: T, directory: Path, reopened: Reopened[Any] | None, report: Callable[[str], None]) -> None:
         """Build the model anew or from a checkpoint."""
-        self.task, self.directory, self._tell = task, directory, tell
+        self.task, self.directory, self._report = task, directory, report
         self.config = config = task.config
         checkpoint = reopened.checkpoint if reopened is not None else None
         if checkpoint is not None and checkpoint.data != task.fingerprint:
@@ -206,7 +206,7 @@ class Trainer(Generic[T]):
             self.save()  # before there are metrics: a run that has some can be resumed
         table = MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
         if not can_plot():
-            display.tell("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
+            display.report("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
             stopped = False
             while not self.finished and not stopped and not interrupted():
@@ -297,7 +297,7 @@ class Trainer(Generic[T]):
         display.evaluating()
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.solved = found.solved
-        display.tell(found.text)
+        display.report(found.text)
         display.score(found.values)
         return found.values
 

@@ -72,7 +72,7 @@ class MetricsTable:
             raise naming(self._path, error) from error
 
     def close(self) -> None:
-        """Close the file. What could not be written has been told of."""
+        """Close the file. What could not be written has been reported."""
         with suppress(OSError):
             self._file.close()
 

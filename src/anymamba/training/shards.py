@@ -83,7 +83,7 @@ def prepare(
     config: DataSection,
     directory: Path,
     tokenizer: Tokenizer,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     text: Text | None = None,
 ) -> Corpus:
     """Tokenise what is not tokenised yet, and open the result.
@@ -92,15 +92,15 @@ def prepare(
         config: names the sources.
         directory: of the shards.
         tokenizer: of the text.
-        tell: is told what happens.
+        report: receives lines about what happens.
         text: of the config, if it has been found already.
 
     Raises:
         ValueError: a source cannot be read, has no text, or is too short, or the directory is that of other text.
     """
-    text = text or find_text(config, tell)
+    text = text or find_text(config, report)
     key = _key(config, tokenizer, text)
-    tell(f"{_described(text.train, text, 'to train on')}; {_described(text.held_out, text, 'held out')}")
+    report(f"{_described(text.train, text, 'to train on')}; {_described(text.held_out, text, 'held out')}")
     if not _is_complete(_read_index(directory), key):
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
@@ -113,7 +113,7 @@ def prepare(
                 )
             if not _is_complete(index, key):
                 _tokenise(config, directory, tokenizer, text, index if index.get("key") == key else {"key": key})
-                tell(f"tokenised into {directory}")
+                report(f"tokenised into {directory}")
     return open_corpus(directory)
 
 

@@ -41,8 +41,8 @@ class Text(NamedTuple):
     skipped: list[str]
 
 
-def find_text(config: DataSection, tell: Callable[[str], None] = lambda _: None) -> Text:
-    """The text that a config names, in two sides; `tell` is told what is skipped.
+def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:
+    """The text that a config names, in two sides; `report` receives a line for what is skipped.
 
     Raises:
         UnusableTextError: some of it cannot be used, and is not to be skipped.
@@ -60,7 +60,7 @@ def find_text(config: DataSection, tell: Callable[[str], None] = lambda _: None)
     if found.problems and (config.on_error == "stop" or not found.documents):
         raise UnusableTextError(found.problems)
     for line in shortened(found.problems):
-        tell(f"skipped: {line}")
+        report(f"skipped: {line}")
     return Text(found.documents, *split(found.documents, config.held_out, stdin), stdin, found.problems)
 
 

@@ -163,7 +163,7 @@ class Mamba3(Block):
         return self._output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        """The stationary output under a token that repeats for ever, in closed form.
+        """The stationary output under a token that repeats forever, in closed form.
 
         The token k steps back has weight `alpha^k gamma + alpha^{k-1} beta [k ≥ 1]` and is turned k times; the sum over
         all k is one factor on the key. No cache goes in or comes out.

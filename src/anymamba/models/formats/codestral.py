@@ -36,7 +36,7 @@ class CodestralFormat:
         return "dim" in raw and "n_layers" in raw
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """Blocks of the official default sizes, with `n_groups` groups; fields that are none of these are kept."""
+        """Blocks of the official default sizes, with `n_groups` groups; other fields are kept."""
         if raw.get("model_type", "mamba") != "mamba":
             raise ValueError(f'a Codestral model has "model_type": "mamba", got {raw["model_type"]!r}')
         used = ("dim", "n_layers", "n_groups", *_SAME)
