@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from anymamba import GenerationState, LMCache, MambaLM
-from anymamba.training.language import resume
+from anymamba.training.language import open_run
 from anymamba.training.report import read_metrics
 from tests.support import FLOOR, assert_near
 from tests.training.cases import silent
@@ -57,7 +57,7 @@ def test_a_generation_continues(saved):
 
 def test_a_run_resumes(tmp_path):
     directory = shutil.copytree(FIXTURES / "run", tmp_path / "run")
-    assert resume(directory, {}, silent).run()
+    assert open_run(directory, {}, silent).run()
     found, expected = (read_metrics(path) for path in (directory / "metrics.csv", FIXTURES / "run-expected.csv"))
     assert [row.step for row in found] == [row.step for row in expected] == list(range(1, 9))
     for row, then in zip(found, expected, strict=True):

@@ -19,7 +19,7 @@ from tests.training.cases import silent, tiny, write_corpus
 
 @pytest.fixture
 def trainer(tmp_path):
-    """A run of six steps, saved behind steps 4 and 6."""
+    """A run of six steps, saved after steps 4 and 6."""
     corpus = write_corpus(tmp_path / "corpus")
     trainer = begin(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
     assert trainer.run()
@@ -135,7 +135,7 @@ def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
     del manifest["checksum"]
     write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
     with pytest.raises(ValueError, match=r"all damaged|no such section|seed must be int"):
-        resume(trainer.directory, {}, silent)
+        open_run(trainer.directory, {}, silent)
 
 
 @pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors"])
@@ -160,10 +160,10 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
     manifest["files"][name] = module.digest_file(path / name)
     write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
     if (name, damage) == ("model.safetensors", "narrower"):  # as torch loads it
-        resume(trainer.directory, {}, silent)
+        open_run(trainer.directory, {}, silent)
         return
     with pytest.raises(ValueError, match=r"all damaged|its tensors are not those of its config") as caught:
-        resume(trainer.directory, {}, silent)
+        open_run(trainer.directory, {}, silent)
     assert "\n" not in str(caught.value)
 
 

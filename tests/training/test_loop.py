@@ -234,21 +234,21 @@ def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
 def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been(corpus, tmp_path, number, monkeypatch):
     """Every file of its last checkpoint, torch's generator included: an additional save draws nothing."""
     config = tiny(corpus, data={"mode": "stream"}, evaluation={"sample_tokens": 4})
-    assert train(config, tmp_path / "whole", silent).run()
-    stopped = train(config, tmp_path / "part", silent)
+    assert begin(config, tmp_path / "whole", silent).run()
+    stopped = begin(config, tmp_path / "part", silent)
     batches = stopped.task.batches
     monkeypatch.setattr(
         stopped.task, "batches", lambda step: (signal.raise_signal(number) if step == 2 else None, batches(step))[1]
     )
     assert not stopped.run()
     assert stopped.step == 3
-    assert resume(tmp_path / "part", {}, silent).run()
+    assert open_run(tmp_path / "part", {}, silent).run()
     whole, part = (checkpoints(tmp_path / name / "checkpoints")[0] for name in ("whole", "part"))
     for file in whole.iterdir():
         assert (part / file.name).read_bytes() == file.read_bytes(), file.name
     rng = load_file(whole / "optimiser.safetensors")["rng"]
     torch.manual_seed(config.seed)
-    train(config, tmp_path / "fresh", silent)
+    begin(config, tmp_path / "fresh", silent)
     assert torch.equal(rng, torch.get_rng_state())  # nothing of a run draws but its fresh weights
 
 

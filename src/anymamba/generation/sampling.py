@@ -44,11 +44,11 @@ class Sampling:
             `torch.manual_seed`. A new one each time if not given.
     """
 
-    repetition_penalty: float = 1.0
-    temperature: float | None = None
+    repetition_penalty: int | float = 1.0
+    temperature: int | float | None = None
     top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: int | float = 1.0
+    min_p: int | float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:

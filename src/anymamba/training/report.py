@@ -33,7 +33,7 @@ class Row(NamedTuple):
     seconds: float
     evaluated: dict[str, float]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, int | float]:
         """What a logger wants, by name: all but the step, with what the evaluation found."""
         values = self._asdict()
         return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluated
