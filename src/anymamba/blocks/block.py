@@ -14,11 +14,11 @@ from anymamba.ground.checks import check_cu_seqlens, expect_like, expect_shape, 
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import is_observed, is_plain, kernels_are_off
 from anymamba.ground.padding import Padding
-from anymamba.kernels.cpu.program import OUTPUT, Program
+from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
 from anymamba.scan import SsdPath
 
-# Not attributes of the blocks: a program is neither copied nor saved with its block.
-_PROGRAMS: WeakKeyDictionary[Block, Program] = WeakKeyDictionary()
+# Not attributes of the blocks: a recording is neither copied nor saved with its block.
+_RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
 
 
 class ProjectionPart(NamedTuple):
@@ -44,7 +44,7 @@ class Block(nn.Module):
         config: the family's.
         CONFIG: the type of its config.
         CACHE: the type of its cache.
-        SIZES: fields of the config that are attributes of the block too, as officially.
+        SIZES: sizes and options of the config that are attributes of the block too, as officially.
     """
 
     CONFIG: ClassVar[Any]
@@ -159,12 +159,12 @@ class Block(nn.Module):
         """A step by the compiled kernels; None where they do not cover it."""
         if kernels_are_off() or is_autocast(x.device):
             return None
-        program = _PROGRAMS.get(self)
-        if program is None or not program.is_current():
-            program = _PROGRAMS[self] = Program(
+        recording = _RECORDINGS.get(self)
+        if recording is None or not recording.is_current():
+            recording = _RECORDINGS[self] = Recording(
                 lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
             )
-        return program.run(x, cache)
+        return recording.run(x, cache)
 
     def mix(
         self,
@@ -189,7 +189,7 @@ class Block(nn.Module):
             batch_size: rows, or packed sequences.
             dtype: of the activations; the parameters' if not given.
         """
-        like = self._like()
+        like = self.activation_like()
         dtype = dtype or like.dtype
         return self.CACHE(
             **{
@@ -222,7 +222,7 @@ class Block(nn.Module):
         """Describe what lies between the projections, from one slot to another."""
         raise NotImplementedError
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
         """A parameter that has the dtype and device of the activations."""
         return next(self.parameters())
 
@@ -233,7 +233,7 @@ class Block(nn.Module):
         sizes = {"d": self.d_model}
         expect_shape(where, "x", x, letters, sizes)
         expect_steps(where, sizes.get("t", 1))
-        like = self._like()
+        like = self.activation_like()
         expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
 
     def _run(
@@ -246,15 +246,20 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
         """`mix` of checked inputs."""
-        if not is_observed():
+        observed = is_observed()
+        if not observed:
             self._check_memory(where)
-            if finite.is_checked():
-                finite.expect_finite(f"{where}:", ("x", *(f"cache.{name}" for name in cache._fields)), (x, *cache))
         path = SsdPath.or_default(path)
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
         lengths = None if padding is None else padding.lengths
-        y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens)
+        checked, fields = finite.is_checked() and not observed, tuple(f"cache.{name}" for name in cache._fields)
+        with finite.within(where):
+            if checked:
+                finite.expect_finite("input", ("x", *fields), (x, *cache))
+            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens)
+            if checked:
+                finite.expect_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
 
     def _check_memory(self, where: str) -> None:

@@ -134,6 +134,7 @@ class Mamba1(Block):
         super().__init__(make_config(Mamba1Config, config, fields))
         c: Mamba1Config = self.config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.dt_rank = c.dt_width  # a number, where the config may say "auto"
         self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
         self.x_proj = nn.Linear(c.d_inner, c.dt_width + 2 * c.d_state, bias=False, **factory)
@@ -152,7 +153,8 @@ class Mamba1(Block):
         for parameter in (self.dt_proj.bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
+        """As in `Block`."""
         return self.conv1d.weight
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anymamba.ground import finite
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import is_observed, kernels_are_off
-from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.cpu.program import Recording
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 
@@ -31,12 +32,12 @@ class Decoder:
     def refresh(self) -> None:
         """Record the model again, after a change that a program does not see: a config, or a constant of a module."""
         model, dtype = self.model, self.model.dtype
-        self._program = Program(model.record, dtype, model.config.d_model, state_dtype(dtype))
+        self._recording = Recording(model.record, dtype, model.config.d_model, state_dtype(dtype))
 
     @property
     def reason(self) -> str:
         """Why the model's modules are called instead of the kernels; empty where the kernels run."""
-        return self._program.reason
+        return self._recording.reason
 
     @torch.no_grad()
     def step(
@@ -52,21 +53,21 @@ class Decoder:
         Returns:
             The logits of the next token, and the new cache.
         """
-        if cache is None or not self._program.is_current():
+        if cache is None or not self._recording.is_current():
             self.refresh()
         if not self.reason and self._covers(input_ids, cache):
             before = self.model.init_cache(input_ids.shape[0]) if cache is None else cache
             residual = self.model.backbone.embed(input_ids)
-            done = self._program.run(residual, before.leaves(), in_place)
+            done = self._recording.run(residual, before.leaves(), in_place)
             if done is not None:
                 return done[0], before.with_tensors(done[1])
         return self.model.step(input_ids, cache)
 
     def _covers(self, input_ids: object, cache: object) -> bool:
-        """Whether these may be tokens and a cache, which nobody follows and nothing changes on their way."""
+        """Whether these may be tokens and a cache, which nothing traces, casts or checks on their way."""
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1 or not isinstance(cache, LMCache | None):
             return False
-        return not (is_observed() or kernels_are_off() or is_autocast(input_ids.device))
+        return not (is_observed() or kernels_are_off() or is_autocast(input_ids.device) or finite.is_checked())
 
 
 def decoder(model: MambaLM) -> Decoder:

@@ -111,7 +111,7 @@ class Operator:
         name: without the namespace.
         inputs: arguments in schema language, "Tensor x, Tensor? bias, int width". One that is called `algorithm`
             chooses among `portable`; "fastest" leaves the choice to the operator, "fused" asks for a kernel.
-        outputs: how many tensors it returns.
+        outputs: the names of the tensors that it returns.
         differentiable: how many of the leading inputs receive a gradient. They are tensors or None.
         fake: the outputs without their values: dtypes, shapes and strides that every implementation returns.
         definition: plain torch code.
@@ -125,7 +125,7 @@ class Operator:
         name: str,
         *,
         inputs: str,
-        outputs: int,
+        outputs: str,
         differentiable: int,
         fake: Callable[..., Any],
         definition: Callable[..., Any],
@@ -136,13 +136,14 @@ class Operator:
         """Register `anymamba::name` and `anymamba::name_backward`, and join them in autograd."""
         self.name, self.definition, self.portable = name, definition, portable or {"": Implementation(definition)}
         self.names = tuple(part.split()[1] for part in inputs.split(", "))
+        self.results = tuple(outputs.split(", "))
         self._fastest, self._may_be_infinite = fastest, may_be_infinite
         self._algorithm = self.names.index("algorithm") if "algorithm" in self.names else None
-        self._outputs, self._differentiable = outputs, differentiable
+        self._outputs, self._differentiable = len(self.results), differentiable
         self._node = torch.library.custom_op(
-            f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, outputs)
+            f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, self._outputs)
         )
-        cotangents = ", ".join(f"Tensor grad{i}" for i in range(outputs))
+        cotangents = ", ".join(f"Tensor grad{i}" for i in range(self._outputs))
         self._backward_node = torch.library.custom_op(
             f"anymamba::{name}_backward",
             self._run_backward,
@@ -161,8 +162,7 @@ class Operator:
             finite.expect_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
         outputs = self._compute(inputs)
         if finite.is_checked() and not is_observed():
-            results = outputs if isinstance(outputs, tuple) else (outputs,)
-            finite.expect_finite(f"{self.name}: result", tuple(map(str, range(len(results)))), results)
+            finite.expect_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
         return outputs
 
     def choose(self, inputs: tuple[Any, ...]) -> Implementation:

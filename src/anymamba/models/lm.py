@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.ground import finite
 from anymamba.ground.padding import Padding
 from anymamba.models import fingerprint
 from anymamba.models.cache import LMCache
@@ -77,8 +78,9 @@ class Backbone(nn.Module):
         if mask is not None:
             residual, cleaned = mask.compact(residual), mask.cleaned()
         new = []
-        for layer, layer_cache in zip(self.layers, caches, strict=True):
-            residual, layer_cache = layer(residual, layer_cache, path=path, cu_seqlens=cu_seqlens, mask=cleaned)
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, caches, strict=True)):
+            with finite.within(f"layers.{i}"):
+                residual, layer_cache = layer(residual, layer_cache, path=path, cu_seqlens=cu_seqlens, mask=cleaned)
             new.append(layer_cache)
         hidden = self.norm_f(residual)
         return (hidden if mask is None else mask.restore(hidden)), LMCache(tuple(new))

@@ -150,7 +150,7 @@ def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[T
 _step_sizes = Operator(
     "step_sizes",
     inputs="Tensor dt, Tensor dt_bias, float dt_min, float dt_max, Tensor? lengths",
-    outputs=1,
+    outputs="dt",
     differentiable=2,
     fake=lambda dt, *_: torch.empty(dt.shape, dtype=state_dtype(dt.dtype), device=dt.device),
     definition=_sizes,
@@ -160,7 +160,7 @@ _operator = Operator(
     "discretise",
     inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "
     "float dt_min, float dt_max, float turn_range, bool about_axes, Tensor? lengths",
-    outputs=5,
+    outputs="dt, log_decay, gamma, kappa, rate",
     differentiable=5,
     fake=_fake,
     definition=_definition,

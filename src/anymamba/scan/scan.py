@@ -125,7 +125,7 @@ scan_operator = Operator(
     "scan",
     inputs="Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, Tensor? cu_seqlens, int? chunk_len, "
     "str algorithm",
-    outputs=2,
+    outputs="y, final_state",
     differentiable=5,
     fake=fake,
     definition=_definition,

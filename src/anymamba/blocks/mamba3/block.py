@@ -55,7 +55,7 @@ class Mamba3(Block):
     CONFIG = Mamba3Config
     CACHE = Mamba3Cache
     SIZES = (
-        *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo", "mimo_rank"),
+        *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo"),
         *("rope_fraction", "A_floor", "is_outproj_norm", "chunk_size"),
     )
 
@@ -73,6 +73,8 @@ class Mamba3(Block):
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
         c: Mamba3Config = self.config
         heads = c.nheads
+        self.mimo_rank = c.rank  # officially 1 for SISO
+        self.num_bc_heads, self.num_rope_angles = c.ngroups, c.turns
         self.in_proj = nn.Linear(c.d_model, sum(self._widths().values()), bias=c.bias, **factory)
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **wide))
         self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
@@ -93,7 +95,8 @@ class Mamba3(Block):
         for parameter in (self.dt_bias, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
+        """As in `Block`."""
         return self.B_norm.weight
 
     def _widths(self) -> dict[str, int]:

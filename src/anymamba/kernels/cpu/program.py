@@ -8,95 +8,57 @@ It has no gradient and is not traced.
 from __future__ import annotations
 
 import ctypes
-import operator
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from anymamba.ground.numerics import state_dtype
 from anymamba.kernels.cpu import arguments
 from anymamba.kernels.cpu.call import empty, run
 from anymamba.kernels.cpu.library import DTYPES, missing
+from anymamba.kernels.cpu.watched import GLOBAL_HOOKS, Watched
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory, and torch's own is the faster one
 OUTPUT = -1  # in place of a slot
 _ALIGNED = 16  # elements
 _CPU = torch.device("cpu")
 _KINDS = {kind: number for number, kind in enumerate(arguments.PHASE_KINDS)}
-_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _NotCovered(Exception):  # noqa: N818
-    """Why the kernels cannot run a module."""
-
-
-class _Watched:
-    """What a program was recorded from, in flat lists: it is looked at for every token."""
-
-    def __init__(self) -> None:
-        self._owners: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._entries: list[Any] = []
-        self._modules: list[nn.Module] = []
-        self._members: list[Sized] = [*_GLOBAL_HOOKS]
-        self._parameters: list[Tensor] = []
-
-    def entry(self, owner: dict[str, Any], name: str) -> Any:
-        """`owner[name]`, or None."""
-        found = owner.get(name)
-        self._owners.append(owner)
-        self._names.append(name)
-        self._entries.append(found)
-        return found
-
-    def module(self, module: nn.Module) -> None:
-        """Its type, and how many hooks, submodules, parameters and other attributes it has."""
-        self._modules.append(module)
-        hooks = (module._forward_hooks, module._forward_pre_hooks)
-        self._members += [*hooks, module._modules, module._parameters, vars(module)]
-
-    def parameter(self, x: Tensor) -> None:
-        """Where it lies."""
-        self._parameters.append(x)
-
-    def look(self) -> tuple[list[int], list[type], list[int]]:
-        """All of it that may change."""
-        return (
-            list(map(len, self._members)),
-            list(map(type, self._modules)),
-            list(map(Tensor.data_ptr, self._parameters)),
-        )
-
-    def is_as(self, seen: tuple[list[int], list[type], list[int]]) -> bool:
-        """Whether nothing has changed."""
-        same = all(map(operator.is_, map(dict.get, self._owners, self._names), self._entries))
-        return same and self.look() == seen
+class NotCovered(Exception):  # noqa: N818
+    """Why the kernels cannot run a module: only its own code knows how."""
 
 
 class Program:
     """Phases, the slots between them, and the tensors of a cache that they read and write.
 
-    It holds the storages of the parameters that it reads, so that nothing is used after it was freed, and knows when
-    the modules have changed: other parameters, submodules, types, hooks, methods or numbers than were recorded.
+    It holds the storages of the parameters that it reads, so that nothing is used after it was freed.
 
     Args:
         record: adds the phases; it calls `refuse` where there are none for a module.
         dtype: of the output, and of the activations that a cache holds.
         input_width: channels of the input, which lies in slot 0.
         input_dtype: of the input.
+        watched: takes what the program is recorded from.
 
-    Attributes:
-        reason: why the kernels cannot run the modules; empty where they can.
+    Raises:
+        NotCovered: there are no phases for a module, or no kernels.
     """
 
     def __init__(
-        self, record: Callable[[Program], None], dtype: torch.dtype, input_width: int, input_dtype: torch.dtype
+        self,
+        record: Callable[[Program], None],
+        dtype: torch.dtype,
+        input_width: int,
+        input_dtype: torch.dtype,
+        watched: Watched | None = None,
     ) -> None:
         """Record."""
+        if reason := missing(dtype) or missing(input_dtype):
+            raise NotCovered(reason)
         self.dtype, self.input_width, self.input_dtype = dtype, input_width, input_dtype
         self.wide = state_dtype(dtype)
         self.output_width = 0
@@ -105,15 +67,9 @@ class Program:
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._expected: dict[int, list[Any]] = {}
         self._storages: list[Any] = []
-        self._watched = _Watched()
-        self.reason = missing(dtype) or missing(input_dtype)
-        if not self.reason:
-            try:
-                self.phase("read", width=input_width, slot=self.slot(input_width))
-                record(self)
-            except _NotCovered as reason:
-                self.reason = str(reason)
-        self._seen = self._watched.look()
+        self._watched = watched or Watched()
+        self.phase("read", width=input_width, slot=self.slot(input_width))
+        record(self)
         phase = arguments.c_structure("Phase")
         entries = (phase(kind=kind, args=ctypes.addressof(args)) for kind, args in self._phases)
         self._table = (phase * len(self._phases))(*entries)
@@ -122,7 +78,7 @@ class Program:
 
     def refuse(self, reason: str) -> NoReturn:
         """Say that the kernels cannot run a module."""
-        raise _NotCovered(reason)
+        raise NotCovered(reason)
 
     def expect_plain(self, module: Any, kind: type, name: str = "") -> None:
         """Refuse a module that is not exactly of `kind`, or has hooks, or methods of its own."""
@@ -132,7 +88,7 @@ class Program:
         if type(module) is not kind:
             self.refuse(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
         found: Any = module  # for mypy, which takes `type(module) is not kind` for the end of it
-        if found._forward_hooks or found._forward_pre_hooks or any(_GLOBAL_HOOKS):
+        if found._forward_hooks or found._forward_pre_hooks or any(GLOBAL_HOOKS):
             self.refuse(f"{name} has hooks")
         if any(callable(getattr(kind, member, None)) for member in vars(module)):
             self.refuse(f"{name} has methods of its own")
@@ -255,10 +211,6 @@ class Program:
 
     # Running
 
-    def is_current(self) -> bool:
-        """Whether the modules are as they were recorded. (Values of parameters are read where they lie.)"""
-        return self._watched.is_as(self._seen)
-
     def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
         """Take a step.
 
@@ -271,13 +223,7 @@ class Program:
             The output (b, output_width) and the new cache; None where the kernels do not cover them.
         """
         b = x.shape[0]
-        if (
-            self.reason
-            or x.ndim != 2
-            or x.shape[1] != self.input_width
-            or x.dtype != self.input_dtype
-            or not 1 <= b <= MAX_ROWS
-        ):
+        if x.ndim != 2 or x.shape[1] != self.input_width or x.dtype != self.input_dtype or not 1 <= b <= MAX_ROWS:
             return None
         if b not in self._expected:
             self._expected[b] = [(torch.Size((b, *shape)), dtype, _CPU) for shape, dtype in self._cache]
@@ -307,3 +253,42 @@ class Program:
         run("run_program", args)
         del old, new  # until here: `args` holds their addresses only
         return output, after
+
+
+class Recording:
+    """A program of modules as they are, and whether they still are so.
+
+    Args:
+        record: as for `Program`, like the others.
+        dtype: of the output.
+        input_width: channels of the input.
+        input_dtype: of the input.
+
+    Attributes:
+        program: None where the kernels cannot run the modules.
+        reason: why not.
+    """
+
+    def __init__(
+        self, record: Callable[[Program], None], dtype: torch.dtype, input_width: int, input_dtype: torch.dtype
+    ) -> None:
+        """Record."""
+        self._watched = Watched()
+        self.program: Program | None = None
+        self.reason = ""
+        try:
+            self.program = Program(record, dtype, input_width, input_dtype, self._watched)
+        except NotCovered as reason:
+            self.reason = str(reason)
+        self._seen = self._watched.look()
+
+    def is_current(self) -> bool:
+        """Whether types, submodules, parameters, hooks, methods and numbers are those that were recorded.
+
+        Values of parameters are not among them: they are read where they lie.
+        """
+        return self._watched.is_as(self._seen)
+
+    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
+        """`Program.run`; None where there is no program."""
+        return None if self.program is None else self.program.run(x, cache, in_place)
