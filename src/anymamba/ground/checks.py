@@ -79,7 +79,7 @@ def _axes(letters: str) -> _Axes:
 
 
 def _expect_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> None:
-    # Every operator passes here for every token, so that this is written for speed.
+    # Every operator runs this for every token, so it is written for speed.
     expect_tensor(where, name, x)
     letters, star = axes
     shape, seen = x.shape, len(sizes)

@@ -8,7 +8,7 @@ Three switches reach every operator:
 
 - by default the kernels of the device run where they cover the inputs, and the portable implementation elsewhere;
 - inside `kernels_off()`, or with ANYMAMBA_KERNELS=off, the portable implementations run;
-- inside `portable()` no operator is called: the definitions run in torch's own operators, for whoever has to see these.
+- inside `portable()` no operator is called: the definitions run in torch's own operators, as some tracers need.
 """
 
 from __future__ import annotations

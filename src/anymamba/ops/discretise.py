@@ -21,6 +21,7 @@ from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import Operator
 from anymamba.ground.recompute import recomputed
+from anymamba.ground.sequences import is_padding
 
 
 @checked
@@ -117,8 +118,7 @@ def _sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: T
         sizes = sizes.clamp(dt_min, dt_max)
     if lengths is None:
         return sizes
-    real_bt = torch.arange(dt.shape[1], device=dt.device) < lengths.unsqueeze(1)
-    return sizes.masked_fill(~real_bt.unsqueeze(-1), 0)
+    return sizes.masked_fill(is_padding(lengths, dt.shape[1]).unsqueeze(-1), 0)
 
 
 def _definition(

@@ -33,7 +33,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
 from anymamba.blocks.modules import GatedRMSNorm, RMSNorm
 from anymamba.ground.numerics import state_dtype
-from anymamba.ground.sequences import last_of
+from anymamba.ground.sequences import is_padding, last_of
 from anymamba.ops.discretise import discretise
 from anymamba.ops.gates import rank_gate
 from anymamba.ops.rotation import fresh_rotation, stationary_key
@@ -223,8 +223,7 @@ class Mamba3(Block):
         rate_s = c.rotation_range * 10000 ** (-number_s / max(1, c.turns))
         step_bth = torch.ones_like(dt_bth)
         if lengths is not None:
-            padded_bt = torch.arange(dt_bth.shape[1], device=dt_bth.device) >= lengths.unsqueeze(1)
-            step_bth = step_bth.masked_fill(padded_bt.unsqueeze(-1), 0)
+            step_bth = step_bth.masked_fill(is_padding(lengths, dt_bth.shape[1]).unsqueeze(-1), 0)
         return step_bth, rate_s.expand(*dt_bth.shape[:2], -1)
 
     def _output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:

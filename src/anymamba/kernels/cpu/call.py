@@ -1,6 +1,6 @@
 """One way to call a kernel: its arguments are checked against their description and put into its structure.
 
-Kernels follow shapes and dtypes into memory, so all of these are checked here, whoever calls.
+Kernels follow shapes and dtypes into memory, so all of them are checked here for every caller.
 """
 
 from __future__ import annotations

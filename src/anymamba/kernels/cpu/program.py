@@ -124,7 +124,7 @@ class Program:
         return len(self._cache) - 1
 
     def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Any:
-        """A parameter of a module, read where it lies; where an optional one is None, none."""
+        """A parameter of a module, read in place; a null one for an optional parameter that is None."""
         x: Any = self._watched.entry(owner._parameters, name)
         kind = arguments.c_structure("Parameter")
         if x is None and optional:

@@ -18,7 +18,7 @@ _CHUNK_ROWS = 64
 
 
 class _Scan(NamedTuple):
-    """What every scan has, and what Mamba-2's has beside it."""
+    """What every scan has, and what Mamba-2's has in addition."""
 
     v: Tensor  # (b, t, r, h, p)
     k: Tensor

@@ -39,7 +39,7 @@ class Watched:
         self._members += [*hooks, module._modules, module._parameters, vars(module)]
 
     def parameter(self, x: Tensor) -> None:
-        """Where it lies."""
+        """Its address."""
         self._parameters.append(x)
 
     def look(self) -> tuple[list[int], list[type], list[int]]:
