@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba import Mamba1, SsdPath
+from anymamba import Mamba1, Mamba2, Mamba3, SsdPath
 from tests.blocks.families import (
     ALGORITHMS,
     FEW,
@@ -344,3 +344,12 @@ def test_functional_gradients_are_refused_by_name(options):
     block = make_block(options, torch.float32)
     with pytest.raises(NotImplementedError, match=r"has no torch.func.grad; use torch.autograd.grad"):
         torch.func.grad(lambda x: block(x).sum())(torch.randn(1, 4, block.config.d_model))
+
+
+def test_a_block_has_the_official_sizes_as_attributes():
+    mamba1, mamba2 = Mamba1(32), Mamba2(32, headdim=16, d_state=8, ngroups=2)
+    mamba3, mimo = Mamba3(32, headdim=16, d_state=8), Mamba3(32, headdim=16, d_state=8, is_mimo=True)
+    assert (mamba1.d_inner, mamba1.d_state, mamba1.d_conv, mamba1.dt_rank) == (64, 16, 4, 2)
+    assert (mamba2.d_inner, mamba2.d_ssm, mamba2.nheads, mamba2.ngroups, mamba2.conv_dim) == (64, 64, 4, 2, 96)
+    assert (mamba3.nheads, mamba3.num_bc_heads, mamba3.num_rope_angles, mamba3.mimo_rank) == (4, 1, 2, 1)
+    assert (mimo.rank, mimo.mimo_rank) == (4, 4)

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_with_its_index(block):
         block(x, mask=torch.tensor([5, 0]))  # Mamba-1 marks padding with an infinite step
     x[1, 3, 7] = math.nan
     assert torch.isnan(block(x)).any()
-    with check_finite(), pytest.raises(FloatingPointError, match=r"prefill: x is not finite: nan at \(1, 3, 7\)"):
+    with check_finite(), pytest.raises(FloatingPointError, match=r"prefill: input x is not finite: nan at \(1, 3, 7\)"):
         block(x)
 
 
@@ -29,7 +30,7 @@ def test_a_broken_state_a_parameter_and_a_scan_are_named():
     cache.ssm[0, 1, 2, 3] = math.inf
     with (
         check_finite(),
-        pytest.raises(FloatingPointError, match=r"step: cache.ssm is not finite: inf at \(0, 1, 2, 3\)"),
+        pytest.raises(FloatingPointError, match=r"step: input cache.ssm is not finite: inf at \(0, 1, 2, 3\)"),
     ):
         block.step(x, cache)
     model = MambaLM(d_model=16, n_layer=2, vocab_size=10, ssm_cfg={"layer": "Mamba2", "d_state": 8, "headdim": 8})
@@ -37,14 +38,34 @@ def test_a_broken_state_a_parameter_and_a_scan_are_named():
         model.backbone.layers[1].mixer.conv1d.weight[3] = math.nan
     with (
         check_finite(),
-        pytest.raises(FloatingPointError, match=r"causal_conv: input weight is not finite: nan at \(3, 0\)"),
+        pytest.raises(
+            FloatingPointError,
+            match=r"layers.1: Mamba2.prefill: causal_conv: input weight is not finite: nan at \(3, 0\)",
+        ),
     ):
         model(torch.arange(4).unsqueeze(0))
     inputs = make_inputs(dtype=torch.float32)
     inputs["k"][0, 0] = 3e38
     inputs["v"][0, 0] = 3e38
-    with check_finite(), pytest.raises(FloatingPointError, match="scan: result 0 is not finite"):
+    with check_finite(), pytest.raises(FloatingPointError, match=r"^scan: result y is not finite"):
         scan(**inputs)
+
+
+PARAMETERS = [(block, name) for block in BLOCKS for name, _ in block.named_parameters()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("block", "name"), PARAMETERS, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+def test_whichever_parameter_is_broken_it_is_found_in_a_sequence_and_in_a_token(block, name):
+    block, x = copy.deepcopy(block), torch.randn(2, 5, 16)
+    block.get_parameter(name).view(-1)[1] = math.nan
+    for call in (lambda: block(x), lambda: block.step(x[:, 0])):
+        assert not torch.isfinite(call()[0]).all()
+        with (
+            check_finite(),
+            pytest.raises(FloatingPointError, match=r"Mamba\d.(prefill|step): .* is not finite: nan at"),
+        ):
+            call()
 
 
 def test_the_environment_switches_it_on():
@@ -56,4 +77,4 @@ try:
 except FloatingPointError as error:
     print(error)
 """
-    assert "x is not finite: inf at (0, 0, 0)" in in_another_process(code, ANYMAMBA_CHECK_FINITE="1")
+    assert "input x is not finite: inf at (0, 0, 0)" in in_another_process(code, ANYMAMBA_CHECK_FINITE="1")

@@ -13,7 +13,7 @@ from anymamba.blocks.config import make_config
 from anymamba.ground.states import SavedTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan
-from anymamba.training.language import begin, open_run
+from anymamba.training import resume, train
 from tests.support import FLOOR, assert_near
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -101,8 +101,8 @@ def test_a_language_model_of_it_generates_and_saves(tmp_path):
 def test_it_trains_and_resumes(tmp_path):
     model = {"family": "Leaky", "d_state": None, "headdim": None, "block": {"rate": 0.2}}
     config = tiny(write_corpus(tmp_path / "corpus"), model=model)
-    trainer = begin(config, tmp_path / "run", silent)
-    assert trainer.run()
-    assert isinstance(trainer.model.backbone.layers[0].mixer, Leaky)
-    again = open_run(tmp_path / "run", {}, silent)
-    assert again.step == 6
+    stopped = train(config, tmp_path / "run", callbacks=[lambda row: row.step == 3], report=silent)
+    assert (stopped.step, stopped.finished) == (3, False)
+    assert isinstance(stopped.model.backbone.layers[0].mixer, Leaky)
+    again = resume(tmp_path / "run", report=silent)
+    assert (again.step, again.finished) == (6, True)

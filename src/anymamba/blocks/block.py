@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from anymamba.ground import finite
 from anymamba.ground.checks import check_cu_seqlens, expect_like, expect_shape, expect_steps
 from anymamba.ground.numerics import is_autocast, state_dtype
-from anymamba.ground.operators import is_observed
+from anymamba.ground.operators import is_observed, is_plain, kernels_are_off
 from anymamba.ground.padding import Padding
+from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
 from anymamba.scan import SsdPath
 
-if TYPE_CHECKING:
-    from anymamba.kernels.cpu.program import Program
+# Not attributes of the blocks: a recording is neither copied nor saved with its block.
+_RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
 
 
 class ProjectionPart(NamedTuple):
@@ -42,7 +44,7 @@ class Block(nn.Module):
         config: the family's.
         CONFIG: the type of its config.
         CACHE: the type of its cache.
-        SIZES: fields of the config that are attributes of the block too, as officially.
+        SIZES: sizes and options of the config that are attributes of the block too, as officially.
     """
 
     CONFIG: ClassVar[Any]
@@ -128,10 +130,13 @@ class Block(nn.Module):
         elif mask is not None:
             padding = Padding.of(where, mask, b, t, x.device)
             x = padding.compact(x)
-        return self._run(where, x, cache, rows, path, padding, cu_seqlens)
+        cache = self._expect_cache(where, cache, rows, x)
+        return self._run(where, x, cache, path, padding, cu_seqlens)
 
     def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
         """Run the block over one token: a sequence of one step.
+
+        Without gradients (`torch.no_grad()`) it is one call to the compiled kernels, where they cover the block.
 
         Args:
             x: inputs.
@@ -142,8 +147,24 @@ class Block(nn.Module):
         """
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
-        y, new = self._run(where, x.unsqueeze(1), cache, x.shape[0], None, None, None)
+        cache = self._expect_cache(where, cache, x.shape[0], x)
+        if not torch.is_grad_enabled() and not finite.is_checked() and is_plain((x, *cache)):
+            done = self._run_program(x, cache)
+            if done is not None:
+                return done[0], self.CACHE(*done[1])
+        y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
+
+    def _run_program(self, x: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]] | None:
+        """A step by the compiled kernels; None where they do not cover it."""
+        if kernels_are_off() or is_autocast(x.device):
+            return None
+        recording = _RECORDINGS.get(self)
+        if recording is None or not recording.is_current():
+            recording = _RECORDINGS[self] = Recording(
+                lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
+            )
+        return recording.run(x, cache)
 
     def mix(
         self,
@@ -168,7 +189,7 @@ class Block(nn.Module):
             batch_size: rows, or packed sequences.
             dtype: of the activations; the parameters' if not given.
         """
-        like = self._like()
+        like = self.activation_like()
         dtype = dtype or like.dtype
         return self.CACHE(
             **{
@@ -185,13 +206,10 @@ class Block(nn.Module):
         """Describe `step` to the compiled kernels.
 
         Args:
-            program: takes the description.
+            program: takes the description, or refuses what the kernels cannot do.
             x: slot of the input, (b, d).
             to: slot of the output, (b, d).
             add: add to what is in that slot.
-
-        Raises:
-            NotCovered: the kernels cannot do what this block does.
         """
         if type(self).record_core is Block.record_core:
             program.refuse(f"{type(self).__name__} has no compiled step")
@@ -204,7 +222,7 @@ class Block(nn.Module):
         """Describe what lies between the projections, from one slot to another."""
         raise NotImplementedError
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
         """A parameter that has the dtype and device of the activations."""
         return next(self.parameters())
 
@@ -215,7 +233,7 @@ class Block(nn.Module):
         sizes = {"d": self.d_model}
         expect_shape(where, "x", x, letters, sizes)
         expect_steps(where, sizes.get("t", 1))
-        like = self._like()
+        like = self.activation_like()
         expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
 
     def _run(
@@ -223,40 +241,38 @@ class Block(nn.Module):
         where: str,
         x: Tensor,
         cache: Any,
-        rows: int,
         path: SsdPath | None,
         padding: Padding | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """`mix` between the checks."""
-        if cache is None:
-            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
-            cache = self.init_cache(rows, narrow)
-        else:
-            self._check_cache(where, cache, rows, x)
-        if not is_observed():
+        """`mix` of checked inputs."""
+        observed = is_observed()
+        if not observed:
             self._check_memory(where)
-            if finite.is_checked():
-                finite.expect_finite(f"{where}:", ("x", *(f"cache.{name}" for name in cache._fields)), (x, *cache))
         path = SsdPath.or_default(path)
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
         lengths = None if padding is None else padding.lengths
-        y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens)
+        checked, fields = finite.is_checked() and not observed, tuple(f"cache.{name}" for name in cache._fields)
+        with finite.within(where):
+            if checked:
+                finite.expect_finite("input", ("x", *fields), (x, *cache))
+            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens)
+            if checked:
+                finite.expect_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
 
     def _check_memory(self, where: str) -> None:
         """torch's own elementwise operators read freed memory, which ends the process."""
         for name, parameter in self._parameters.items():
-            if (
-                parameter is not None
-                and parameter.numel()
-                and parameter.device.type == "cpu"
-                and not parameter.data_ptr()
-            ):
+            if parameter is not None and parameter.numel() and parameter.is_cpu and not parameter.data_ptr():
                 raise ValueError(f"{where}: the parameter {name} has no memory: its storage was resized or freed")
 
-    def _check_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> None:
+    def _expect_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
+        """The cache, checked, or that of a fresh start."""
+        if cache is None:
+            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
+            return self.init_cache(rows, narrow)
         if not isinstance(cache, self.CACHE):
             raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
         for name, shape in self.cache_shapes().items():
@@ -269,3 +285,4 @@ class Block(nn.Module):
             expect_like(
                 where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
             )
+        return cache

@@ -36,11 +36,11 @@ def make_config(kind: type[_Config], config: _Config | int | None, fields: dict[
 
 
 def expect_sizes(config: Any) -> None:
-    """Every field that is a whole number is one, and at least 1.
+    """Raise unless every field annotated as `int` is a whole number, at least 1.
 
     Raises:
-        TypeError: a field that is none.
-        ValueError: below 1.
+        TypeError: a field is not a whole number.
+        ValueError: a field is below 1.
     """
     for field in dataclasses.fields(config):
         value, where = getattr(config, field.name), f"{type(config).__name__}: {field.name}"

@@ -27,6 +27,7 @@ from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.sequences import is_padding
 from anymamba.ground.states import SavedTree
 from anymamba.scan import SsdPath, selective_scan
 
@@ -134,6 +135,7 @@ class Mamba1(Block):
         super().__init__(make_config(Mamba1Config, config, fields))
         c: Mamba1Config = self.config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.dt_rank = c.dt_width  # a number, where the config may say "auto"
         self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
         self.x_proj = nn.Linear(c.d_inner, c.dt_width + 2 * c.d_state, bias=False, **factory)
@@ -152,7 +154,8 @@ class Mamba1(Block):
         for parameter in (self.dt_proj.bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
+        """As in `Block`."""
         return self.conv1d.weight
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
@@ -176,8 +179,7 @@ class Mamba1(Block):
         x_bti, window = self.conv1d(x_bti, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
         if lengths is not None:
-            padded_bt = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
-            dt_bti = dt_bti.masked_fill(padded_bt.unsqueeze(-1), -math.inf)
+            dt_bti = dt_bti.masked_fill(is_padding(lengths, x.shape[1]).unsqueeze(-1), -math.inf)
         rates = -torch.exp(self.A_log.to(cache.ssm.dtype))
         options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
         y_bti, ssm = selective_scan(x_bti, dt_bti, rates, b_btn, c_btn, self.D, z_bti, **options)

@@ -131,7 +131,7 @@ class Mamba2(Block):
     CONFIG = Mamba2Config
     CACHE = Mamba2Cache
     SIZES = (
-        *("d_model", "d_state", "d_conv", "expand", "d_inner", "headdim", "d_ssm", "ngroups", "nheads", "conv_dim"),
+        *("d_model", "d_state", "d_conv", "expand", "d_inner", "headdim", "ngroups", "nheads", "conv_dim"),
         *("D_has_hdim", "rmsnorm", "norm_before_gate", "dt_limit", "chunk_size"),
     )
 
@@ -148,6 +148,7 @@ class Mamba2(Block):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         c: Mamba2Config = self.config
         heads, width = c.nheads, c.ssm_width
+        self.d_ssm = width  # a number, where the config may say None
         self.mlp_width = c.d_inner - width
         self.in_proj = nn.Linear(c.d_model, 2 * self.mlp_width + width + c.conv_dim + heads, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.conv_dim, c.d_conv, bias=c.conv_bias, **factory)
@@ -168,7 +169,8 @@ class Mamba2(Block):
         for parameter in (self.dt_bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
+        """As in `Block`."""
         return self.conv1d.weight
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:

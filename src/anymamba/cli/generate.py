@@ -127,7 +127,7 @@ class _Session:
         with interrupts(*(() if own else (signal.SIGINT,))) as interrupted:
             try:
                 self._print(tokens, interrupted)
-            except OSError:  # whoever read our output has enough, but the state is whole
+            except OSError:  # the reader of our output has closed it, but the state is complete
                 self._keep(tokens)
                 raise
             else:

@@ -38,7 +38,7 @@ class Generation(NamedTuple):
     state: GenerationState | None
 
     def rows(self) -> list[list[int]]:
-        """The tokens of each row, without what lies after its end."""
+        """The tokens of each row, without what comes after its end."""
         return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
@@ -53,7 +53,7 @@ class _Stopped(NamedTuple):
 class TokenStream:
     """Tokens one step at a time: each step is a list with one token a row, None for rows that have stopped.
 
-    `stream` makes one. Between two steps, and after the last, `state` says where the rows stand. An exception within a
+    `stream` makes one. Between two steps, and after the last, `state` is that of the rows. An exception within a
     step, such as an interrupt, leaves the cache half changed: the stream then gives neither tokens nor its state.
     """
 
@@ -97,7 +97,7 @@ class TokenStream:
     @property
     @torch.no_grad()
     def state(self) -> GenerationState:
-        """Where the rows stand after the tokens given so far.
+        """The state of the rows after the tokens given so far.
 
         Raises:
             RuntimeError: an exception ended a step before it was done.
@@ -232,7 +232,7 @@ def generate(
         model: the language model.
         input_ids: prompts; may be left out to continue from a `GenerationState`.
         max_new_tokens: the most tokens to give each row.
-        return_state: also return where the rows stand, which takes one more step of the model.
+        return_state: also return the state of the rows, which takes one more step of the model.
         options: of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, repetition_penalty
             and seed.
 

@@ -38,7 +38,7 @@ def start(
         segment_len: tokens that are computed at once.
 
     Returns:
-        Where the rows stand after their prompts.
+        The state of the rows after their prompts.
 
     Raises:
         TypeError: prompts or a cache of another type.

@@ -52,7 +52,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no number, and values outside their ranges; decide what was left open."""
+        """Refuse what is not a number, and values outside their ranges; decide what was left open."""
         for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) and not (value is None and name == "temperature"):
@@ -79,7 +79,7 @@ class Sampling:
         """From keywords.
 
         Raises:
-            TypeError: one that is no field.
+            TypeError: an unknown field.
         """
         known = [field.name for field in dataclasses.fields(Sampling)]
         for name in fields:
@@ -150,7 +150,7 @@ def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[
     """What top-k and top-p leave.
 
     Returns:
-        Probabilities, most likely first (all of them: in the vocabulary's order), and which token stands at a place.
+        Probabilities, most likely first (all of them: in the vocabulary's order), and which token is at a place.
     """
     size = p_v.shape[0]
     if sampling.top_k is None and sampling.top_p == 1:

@@ -1,4 +1,4 @@
-"""Where a generation stands, as a value: keep it, branch it, save it, continue in another process.
+"""The state of a generation, as a value: keep it, branch it, save it, continue in another process.
 
 Letters: b batch, v vocabulary.
 """

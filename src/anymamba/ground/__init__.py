@@ -1,1 +1,1 @@
-"""The ground floor: what every room stands on, and what stands on nothing of ours."""
+"""The ground floor: what every other room uses, and what itself imports none of them."""

@@ -1,14 +1,14 @@
 """A guard against numbers that are not finite: off unless somebody asks for it.
 
-`with anymamba.check_finite(): ...`, or ANYMAMBA_CHECK_FINITE=1 in the environment, looks at the inputs and caches of
-every block, at the inputs and results of every operator, and so at every stage and state in between.
+`with anymamba.check_finite(): ...`, or ANYMAMBA_CHECK_FINITE=1 in the environment, looks at the inputs, outputs and
+caches of every block, and at the inputs and results of every operator: at every stage and state in between.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,22 @@ def check_finite() -> Iterator[None]:
 def is_checked() -> bool:
     """Whether the guard is on."""
     return _Switch.on
+
+
+def within(place: str) -> AbstractContextManager[object]:
+    """A context in which an error of the guard says that it happened in `place`."""
+    return _located(place) if _Switch.on else _NOWHERE
+
+
+@contextmanager
+def _located(place: str) -> Iterator[None]:
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{place}: {error}") from None
+
+
+_NOWHERE = nullcontext()
 
 
 def expect_finite(

@@ -8,7 +8,7 @@ Three switches reach every operator:
 
 - by default the kernels of the device run where they cover the inputs, and the portable implementation elsewhere;
 - inside `kernels_off()`, or with ANYMAMBA_KERNELS=off, the portable implementations run;
-- inside `portable()` no operator is called: the definitions run in torch's own operators, for whoever has to see these.
+- inside `portable()` no operator is called: the definitions run in torch's own operators, as some tracers need.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from anymamba.ground import finite
 
+_ORDINARY = (Tensor, nn.Parameter)
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
@@ -110,7 +111,7 @@ class Operator:
         name: without the namespace.
         inputs: arguments in schema language, "Tensor x, Tensor? bias, int width". One that is called `algorithm`
             chooses among `portable`; "fastest" leaves the choice to the operator, "fused" asks for a kernel.
-        outputs: how many tensors it returns.
+        outputs: the names of the tensors that it returns.
         differentiable: how many of the leading inputs receive a gradient. They are tensors or None.
         fake: the outputs without their values: dtypes, shapes and strides that every implementation returns.
         definition: plain torch code.
@@ -124,7 +125,7 @@ class Operator:
         name: str,
         *,
         inputs: str,
-        outputs: int,
+        outputs: str,
         differentiable: int,
         fake: Callable[..., Any],
         definition: Callable[..., Any],
@@ -135,13 +136,14 @@ class Operator:
         """Register `anymamba::name` and `anymamba::name_backward`, and join them in autograd."""
         self.name, self.definition, self.portable = name, definition, portable or {"": Implementation(definition)}
         self.names = tuple(part.split()[1] for part in inputs.split(", "))
+        self.results = tuple(outputs.split(", "))
         self._fastest, self._may_be_infinite = fastest, may_be_infinite
         self._algorithm = self.names.index("algorithm") if "algorithm" in self.names else None
-        self._outputs, self._differentiable = outputs, differentiable
+        self._outputs, self._differentiable = len(self.results), differentiable
         self._node = torch.library.custom_op(
-            f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, outputs)
+            f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, self._outputs)
         )
-        cotangents = ", ".join(f"Tensor grad{i}" for i in range(outputs))
+        cotangents = ", ".join(f"Tensor grad{i}" for i in range(self._outputs))
         self._backward_node = torch.library.custom_op(
             f"anymamba::{name}_backward",
             self._run_backward,
@@ -160,8 +162,7 @@ class Operator:
             finite.expect_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
         outputs = self._compute(inputs)
         if finite.is_checked() and not is_observed():
-            results = outputs if isinstance(outputs, tuple) else (outputs,)
-            finite.expect_finite(f"{self.name}: result", tuple(map(str, range(len(results)))), results)
+            finite.expect_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
         return outputs
 
     def choose(self, inputs: tuple[Any, ...]) -> Implementation:
@@ -302,7 +303,7 @@ def is_plain(inputs: tuple[Any, ...]) -> bool:
 
 def _are_ordinary(inputs: tuple[Any, ...]) -> bool:
     """Whether the numbers of all tensors are those in their memory: one may be marked as negated, without being so."""
-    return all(type(x) in (Tensor, nn.Parameter) and not x.is_neg() for x in inputs if isinstance(x, Tensor))
+    return all(not isinstance(x, Tensor) or (type(x) in _ORDINARY and not x.is_neg()) for x in inputs)
 
 
 def _wants_gradient(inputs: tuple[Any, ...]) -> bool:

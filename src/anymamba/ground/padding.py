@@ -74,5 +74,5 @@ class Padding(NamedTuple):
         return torch.zeros_like(y).scatter(1, self.order.unsqueeze(-1).expand_as(y), y)
 
     def cleaned(self) -> Padding:
-        """For whoever is called with rows that were compacted already."""
+        """The same padding for callees that receive rows which are already compact."""
         return self._replace(order=None, is_clean=True)

@@ -57,6 +57,11 @@ def last_of(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before
     return where_real(lengths, x[rows, (lengths - 1).clamp(min=0)], before)
 
 
+def is_padding(lengths: Tensor, t: int) -> Tensor:
+    """(b, t): True for the steps of each row after its `lengths` real ones."""
+    return torch.arange(t, device=lengths.device) >= lengths.unsqueeze(1)
+
+
 def where_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
     """`x` (b, ...) for rows that have a real step, `before` for those that have none."""
     if lengths is None:

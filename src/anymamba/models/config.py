@@ -37,7 +37,7 @@ class MambaLMConfig:
     fused_add_norm: bool = True  # of the official kernels; changes no result
     pad_vocab_size_multiple: int = 8
     tie_embeddings: bool = True  # the head is the embedding
-    extra: dict[str, Any] = field(default_factory=dict)  # fields of the file that are none of ours
+    extra: dict[str, Any] = field(default_factory=dict)  # fields of the file that we do not know
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
@@ -94,7 +94,7 @@ class MambaLMConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MambaLMConfig:
-        """From the official file's fields; those that are none of ours go to `extra`."""
+        """From the official file's fields; unknown ones go to `extra`."""
         names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         known = {name: value for name, value in values.items() if name in names}
         return cls(**known, extra={name: value for name, value in values.items() if name not in names})

@@ -49,7 +49,7 @@ def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None) -> MambaLM
 
 
 def expected_shapes(config: MambaLMConfig, most: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of `config`'s model; one layer is built and stands for all.
+    """The names and shapes of the tensors of `config`'s model; one layer is built to represent all.
 
     Raises:
         ValueError: one of them has more than `most` elements.

@@ -113,7 +113,7 @@ def _fake(x: Tensor, window: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 _operator = Operator(
     "causal_conv",
     inputs="Tensor x, Tensor window, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? cu_seqlens",
-    outputs=2,
+    outputs="out, window",
     differentiable=4,
     fake=_fake,
     definition=_definition,

@@ -21,6 +21,7 @@ from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import Operator
 from anymamba.ground.recompute import recomputed
+from anymamba.ground.sequences import is_padding
 
 
 @checked
@@ -117,8 +118,7 @@ def _sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: T
         sizes = sizes.clamp(dt_min, dt_max)
     if lengths is None:
         return sizes
-    real_bt = torch.arange(dt.shape[1], device=dt.device) < lengths.unsqueeze(1)
-    return sizes.masked_fill(~real_bt.unsqueeze(-1), 0)
+    return sizes.masked_fill(is_padding(lengths, dt.shape[1]).unsqueeze(-1), 0)
 
 
 def _definition(
@@ -150,7 +150,7 @@ def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[T
 _step_sizes = Operator(
     "step_sizes",
     inputs="Tensor dt, Tensor dt_bias, float dt_min, float dt_max, Tensor? lengths",
-    outputs=1,
+    outputs="dt",
     differentiable=2,
     fake=lambda dt, *_: torch.empty(dt.shape, dtype=state_dtype(dt.dtype), device=dt.device),
     definition=_sizes,
@@ -160,7 +160,7 @@ _operator = Operator(
     "discretise",
     inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "
     "float dt_min, float dt_max, float turn_range, bool about_axes, Tensor? lengths",
-    outputs=5,
+    outputs="dt, log_decay, gamma, kappa, rate",
     differentiable=5,
     fake=_fake,
     definition=_definition,

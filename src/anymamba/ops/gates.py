@@ -57,7 +57,7 @@ def _fake(y: Tensor, z: Tensor, *_: Any) -> Tensor:
 _operator = Operator(
     "rank_gate",
     inputs="Tensor y, Tensor z, Tensor? gate, Tensor? out",
-    outputs=1,
+    outputs="o",
     differentiable=4,
     fake=_fake,
     definition=_definition,

@@ -73,7 +73,7 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 _operator = Operator(
     "rms_norm",
     inputs="Tensor x, Tensor? z, Tensor weight, int group_size, bool norm_before_gate, float eps",
-    outputs=1,
+    outputs="y",
     differentiable=3,
     fake=_fake,
     definition=_definition,

@@ -5,13 +5,12 @@ A chunk never crosses the boundary of a packed sequence, so nothing of one seque
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.ground.operators import is_observed
+from anymamba.ground.sequences import spans
 
 
 class ChunkLayout:
@@ -32,15 +31,14 @@ class ChunkLayout:
             self.chunk_len = chunk_len if is_observed() else min(chunk_len, t)
             self.sequences = [(0, _ceil(t, self.chunk_len))]
             return
-        bounds = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        lengths = [span.stop - span.start for span in spans(t, cu_seqlens)]
         self.chunk_len = min(chunk_len, max(lengths))
         counts = [_ceil(length, self.chunk_len) for length in lengths]
         ends = torch.tensor(counts).cumsum(0).tolist()
         self.sequences = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
         slot = [
-            torch.arange(start, stop) - start + first * self.chunk_len
-            for start, stop, (first, _) in zip(bounds[:-1], bounds[1:], self.sequences, strict=True)
+            torch.arange(length) + first * self.chunk_len
+            for length, (first, _) in zip(lengths, self.sequences, strict=True)
         ]
         self.slot_of_time = torch.cat(slot).to(cu_seqlens.device)
         self.index = torch.full((ends[-1] * self.chunk_len,), t, device=cu_seqlens.device)

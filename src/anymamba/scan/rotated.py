@@ -186,7 +186,7 @@ _operator = Operator(
     inputs="Tensor x, Tensor k, Tensor q, Tensor k_bias, Tensor q_bias, Tensor rate, Tensor step, Tensor log_decay, "
     "Tensor gamma, Tensor kappa, Tensor D, Tensor? value_weight, Tensor pending_state, Tensor start, str rotation, "
     "Tensor? lengths, Tensor? cu_seqlens, int? chunk_len, str algorithm, str pathway",
-    outputs=4,
+    outputs="y, state, k, rotation",
     differentiable=14,
     fake=_fake,
     definition=_definition,

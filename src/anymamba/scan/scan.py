@@ -98,7 +98,7 @@ def fastest(v: Tensor, *_: Any) -> str:
 
 
 def in_the_open(algorithm: str) -> str:
-    """The algorithm that stands for another where only torch's own operators are wanted.
+    """The algorithm that replaces another where only torch's own operators are wanted.
 
     Raises:
         RuntimeError: it is a compiled one.
@@ -125,7 +125,7 @@ scan_operator = Operator(
     "scan",
     inputs="Tensor v, Tensor k, Tensor q, Tensor log_decay, Tensor initial_state, Tensor? cu_seqlens, int? chunk_len, "
     "str algorithm",
-    outputs=2,
+    outputs="y, final_state",
     differentiable=5,
     fake=fake,
     definition=_definition,

@@ -294,7 +294,7 @@ _operator = Operator(
     "selective_scan",
     inputs="Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor initial_state, "
     "Tensor? cu_seqlens, int? chunk_len, str algorithm",
-    outputs=2,
+    outputs="y, final_state",
     differentiable=8,
     fake=_fake,
     definition=_recurrent,

@@ -116,7 +116,7 @@ _operator = Operator(
     "ssd",
     inputs="Tensor x, Tensor dt, Tensor log_decay, Tensor B, Tensor C, Tensor? D, Tensor initial_state, "
     "Tensor? cu_seqlens, int? chunk_len, str algorithm",
-    outputs=2,
+    outputs="y, final_state",
     differentiable=7,
     fake=_fake,
     definition=_definition,

@@ -33,7 +33,7 @@ class RunState(NamedTuple):
     """What a run needs to continue.
 
     Attributes:
-        path: where it lies.
+        path: where it is.
         step: how many steps have been taken.
         tokens: how many tokens they have read.
         config: of the run, as tables.

@@ -1,7 +1,7 @@
 """Documents: pieces of text that stand alone, which of them are held out, and their tokens.
 
 A document is a file, a line of JSON lines, or stdin. It is named by its path below its source (below the directory
-before the first wildcard of a pattern), so that the split does not depend on where a corpus lies.
+before the first wildcard of a pattern), so that the split does not depend on where a corpus is.
 """
 
 from __future__ import annotations

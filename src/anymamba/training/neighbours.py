@@ -1,4 +1,4 @@
-"""What simpler methods make of the held-out text, so that a model's bits per byte have something to stand beside.
+"""What simpler methods make of the held-out text, so that a model's bits per byte can be compared with something.
 
 `xz -9` may copy from the held-out text itself, and knows nothing else. A byte n-gram has read some of the training text
 and predicts from the bytes before:
@@ -38,7 +38,7 @@ def ngram_bits(training: bytes, text: bytes) -> float:
         last = np.searchsorted(grams, (keys + np.uint64(1)) << shift)
         found = (last - first).astype(np.float64)
         p[n - 1 :] = (found + _BETA * p[n - 1 :]) / (before[n - 1 :] + _BETA)
-        before[n:] = found[:-1]  # what stands before a byte is the n-gram that ends there
+        before[n:] = found[:-1]  # the n-gram before a byte ends there
     return float(-np.log2(p).sum())
 
 

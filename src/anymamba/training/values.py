@@ -31,7 +31,7 @@ def unknown(name: str, names: Iterable[str], where: str, what: str = "field", ot
     Args:
         name: that was given.
         names: that there are.
-        where: stands before the name.
+        where: comes before the name.
         what: the names are of.
         otherwise: the end where no name is like the one that was given; not given: all that there are.
 
@@ -55,7 +55,7 @@ def _near(name: str, names: list[str]) -> list[str]:
         return same
     beside = {_parts(x)[1]: x for x in names if _parts(x)[0] == section}
     whole = {".".join(_parts(x)): x for x in names}
-    if beside:  # a section that there is would make all of its names alike
+    if beside:  # an existing section would make all of its names alike
         return [beside[x] for x in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
     return [whole[x] for x in difflib.get_close_matches(f"{section}.{last}", whole, n=3, cutoff=0.75)]
 

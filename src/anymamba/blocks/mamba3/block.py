@@ -33,7 +33,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
 from anymamba.blocks.modules import GatedRMSNorm, RMSNorm
 from anymamba.ground.numerics import state_dtype
-from anymamba.ground.sequences import last_of
+from anymamba.ground.sequences import is_padding, last_of
 from anymamba.ops.discretise import discretise
 from anymamba.ops.gates import rank_gate
 from anymamba.ops.rotation import fresh_rotation, stationary_key
@@ -55,7 +55,7 @@ class Mamba3(Block):
     CONFIG = Mamba3Config
     CACHE = Mamba3Cache
     SIZES = (
-        *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo", "mimo_rank"),
+        *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo"),
         *("rope_fraction", "A_floor", "is_outproj_norm", "chunk_size"),
     )
 
@@ -73,6 +73,8 @@ class Mamba3(Block):
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
         c: Mamba3Config = self.config
         heads = c.nheads
+        self.mimo_rank = c.rank  # officially 1 for SISO
+        self.num_bc_heads, self.num_rope_angles = c.ngroups, c.turns
         self.in_proj = nn.Linear(c.d_model, sum(self._widths().values()), bias=c.bias, **factory)
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **wide))
         self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
@@ -93,7 +95,8 @@ class Mamba3(Block):
         for parameter in (self.dt_bias, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def _like(self) -> Tensor:
+    def activation_like(self) -> Tensor:
+        """As in `Block`."""
         return self.B_norm.weight
 
     def _widths(self) -> dict[str, int]:
@@ -220,8 +223,7 @@ class Mamba3(Block):
         rate_s = c.rotation_range * 10000 ** (-number_s / max(1, c.turns))
         step_bth = torch.ones_like(dt_bth)
         if lengths is not None:
-            padded_bt = torch.arange(dt_bth.shape[1], device=dt_bth.device) >= lengths.unsqueeze(1)
-            step_bth = step_bth.masked_fill(padded_bt.unsqueeze(-1), 0)
+            step_bth = step_bth.masked_fill(is_padding(lengths, dt_bth.shape[1]).unsqueeze(-1), 0)
         return step_bth, rate_s.expand(*dt_bth.shape[:2], -1)
 
     def _output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
@@ -262,9 +264,9 @@ class Mamba3(Block):
             "dt_min": c.dt_limit[0],
             "dt_max": c.dt_limit[1],
             "a_floor": c.A_floor,
-            "key_eps": key_norm.eps,
-            "query_eps": query_norm.eps,
-            "out_eps": 0.0 if out_norm is None else out_norm.eps,
+            "key_eps": program.number(key_norm, "eps"),
+            "query_eps": program.number(query_norm, "eps"),
+            "out_eps": 0.0 if out_norm is None else program.number(out_norm, "eps"),
             **starts,
             "numbers": program.slot(4 * c.nheads + c.turn_channels),
             "keys": program.slot(2 * c.rank * c.ngroups * c.d_state),

@@ -39,7 +39,7 @@ class Library(NamedTuple):
 
 
 def _candidates() -> list[Path]:
-    """Where the library may lie: beside this file, or, for an editable install, where the installer put it."""
+    """Where the library may be: next to this file, or, for an editable install, where the installer put it."""
     if chosen := os.environ.get("ANYMAMBA_LIBRARY"):
         return [Path(chosen).resolve()]  # a bare name is a file here, not one on the system's search path
     places = [Path(__file__).parent / _FILE_NAME]

@@ -13,19 +13,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from anymamba.ground.numerics import state_dtype
 from anymamba.kernels.cpu import arguments
 from anymamba.kernels.cpu.call import empty, run
 from anymamba.kernels.cpu.library import DTYPES, missing
+from anymamba.kernels.cpu.watched import GLOBAL_HOOKS, Watched
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory, and torch's own is the faster one
 OUTPUT = -1  # in place of a slot
 _ALIGNED = 16  # elements
 _CPU = torch.device("cpu")
 _KINDS = {kind: number for number, kind in enumerate(arguments.PHASE_KINDS)}
-_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,20 +35,26 @@ class NotCovered(Exception):  # noqa: N818
 class Program:
     """Phases, the slots between them, and the tensors of a cache that they read and write.
 
-    It holds the parameters that it reads, so that nothing is used after it was freed.
+    It holds the storages of the parameters that it reads, so that nothing is used after it was freed.
 
     Args:
-        record: adds the phases; it raises `NotCovered` where there are none for a module.
+        record: adds the phases; it calls `refuse` where there are none for a module.
         dtype: of the output, and of the activations that a cache holds.
         input_width: channels of the input, which lies in slot 0.
         input_dtype: of the input.
+        watched: takes what the program is recorded from.
 
     Raises:
         NotCovered: there are no phases for a module, or no kernels.
     """
 
     def __init__(
-        self, record: Callable[[Program], None], dtype: torch.dtype, input_width: int, input_dtype: torch.dtype
+        self,
+        record: Callable[[Program], None],
+        dtype: torch.dtype,
+        input_width: int,
+        input_dtype: torch.dtype,
+        watched: Watched | None = None,
     ) -> None:
         """Record."""
         if reason := missing(dtype) or missing(input_dtype):
@@ -61,10 +66,10 @@ class Program:
         self._next = self._width = 0
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._expected: dict[int, list[Any]] = {}
-        self._parameters: list[Tensor] = []
+        self._storages: list[Any] = []
+        self._watched = watched or Watched()
         self.phase("read", width=input_width, slot=self.slot(input_width))
         record(self)
-        self._addresses = self._where()
         phase = arguments.c_structure("Phase")
         entries = (phase(kind=kind, args=ctypes.addressof(args)) for kind, args in self._phases)
         self._table = (phase * len(self._phases))(*entries)
@@ -78,20 +83,25 @@ class Program:
     def expect_plain(self, module: Any, kind: type, name: str = "") -> None:
         """Refuse a module that is not exactly of `kind`, or has hooks, or methods of its own."""
         name = name or type(module).__name__
+        if isinstance(module, nn.Module):
+            self._watched.module(module)
         if type(module) is not kind:
             self.refuse(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
         found: Any = module  # for mypy, which takes `type(module) is not kind` for the end of it
-        hooks = (found._forward_hooks, found._forward_pre_hooks, *_GLOBAL_HOOKS)
-        if any(hooks):
+        if found._forward_hooks or found._forward_pre_hooks or any(GLOBAL_HOOKS):
             self.refuse(f"{name} has hooks")
         if any(callable(getattr(kind, member, None)) for member in vars(module)):
             self.refuse(f"{name} has methods of its own")
 
     def child(self, owner: nn.Module, name: str, kind: type) -> Any:
         """A plain submodule."""
-        child = owner._modules.get(name)
+        child = self._watched.entry(owner._modules, name)
         self.expect_plain(child, kind, name)
         return child
+
+    def number(self, owner: nn.Module, name: str) -> Any:
+        """A number among the attributes of a module."""
+        return self._watched.entry(vars(owner), name)
 
     def rotation(self, kind: str) -> int:
         """The number by which the kernels know a kind of rotation."""
@@ -114,16 +124,19 @@ class Program:
         return len(self._cache) - 1
 
     def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Any:
-        """A parameter of a module, read where it lies; where an optional one is None, none."""
-        x, kind = owner._parameters.get(name), arguments.c_structure("Parameter")
+        """A parameter of a module, read in place; a null one for an optional parameter that is None."""
+        x: Any = self._watched.entry(owner._parameters, name)
+        kind = arguments.c_structure("Parameter")
         if x is None and optional:
             return kind()
+        if type(x) is nn.Parameter:
+            self._watched.parameter(x)
         dtypes = (self.wide,) if self.wide == torch.float64 else _NARROW
         if type(x) is not nn.Parameter or x.device != _CPU or x.dtype not in dtypes:
             self.refuse(f"{name} must be a parameter in memory, of one of {dtypes}")
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
-        self._parameters.append(x)
+        self._storages.append(x.untyped_storage())
         return kind(data=x.data_ptr(), dtype=DTYPES[x.dtype])
 
     def phase(self, kind: str, **fields: Any) -> None:
@@ -160,9 +173,9 @@ class Program:
         self.phase(
             "norm",
             width=width,
-            group_size=width if z < 0 else norm.group_size,
-            norm_before_gate=z >= 0 and norm.norm_before_gate,
-            eps=norm.eps,
+            group_size=width if z < 0 else self.number(norm, "group_size"),
+            norm_before_gate=z >= 0 and self.number(norm, "norm_before_gate"),
+            eps=self.number(norm, "eps"),
             x=x,
             z=z,
             to=to,
@@ -198,13 +211,6 @@ class Program:
 
     # Running
 
-    def is_current(self) -> bool:
-        """Whether the parameters lie where they lay."""
-        return self._where() == self._addresses
-
-    def _where(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._parameters))
-
     def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
         """Take a step.
 
@@ -214,7 +220,7 @@ class Program:
             in_place: write the new cache over the old one.
 
         Returns:
-            The output (b, output_width) and the new cache; None if something is not as it was recorded.
+            The output (b, output_width) and the new cache; None where the kernels do not cover them.
         """
         b = x.shape[0]
         if x.ndim != 2 or x.shape[1] != self.input_width or x.dtype != self.input_dtype or not 1 <= b <= MAX_ROWS:
@@ -247,3 +253,42 @@ class Program:
         run("run_program", args)
         del old, new  # until here: `args` holds their addresses only
         return output, after
+
+
+class Recording:
+    """A program of modules as they are, and whether they still are so.
+
+    Args:
+        record: as for `Program`, like the others.
+        dtype: of the output.
+        input_width: channels of the input.
+        input_dtype: of the input.
+
+    Attributes:
+        program: None where the kernels cannot run the modules.
+        reason: why not.
+    """
+
+    def __init__(
+        self, record: Callable[[Program], None], dtype: torch.dtype, input_width: int, input_dtype: torch.dtype
+    ) -> None:
+        """Record."""
+        self._watched = Watched()
+        self.program: Program | None = None
+        self.reason = ""
+        try:
+            self.program = Program(record, dtype, input_width, input_dtype, self._watched)
+        except NotCovered as reason:
+            self.reason = str(reason)
+        self._seen = self._watched.look()
+
+    def is_current(self) -> bool:
+        """Whether types, submodules, parameters, hooks, methods and numbers are those that were recorded.
+
+        Values of parameters are not among them: they are read where they lie.
+        """
+        return self._watched.is_as(self._seen)
+
+    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
+        """`Program.run`; None where there is no program."""
+        return None if self.program is None else self.program.run(x, cache, in_place)

@@ -1,4 +1,4 @@
-"""The format of Mamba-Codestral (`mistral_inference`): params.json, and the official keys behind `model.`.
+"""The format of Mamba-Codestral (`mistral_inference`): params.json, and the official keys after a prefix `model.`.
 
 It holds Mamba-2 models whose blocks have the official default sizes, with any number of groups.
 """

@@ -16,6 +16,15 @@ namespace ANYMAMBA_ISA {
 constexpr int64_t kSelectiveChannels = 32;  // of a task
 constexpr int64_t kSelectiveSteps = 32;     // of a chunk of the backward
 
+// States after a step, of a sequence as of a token: h <- exp(size rate) h + input b.
+template <typename T>
+struct SelectiveStates {
+  Vec<T> decay, after;
+
+  SelectiveStates(Vec<T> size, Vec<T> rate, Vec<T> before, Vec<T> input, Vec<T> b)
+      : decay(exp_nonpositive(size * rate)), after(decay * before + input * b) {}
+};
+
 // Channels [first, first + count) of a row, and what is read for them again and again.
 template <typename T>
 struct SelectiveBlock {
@@ -99,11 +108,10 @@ struct SelectiveBlock {
       Vec<T> y = load(skip + i) * value;
       for (int64_t n = 0; n < args.state; ++n) {
         const int64_t at = n * kWidth + i;
-        const Vec<T> decay = exp_nonpositive(size * load(rates + at));
-        const Vec<T> state = decay * load(h + at) + input * b[n];
-        store(h + at, state);
-        if constexpr (kKeep) store(decays + at, decay), store(states + at, state);
-        y += state * c[n];
+        const SelectiveStates<T> state(size, load(rates + at), load(h + at), input, broadcast(b[n]));
+        store(h + at, state.after);
+        if constexpr (kKeep) store(decays + at, state.decay), store(states + at, state.after);
+        y += state.after * c[n];
       }
       store(out + i, y);
     }

@@ -1,7 +1,7 @@
 // Mamba-1 between its projections, one token: the states of every channel, and the gate.
 #pragma once
 
-#include "activations.h"
+#include "selective.h"
 #include "token.h"
 
 namespace ANYMAMBA_ISA {
@@ -46,13 +46,13 @@ void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t ro
   for (int64_t i = 0; i < count; i += kLanes<T>)
     store_first(sizes + i, softplus<T>(load_first(dt + i, count - i)), count - i);
   for (int64_t i = 0; i < count; ++i) {
-    const T size = sizes[i], input = size * x[i];
+    const Vec<T> size = broadcast(sizes[i]), input = broadcast(sizes[i] * x[i]);
     Vec<T> sum = {};
     for (int64_t j = 0; j < n; j += kLanes<T>) {
-      const Vec<T> decay = exp_nonpositive(size * load_first(rates + i * n + j, n - j));
-      const Vec<T> state = decay * load_first(before + i * n + j, n - j) + input * load(b + j);
-      store_first(after + i * n + j, state, n - j);
-      sum += state * load(c + j);
+      const int64_t k = i * n + j, left = n - j;
+      const SelectiveStates<T> state(size, load_first(rates + k, left), load_first(before + k, left), input, load(b + j));
+      store_first(after + k, state.after, left);
+      sum += state.after * load(c + j);
     }
     y[i] = sum_lanes<T>(sum) + skip[i] * x[i];
   }
