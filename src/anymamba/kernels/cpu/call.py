@@ -82,7 +82,7 @@ def fill(args: Any, field: arguments.Field, x: Tensor, dtype: torch.dtype, sizes
     if not fits or x.device.type != "cpu":
         expected = tuple(sizes.get(axis, axis) for axis in axes)
         raise ValueError(f"{name} must have shape {expected} on cpu, got {tuple(shape)} on {x.device}")
-    wanted = {"own": dtype, "index": torch.int64, "any": x.dtype}.get(kind) or state_dtype(dtype)
+    wanted = {"own": dtype, "index": torch.int64, "any": x.dtype, "codes": x.dtype}.get(kind) or state_dtype(dtype)
     if x.dtype != wanted or (kind == "any" and x.dtype not in DTYPES):
         expected_dtype = "a floating-point tensor" if kind == "any" else wanted
         raise TypeError(f"{name} must be {expected_dtype}, got {x.dtype}")

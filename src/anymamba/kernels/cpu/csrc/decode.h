@@ -11,7 +11,6 @@
 
 namespace ANYMAMBA_ISA {
 
-constexpr int64_t kTaskBytes = 96 << 10;   // of a matrix, to a task
 constexpr int64_t kTeamBytes = 128 << 10;  // a program that reads less is not worth waking threads
 
 template <typename T>
@@ -65,10 +64,9 @@ void gate_rows(const Token<T>& token, const GatePhase& phase) {
   });
 }
 
-template <typename T, typename W>
-void project(const Token<T>& token, const LinearPhase& phase, void* scratch) {
-  const int64_t row_bytes = phase.in * static_cast<int64_t>(sizeof(W));
-  const int64_t wanted = kTaskBytes / row_bytes, rows = wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
+template <typename T, typename Rows>
+void project(const Token<T>& token, const LinearPhase& phase, const Rows& weight, void* scratch) {
+  const int64_t rows = task_rows(weight);
   share((phase.out + rows - 1) / rows, [&](int64_t task) {
     const int64_t start = task * rows, stop = start + rows < phase.out ? start + rows : phase.out;
     const auto emit = [&](int64_t col, int64_t row, T* products, int count) {
@@ -78,18 +76,15 @@ void project(const Token<T>& token, const LinearPhase& phase, void* scratch) {
       T* to = token.at(col, phase.to + row);
       for (int i = 0; i < count; ++i) to[i] = phase.add ? to[i] + products[i] : products[i];
     };
-    small_product(static_cast<const W*>(phase.weight.data), phase.in, start, stop, token.at(0, phase.x),
-                  token.args.width, token.args.batch, static_cast<T*>(scratch), emit);
+    small_product(weight, start, stop, token.at(0, phase.x), token.args.width, token.args.batch,
+                  static_cast<T*>(scratch), emit);
   });
 }
 
 template <typename T>
 void project_any(const Token<T>& token, const LinearPhase& phase, void* scratch) {
-  if constexpr (sizeof(T) == 4) {
-    if (phase.weight.dtype == kBFloat16) return project<T, BFloat16>(token, phase, scratch);
-    if (phase.weight.dtype == kFloat16) return project<T, Float16>(token, phase, scratch);
-  }
-  project<T, T>(token, phase, scratch);
+  with_rows<T>(phase.weight.data, phase.scale.data, phase.weight.dtype, phase.in,
+               [&](const auto& weight) { project(token, phase, weight, scratch); });
 }
 
 template <typename Args>
@@ -125,7 +120,8 @@ size_t phase_scratch(const Phase& phase) {
 inline int64_t phase_bytes(const Phase& phase) {
   if (phase.kind != kLinear) return 0;
   const LinearPhase& linear = args_of<LinearPhase>(phase);
-  return linear.in * linear.out * static_cast<int64_t>(size_of(linear.weight.dtype));
+  const int64_t dtype = linear.weight.dtype, numbers = linear.in * linear.out;
+  return dtype == kInt8 ? numbers : dtype == kInt4 ? numbers / 2 : numbers * static_cast<int64_t>(size_of(dtype));
 }
 
 template <typename T>
