@@ -64,7 +64,7 @@ def fuzz(name, seed, seconds, cases, work):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "0", str(outcome).splitlines()[-1])
             if kind not in known:  # the same place again says nothing new
                 known.add(kind)
-                tell(name, seed, number, part, case, outcome, prepared, work)
+                report(name, seed, number, part, case, outcome, prepared, work)
             outcome = "found"
         outcomes[outcome] += 1
         number += 1
@@ -84,7 +84,7 @@ def attempt(part, case, prepared, work):
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def tell(name, seed, number, part, case, finding, prepared, work):
+def report(name, seed, number, part, case, finding, prepared, work):
     """Print a finding with the simplest case that still shows one."""
     simplest = False
     while not simplest:

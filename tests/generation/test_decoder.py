@@ -171,16 +171,18 @@ def test_whatever_became_of_the_modules_counts_in_the_next_sequence(change, fami
     assert not torch.allclose(after, before)
 
 
-@compiled
 @torch.no_grad()
-def test_within_a_sequence_values_and_moved_parameters_count_at_once():
+@pytest.mark.parametrize("change", [c for c in CHANGES if c is not drop_layer], ids=lambda change: change.__name__)
+def test_within_a_sequence_it_counts_at_once(change):
     model, ids = small_lm(), torch.arange(3)
     decode = decoder(model)
     _, cache = decode.step(ids)
-    for change in (change_in_place, give_other_data):
-        change(model)
-        assert_near(decode.step(ids, cache)[0], model.step(ids, cache)[0], 2e-5)
-        assert decode.reason == ""
+    before, _ = decode.step(ids, cache)
+    change(model)
+    after, _ = decode.step(ids, cache)
+    with kernels_off():
+        assert_near(after, model.step(ids, cache)[0], 2e-5)
+    assert not torch.allclose(after, before)
 
 
 @compiled
@@ -189,13 +191,14 @@ def test_nothing_is_read_after_it_was_freed():
     model, ids = small_lm(), torch.arange(3)
     decode = decoder(model)
     logits, cache = decode.step(ids)
-    expected, _ = decode.step(ids, cache)
-    for layer in model.backbone.layers:  # replaced in the middle of a sequence: the decoder has not seen it
-        layer.mixer.in_proj.weight = nn.Parameter(torch.zeros_like(layer.mixer.in_proj.weight))
+    held = weakref.ref(model.backbone.layers[0].mixer.in_proj.weight.untyped_storage())
+    for layer in model.backbone.layers:
+        layer.mixer.in_proj.weight.data = torch.zeros_like(layer.mixer.in_proj.weight)
     gc.collect()
-    assert torch.equal(decode.step(ids, cache)[0], expected)
-    decode.refresh()
-    assert not torch.equal(decode.step(ids, cache)[0], expected)
+    assert held() is not None  # nothing else may come to lie at its address
+    with kernels_off():
+        expected, _ = model.step(ids, cache)
+    assert_near(decode.step(ids, cache)[0], expected, 2e-5)
     model.backbone.layers[0].mixer.D.untyped_storage().resize_(0)
     with pytest.raises((ValueError, RuntimeError)):
         decode.step(ids, cache)

@@ -14,7 +14,7 @@ from anymamba.blocks.modules import CausalConv, GatedRMSNorm
 from anymamba.kernels.cpu import arguments, library
 from anymamba.ops.gates import rank_gate
 from anymamba.scan import scan
-from tests.kernels.test_mamba3 import turned_scan
+from tests.kernels.test_mamba3 import rotated_scan
 from tests.scan.test_selective import NAMES as SELECTIVE
 from tests.scan.test_selective import make_inputs as make_selective
 from tests.support import assert_near
@@ -125,7 +125,7 @@ def test_ranks_without_weights_of_their_own_are_refused():
     t, h, p, n, s, r = 5, 2, 3, 4, 1, 2
     tokens = [torch.rand(1, t, h) for _ in range(4)]
     with pytest.raises(ValueError, match="value_weight"):
-        turned_scan(
+        rotated_scan(
             torch.randn(1, t, h, p),
             *(torch.randn(1, t, r, 1, n) for _ in range(2)),
             *(torch.randn(h, r, n) for _ in range(2)),

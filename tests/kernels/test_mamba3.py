@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.L
 D = torch.float64
 
 
-def turned_scan(*inputs, interleaved=True, chunk_len=16, lengths=None, bounds=None):
+def rotated_scan(*inputs, interleaved=True, chunk_len=16, lengths=None, bounds=None):
     """The operator on the kernels."""
     rotation = "interleaved" if interleaved else "halves"
     return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, "fused", "single")
@@ -144,7 +144,7 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
 def run_scan(inputs, *, interleaved=True, lengths=None, bounds=None):
     """All results and gradients of the turned scan, by name."""
     leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
-    outputs = turned_scan(
+    outputs = rotated_scan(
         *leaves.values(),
         interleaved=interleaved,
         lengths=None if lengths is None else torch.tensor(lengths),
@@ -186,7 +186,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
 
     def run(inputs):
         leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
-        outputs = turned_scan(*leaves.values())
+        outputs = rotated_scan(*leaves.values())
         of_rows = {name: x for name, x in leaves.items() if x is not None and name not in PARAMETERS}
         grads = torch.autograd.grad(sum(y.square().sum() for y in outputs), list(of_rows.values()))
         return {**dict(zip(RESULTS, outputs, strict=True)), **dict(zip(of_rows, grads, strict=True))}
@@ -201,7 +201,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
 def test_a_nan_stays_in_its_sequence():
     inputs = scan_inputs(b=1, sequences=3)
     inputs["rate"][0, 40], inputs["x"][0, 41] = math.nan, math.inf
-    y, final_state, last_k, turned = turned_scan(*inputs.values(), bounds=torch.tensor([0, 30, 60, 90]))
+    y, final_state, last_k, turned = rotated_scan(*inputs.values(), bounds=torch.tensor([0, 30, 60, 90]))
     for x in (y[:, :30], y[:, 60:], final_state[[0, 2]], last_k[[0, 2]], turned[[0, 2]]):
         assert torch.isfinite(x).all()
     assert torch.isnan(turned[1]).all()
@@ -217,7 +217,7 @@ def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
     inputs["k"], inputs["dt"] = torch.zeros_like(inputs["k"]), torch.zeros_like(inputs["dt"])
     inputs["k_bias"] = torch.tensor([1.0, 0.0], dtype=dtype).expand(rows, 1, 2)
     inputs["start"] = angle.view(1, rows, 1)
-    _, _, last_k, turned = turned_scan(*inputs.values())
+    _, _, last_k, turned = rotated_scan(*inputs.values())
     wide = angle.numpy().astype(np.longdouble)
     wide %= 2 * np.pi * np.longdouble(1)
     inside = angle.numpy() < 2 * math.pi
@@ -233,7 +233,7 @@ def test_cosine_and_sine_are_within_two_units_in_the_last_place(dtype):
 
 def test_angles_stay_exact_over_a_long_sequence():
     inputs = scan_inputs(b=1, t=20_000, h=2, g=1, p=1, n=6, s=3)
-    turned = turned_scan(*inputs.values(), chunk_len=64)[3]
+    turned = rotated_scan(*inputs.values(), chunk_len=64)[3]
     turns = (inputs["dt"].double().unsqueeze(-1) * inputs["rate"].double().unsqueeze(2)).sum(1)
     expected = (turns + inputs["start"].double()).remainder(2 * math.pi)
     assert (turned.double() - expected).abs().max() < 1e-6
@@ -355,7 +355,7 @@ def test_an_empty_batch_has_empty_results():
 
 def test_a_second_derivative_is_refused():
     inputs = [None if x is None else x.detach().requires_grad_() for x in scan_inputs(t=5).values()]
-    y = turned_scan(*inputs, chunk_len=4)[0]
+    y = rotated_scan(*inputs, chunk_len=4)[0]
     (dx,) = torch.autograd.grad(y.square().sum(), [inputs[0]], create_graph=True)
     with pytest.raises(RuntimeError, match="rotated_trapezoid_scan has no second derivative"):
         dx.sum().backward()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from anymamba.ground import finite
 from anymamba.ground.checks import check_cu_seqlens, expect_like, expect_shape, expect_steps
 from anymamba.ground.numerics import is_autocast, state_dtype
-from anymamba.ground.operators import is_observed
+from anymamba.ground.operators import is_observed, is_plain, kernels_are_off
 from anymamba.ground.padding import Padding
+from anymamba.kernels.cpu.program import OUTPUT, Program
 from anymamba.scan import SsdPath
 
-if TYPE_CHECKING:
-    from anymamba.kernels.cpu.program import Program
+# Not attributes of the blocks: a program is neither copied nor saved with its block.
+_PROGRAMS: WeakKeyDictionary[Block, Program] = WeakKeyDictionary()
 
 
 class ProjectionPart(NamedTuple):
@@ -128,10 +130,13 @@ class Block(nn.Module):
         elif mask is not None:
             padding = Padding.of(where, mask, b, t, x.device)
             x = padding.compact(x)
-        return self._run(where, x, cache, rows, path, padding, cu_seqlens)
+        cache = self._expect_cache(where, cache, rows, x)
+        return self._run(where, x, cache, path, padding, cu_seqlens)
 
     def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
         """Run the block over one token: a sequence of one step.
+
+        Without gradients (`torch.no_grad()`) it is one call to the compiled kernels, where they cover the block.
 
         Args:
             x: inputs.
@@ -142,8 +147,24 @@ class Block(nn.Module):
         """
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
-        y, new = self._run(where, x.unsqueeze(1), cache, x.shape[0], None, None, None)
+        cache = self._expect_cache(where, cache, x.shape[0], x)
+        if not torch.is_grad_enabled() and not finite.is_checked() and is_plain((x, *cache)):
+            done = self._run_program(x, cache)
+            if done is not None:
+                return done[0], self.CACHE(*done[1])
+        y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
+
+    def _run_program(self, x: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]] | None:
+        """A step by the compiled kernels; None where they do not cover it."""
+        if kernels_are_off() or is_autocast(x.device):
+            return None
+        program = _PROGRAMS.get(self)
+        if program is None or not program.is_current():
+            program = _PROGRAMS[self] = Program(
+                lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
+            )
+        return program.run(x, cache)
 
     def mix(
         self,
@@ -185,13 +206,10 @@ class Block(nn.Module):
         """Describe `step` to the compiled kernels.
 
         Args:
-            program: takes the description.
+            program: takes the description, or refuses what the kernels cannot do.
             x: slot of the input, (b, d).
             to: slot of the output, (b, d).
             add: add to what is in that slot.
-
-        Raises:
-            NotCovered: the kernels cannot do what this block does.
         """
         if type(self).record_core is Block.record_core:
             program.refuse(f"{type(self).__name__} has no compiled step")
@@ -223,17 +241,11 @@ class Block(nn.Module):
         where: str,
         x: Tensor,
         cache: Any,
-        rows: int,
         path: SsdPath | None,
         padding: Padding | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """`mix` between the checks."""
-        if cache is None:
-            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
-            cache = self.init_cache(rows, narrow)
-        else:
-            self._check_cache(where, cache, rows, x)
+        """`mix` of checked inputs."""
         if not is_observed():
             self._check_memory(where)
             if finite.is_checked():
@@ -248,15 +260,14 @@ class Block(nn.Module):
     def _check_memory(self, where: str) -> None:
         """torch's own elementwise operators read freed memory, which ends the process."""
         for name, parameter in self._parameters.items():
-            if (
-                parameter is not None
-                and parameter.numel()
-                and parameter.device.type == "cpu"
-                and not parameter.data_ptr()
-            ):
+            if parameter is not None and parameter.numel() and parameter.is_cpu and not parameter.data_ptr():
                 raise ValueError(f"{where}: the parameter {name} has no memory: its storage was resized or freed")
 
-    def _check_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> None:
+    def _expect_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
+        """The cache, checked, or that of a fresh start."""
+        if cache is None:
+            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
+            return self.init_cache(rows, narrow)
         if not isinstance(cache, self.CACHE):
             raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
         for name, shape in self.cache_shapes().items():
@@ -269,3 +280,4 @@ class Block(nn.Module):
             expect_like(
                 where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
             )
+        return cache

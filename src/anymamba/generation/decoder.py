@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import is_observed, kernels_are_off
-from anymamba.kernels.cpu.program import NotCovered, Program
+from anymamba.kernels.cpu.program import Program
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 
@@ -16,32 +16,27 @@ from anymamba.models.lm import MambaLM
 class Decoder:
     """`MambaLM.step` without gradients, recorded from a model.
 
-    It reads the weights where they lie, so changes of their values count at once. It looks at the modules when it is
-    made, at the start of a sequence (a step without a cache), and when parameters have moved; `refresh` makes it look
-    at any other time. A module that was exchanged, wrapped or hooked in the middle of a sequence is not seen before.
+    It reads the weights where they lie, so changes of their values count at once, and records the model again when it
+    has changed otherwise: parameters, modules, adapters, hooks, the dtype.
 
     Attributes:
         model: the language model.
-        reason: why the model's modules are called instead of the kernels; empty where the kernels run.
     """
 
     def __init__(self, model: MambaLM) -> None:
-        """Look at the model."""
+        """Record the model."""
         self.model = model
-        self.reason = ""
-        self._program: Program | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the model again."""
+        """Record the model again, after a change that a program does not see: a config, or a constant of a module."""
         model, dtype = self.model, self.model.dtype
-        self._program, self.reason = None, ""
-        try:
-            if not model.backbone.residual_in_fp32 and dtype != state_dtype(dtype):
-                raise NotCovered("the residual stream is narrower than float32")
-            self._program = Program(model.record, dtype, model.config.d_model, state_dtype(dtype))
-        except NotCovered as reason:
-            self.reason = str(reason)
+        self._program = Program(model.record, dtype, model.config.d_model, state_dtype(dtype))
+
+    @property
+    def reason(self) -> str:
+        """Why the model's modules are called instead of the kernels; empty where the kernels run."""
+        return self._program.reason
 
     @torch.no_grad()
     def step(
@@ -57,9 +52,9 @@ class Decoder:
         Returns:
             The logits of the next token, and the new cache.
         """
-        if cache is None or (self._program is not None and not self._program.is_current()):
+        if cache is None or not self._program.is_current():
             self.refresh()
-        if self._program is not None and self._covers(input_ids, cache):
+        if not self.reason and self._covers(input_ids, cache):
             before = self.model.init_cache(input_ids.shape[0]) if cache is None else cache
             residual = self.model.backbone.embed(input_ids)
             done = self._program.run(residual, before.leaves(), in_place)

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import typing
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,17 +30,17 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     hints = typing.get_type_hints(function)
     names = list(inspect.signature(function).parameters)
-    shapes = {name: dims for name in names if (dims := _dims_of(hints.get(name))) is not None}
-    optional = {name for name in shapes if type(None) in typing.get_args(hints[name])}
+    shapes = [(name, _axes(dims)) for name in names if (dims := _dims_of(hints.get(name))) is not None]
+    optional = {name for name, _ in shapes if type(None) in typing.get_args(hints[name])}
     where = function.__name__
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         sizes: Sizes = {}
-        for name, dims in shapes.items():
+        for name, axes in shapes:
             if name in given and not (given[name] is None and name in optional):
-                expect_shape(where, name, given[name], dims, sizes)
+                _expect_axes(where, name, given[name], axes, sizes)
         return function(*args, **kwargs)
 
     return call
@@ -65,24 +65,41 @@ def expect_shape(where: str, name: str, x: Any, letters: str, sizes: Sizes) -> N
 
     A `*name` or `...` among the letters stands for any number of axes.
     """
+    _expect_axes(where, name, x, _axes(letters), sizes)
+
+
+class _Axes(NamedTuple):
+    letters: list[str]
+    star: int | None  # which of them stands for any number of axes
+
+
+def _axes(letters: str) -> _Axes:
+    names = letters.split()
+    return _Axes(names, next((i for i, letter in enumerate(names) if letter.startswith(("*", "..."))), None))
+
+
+def _expect_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> None:
+    # Every operator passes here for every token, so that this is written for speed.
     expect_tensor(where, name, x)
-    names, before, shape = letters.split(), dict(sizes), tuple(x.shape)
-    star = next((i for i, letter in enumerate(names) if letter.startswith(("*", "..."))), None)
+    letters, star = axes
+    shape, seen = x.shape, len(sizes)
     if star is not None:
-        after = len(names) - star - 1
-        shape = (
-            (*shape[:star], 0, *(shape[len(shape) - after :] if after else ())) if len(shape) >= len(names) - 1 else ()
-        )
-    fits = len(shape) == len(names) and all(
-        i == star or sizes.setdefault(letter, size) == size
-        for i, (letter, size) in enumerate(zip(names, shape, strict=True))
+        after = len(letters) - star - 1
+        letters = letters[:star] + letters[star + 1 :]
+        shape = shape if len(shape) < len(letters) else (*shape[:star], *shape[len(shape) - after :])
+    if len(shape) == len(letters):
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                break
+        else:
+            return
+    # Only now is a size written out: a tracer takes what is written for a constant.
+    before = dict(list(sizes.items())[:seen])
+    known = ", ".join(
+        "..." if i == star else f"{letter}={before[letter]}" if letter in before else letter
+        for i, letter in enumerate(axes.letters)
     )
-    if not fits:  # only then is a size written out: a tracer takes what is written for a constant
-        known = ", ".join(
-            "..." if i == star else f"{letter}={before[letter]}" if letter in before else letter
-            for i, letter in enumerate(names)
-        )
-        raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
+    raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
 
 
 def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:

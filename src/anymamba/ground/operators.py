@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from anymamba.ground import finite
 
+_ORDINARY = (Tensor, nn.Parameter)
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
@@ -302,7 +303,7 @@ def is_plain(inputs: tuple[Any, ...]) -> bool:
 
 def _are_ordinary(inputs: tuple[Any, ...]) -> bool:
     """Whether the numbers of all tensors are those in their memory: one may be marked as negated, without being so."""
-    return all(type(x) in (Tensor, nn.Parameter) and not x.is_neg() for x in inputs if isinstance(x, Tensor))
+    return all(not isinstance(x, Tensor) or (type(x) in _ORDINARY and not x.is_neg()) for x in inputs)
 
 
 def _wants_gradient(inputs: tuple[Any, ...]) -> bool:

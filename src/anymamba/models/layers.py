@@ -108,9 +108,8 @@ class ResidualLayer(nn.Module):
 
     def record(self, program: Program, residual: int) -> None:
         """Describe one token to the compiled kernels: slot `residual` advances."""
-        width, mixer = program.input_width, self.mixer
+        width, mixer = program.input_width, program.child(self, "mixer", type(self.mixer))
         hidden = program.norm(residual, program.child(self, "norm", RMSNorm), width)
-        program.expect_plain(mixer, type(mixer))
         mixer.record(program, hidden, to=residual, add=True)
         program.release(hidden)
         if self.mlp is not None:

@@ -2,7 +2,7 @@
 
     r = embedding[ids]        r <- layer_i(r)        logits = lm_head(norm_f(r))
 
-Letters: b batch, t time, d d_model, v padded vocabulary, s packed sequences.
+Letters: b batch, t time, d d_model, v padded vocabulary, z packed sequences.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Backbone(nn.Module):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "b t"],
+        input_ids: Int[Tensor, "b *t"],
         cache: LMCache | None = None,
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Padding | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], LMCache]:
-        """The hidden states after the last norm, and the new cache; arguments as for `MambaLM`."""
+    ) -> tuple[Float[Tensor, "b *t d"], LMCache]:
+        """The hidden states after the last norm, of a sequence or a token; arguments as for `MambaLM`."""
         caches, residual = self._layer_caches(cache), self.embed(input_ids)
         cleaned = None
         if mask is not None:
@@ -214,17 +214,15 @@ class MambaLM(nn.Module):
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1:
             found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token a row, got {found}")
-        hidden_b1d, new = self.backbone(input_ids.unsqueeze(1), cache)
-        return self.lm_head(hidden_b1d.squeeze(1)), new
+        hidden_bd, new = self.backbone(input_ids, cache)
+        return self.lm_head(hidden_bd), new
 
     def record(self, program: Program) -> None:
-        """Describe `step` after the embedding to the compiled kernels.
-
-        Raises:
-            NotCovered: they cannot do what this model does.
-        """
+        """Describe `step` after the embedding to the compiled kernels, which may refuse."""
         program.expect_plain(self, MambaLM)
         backbone = program.child(self, "backbone", Backbone)
+        if not program.number(backbone, "residual_in_fp32") and program.dtype != program.wide:
+            program.refuse("the residual stream is narrower than float32")
         layers = program.child(backbone, "layers", nn.ModuleList)
         for name in layers._modules:
             program.child(layers, name, ResidualLayer).record(program, 0)

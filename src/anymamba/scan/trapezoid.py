@@ -11,7 +11,8 @@ with alpha_t = exp(log_decay_t). Two pathways compute it:
 
 Both start from the state with the pending `kappa_0` term of the token before, and leave the same state.
 
-Letters: b batch, t time, r, m MIMO ranks, h heads, p head width, g groups, e heads of a group, n state, z sequences.
+Letters: b batch, t time, r, m MIMO ranks, h heads, p head width, g groups, e heads of a group, n state, z sequences,
+f the heads of a group and their width fused.
 """
 
 from __future__ import annotations
@@ -88,10 +89,12 @@ def trapezoid_scan(
 
 def with_pending(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, kappa_zh: Tensor) -> Tensor:
     """The state with the second weight of its last token, which only the next token's step size decides."""
-    groups = k_zrgn.shape[2]
+    (z, r, h, p), groups = v_zrhp.shape, k_zrgn.shape[2]
     weighted_zrhp = v_zrhp.to(state.dtype) * kappa_zh[:, None, :, None]
-    weighted_zrgep = weighted_zrhp.unflatten(2, (groups, -1))
-    return state + torch.einsum("zrgep,zrgn->zgepn", weighted_zrgep, k_zrgn.to(state.dtype)).flatten(1, 2)
+    weighted_zgfr = weighted_zrhp.reshape(z, r, groups, h // groups * p).permute(0, 2, 3, 1)
+    k_zgrn = k_zrgn.to(state.dtype).transpose(1, 2)
+    added_zgfn = weighted_zgfr * k_zgrn if r == 1 else weighted_zgfr @ k_zgrn
+    return state + added_zgfn.reshape(state.shape)
 
 
 def trapezoid(

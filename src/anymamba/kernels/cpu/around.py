@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -38,27 +39,27 @@ class _Conv(NamedTuple):
 
 
 def _conv_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    i = _Conv(*inputs)
-    if not i.x.numel():
-        return empty_like(i.x), i.window.clone()
-    results = {"out": empty_like(i.x), "new_window": empty_like(i.window)}
-    i.run("conv_forward", {}, results)
+    conv = _Conv(*inputs)
+    if not conv.x.numel():
+        return empty_like(conv.x), conv.window.clone()
+    results = {"out": empty_like(conv.x), "new_window": empty_like(conv.window)}
+    conv.run("conv_forward", {}, results)
     return results["out"], results["new_window"]
 
 
 def _conv_backward(dout: Tensor, dnew_window: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    i = _Conv(*inputs)
-    wide = state_dtype(i.x.dtype)
-    if not i.x.numel():
-        return zeros_like(i.x), dnew_window.clone(), zeros_like(i.weight), zeros_like(i.weight[:, 0])
-    grads = {"dx": empty_like(i.x), "dwindow": empty_like(i.window)}
-    grads |= {"dweight": empty(i.weight.shape, wide), "dbias": empty(i.weight.shape[:1], wide)}
-    i.run("conv_backward", {"dout": dout, "dnew_window": dnew_window}, grads)
-    dbias = grads["dbias"].to(i.weight.dtype if i.bias is None else i.bias.dtype)
-    return grads["dx"], grads["dwindow"], grads["dweight"].to(i.weight.dtype), dbias
+    conv = _Conv(*inputs)
+    wide = state_dtype(conv.x.dtype)
+    if not conv.x.numel():
+        return zeros_like(conv.x), dnew_window.clone(), zeros_like(conv.weight), zeros_like(conv.weight[:, 0])
+    grads = {"dx": empty_like(conv.x), "dwindow": empty_like(conv.window)}
+    grads |= {"dweight": empty(conv.weight.shape, wide), "dbias": empty(conv.weight.shape[:1], wide)}
+    conv.run("conv_backward", {"dout": dout, "dnew_window": dnew_window}, grads)
+    dbias = grads["dbias"].to(conv.weight.dtype if conv.bias is None else conv.bias.dtype)
+    return grads["dx"], grads["dwindow"], grads["dweight"].to(conv.weight.dtype), dbias
 
 
-def _rows_of(x: Tensor) -> int:
+def _row_axes(x: Tensor) -> int:
     """How many of the last axes of `x` to take as one row, so that all rows lie evenly apart without a copy."""
     for axes in range(1, x.ndim):
         leading = [(x.shape[i], x.stride(i)) for i in range(x.ndim - axes) if x.shape[i] > 1]
@@ -79,42 +80,38 @@ class _Norm(NamedTuple):
 
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel; a row may hold several groups of axes, each with the same weight."""
-        axes = _rows_of(self.x)
-        given = {
-            name: None if x is None else x.flatten(-axes).reshape(-1, self.width)
-            for name, x in {"x": self.x, "z": self.z, **tensors}.items()
-        }
-        given["weight"] = self.weight.repeat(self.width // self.x.shape[-1])
+        width, channels = self.width, self.x.shape[-1]
+        given = {"x": self.x, "z": self.z, **tensors}
+        if self.x.ndim != 2:
+            given = {name: None if x is None else x.reshape(-1, width) for name, x in given.items()}
+        given["weight"] = self.weight if width == channels else self.weight.repeat(width // channels)
         size, order = self.group_size, self.norm_before_gate
         call(function, self.x.dtype, given, results, group_size=size, norm_before_gate=order, eps=self.eps)
 
     @property
     def width(self) -> int:
         """Numbers in a row."""
-        width = 1
-        for size in self.x.shape[self.x.ndim - _rows_of(self.x) :]:
-            width *= size
-        return width
+        return math.prod(self.x.shape[self.x.ndim - _row_axes(self.x) :])
 
 
 def _norm_forward(*inputs: Any) -> Tensor:
-    i = _Norm(*inputs)
-    y = empty_like(i.x)
-    if i.x.numel():
-        i.run("norm_forward", {}, {"y": y})
+    norm = _Norm(*inputs)
+    y = empty_like(norm.x)
+    if norm.x.numel():
+        norm.run("norm_forward", {}, {"y": y})
     return y
 
 
 def _norm_backward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    i = _Norm(*inputs)
-    make = empty_like if i.x.numel() else zeros_like
-    grads = {"dx": make(i.x)}
-    if i.z is not None:
-        grads["dz"] = make(i.z)
-    dweight = make(empty((i.width if i.x.numel() else i.weight.shape[0],), state_dtype(i.x.dtype)))
-    if i.x.numel():
-        i.run("norm_backward", {"dy": dy}, {**grads, "dweight": dweight})
-    summed = dweight.unflatten(0, (-1, i.weight.shape[0])).sum(0).to(i.weight.dtype)
+    norm = _Norm(*inputs)
+    make = empty_like if norm.x.numel() else zeros_like
+    grads = {"dx": make(norm.x)}
+    if norm.z is not None:
+        grads["dz"] = make(norm.z)
+    dweight = make(empty((norm.width if norm.x.numel() else norm.weight.shape[0],), state_dtype(norm.x.dtype)))
+    if norm.x.numel():
+        norm.run("norm_backward", {"dy": dy}, {**grads, "dweight": dweight})
+    summed = dweight.unflatten(0, (-1, norm.weight.shape[0])).sum(0).to(norm.weight.dtype)
     return grads["dx"], grads.get("dz", dy.new_empty(0)), summed
 
 
@@ -138,26 +135,26 @@ class _Gate(NamedTuple):
 
 
 def _gate_forward(*inputs: Any) -> Tensor:
-    i = _Gate(*inputs)
-    out = empty_like(i.z)
+    gate = _Gate(*inputs)
+    out = empty_like(gate.z)
     if out.numel():
-        i.run("gate_forward", {}, {"out": out})
+        gate.run("gate_forward", {}, {"out": out})
     return out
 
 
 def _gate_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    i = _Gate(*inputs)
-    make = empty_like if i.z.numel() else zeros_like
-    grads = {"dy": make(i.y), "dz": make(i.z)}
-    shape = (2, *i.y.shape[2:]) if i.gate is not None else (2, 0)
-    dweights_2rhp = make(empty(shape, state_dtype(i.y.dtype)))
-    if i.z.numel():
-        i.run("gate_backward", {"dout": dout}, {**grads, "dweights": dweights_2rhp})
-    if i.gate is None or i.out is None:
+    gate = _Gate(*inputs)
+    make = empty_like if gate.z.numel() else zeros_like
+    grads = {"dy": make(gate.y), "dz": make(gate.z)}
+    shape = (2, *gate.y.shape[2:]) if gate.gate is not None else (2, 0)
+    dweights_2rhp = make(empty(shape, state_dtype(gate.y.dtype)))
+    if gate.z.numel():
+        gate.run("gate_backward", {"dout": dout}, {**grads, "dweights": dweights_2rhp})
+    if gate.gate is None or gate.out is None:
         return grads["dy"], grads["dz"], dout.new_empty(0), dout.new_empty(0)
     dgate, dout_weight = (
         dweight_rhp.transpose(0, 1).to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
-        for dweight_rhp, weight in zip(dweights_2rhp, (i.gate, i.out), strict=True)
+        for dweight_rhp, weight in zip(dweights_2rhp, (gate.gate, gate.out), strict=True)
     )
     return grads["dy"], grads["dz"], dgate, dout_weight
 
@@ -202,28 +199,28 @@ _DISCRETISED = ("dt", "log_decay", "gamma", "kappa", "rate")
 
 
 def _discretise_forward(*inputs: Any) -> tuple[Tensor, ...]:
-    i = _Discretise(*inputs)
-    wide, like = state_dtype(i.dt.dtype), (i.dt, i.dt, i.dt, i.dt, i.turn)
+    raw = _Discretise(*inputs)
+    wide, like = state_dtype(raw.dt.dtype), (raw.dt, raw.dt, raw.dt, raw.dt, raw.turn)
     results = {name: empty(x.shape, wide) for name, x in zip(_DISCRETISED, like, strict=True)}
-    if i.dt.numel():
-        i.run("discretise_forward", {}, results)
+    if raw.dt.numel():
+        raw.run("discretise_forward", {}, results)
     return tuple(results.values())
 
 
 def _discretise_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    cotangents, i = arguments[:5], _Discretise(*arguments[5:])
-    make = empty_like if i.dt.numel() else zeros_like
-    grads = {f"d{name}_raw": make(x) for name, x in zip(("dt", "a", "trap", "turn"), i[:4], strict=True)}
-    grads["ddt_bias"] = make(empty(i.dt_bias.shape, state_dtype(i.dt.dtype)))
-    if i.dt.numel():
-        i.run("discretise_backward", {f"d{name}": x for name, x in zip(_DISCRETISED, cotangents, strict=True)}, grads)
-    grads["ddt_bias"] = grads["ddt_bias"].to(i.dt_bias.dtype)
+    cotangents, raw = arguments[:5], _Discretise(*arguments[5:])
+    make = empty_like if raw.dt.numel() else zeros_like
+    grads = {f"d{name}_raw": make(x) for name, x in zip(("dt", "a", "trap", "turn"), raw[:4], strict=True)}
+    grads["ddt_bias"] = make(empty(raw.dt_bias.shape, state_dtype(raw.dt.dtype)))
+    if raw.dt.numel():
+        raw.run("discretise_backward", {f"d{name}": x for name, x in zip(_DISCRETISED, cotangents, strict=True)}, grads)
+    grads["ddt_bias"] = grads["ddt_bias"].to(raw.dt_bias.dtype)
     return tuple(grads.values())
 
 
 def _discretise_missing(*inputs: Any) -> str:
-    i = _Discretise(*inputs)
-    return "there is none for turns about axes" if i.about_axes else library.missing(i.dt.dtype)
+    raw = _Discretise(*inputs)
+    return "there is none for turns about axes" if raw.about_axes else library.missing(raw.dt.dtype)
 
 
 def _run_steps(function: str, inputs: tuple[Any, ...], ddt: Tensor | None, results: dict[str, Tensor]) -> None:
@@ -276,25 +273,25 @@ class _Selective(NamedTuple):
 
 
 def _selective_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    i = _Selective(*inputs)
-    y = empty_like(i.x)
-    if not i.x.numel():
-        return y, i.initial_state.clone()
-    final_state = empty_like(i.initial_state)
-    i.run("selective_forward", {}, {"y": y, "final_state": final_state})
+    scan = _Selective(*inputs)
+    y = empty_like(scan.x)
+    if not scan.x.numel():
+        return y, scan.initial_state.clone()
+    final_state = empty_like(scan.initial_state)
+    scan.run("selective_forward", {}, {"y": y, "final_state": final_state})
     return y, final_state
 
 
 def _selective_backward(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    i = _Selective(*inputs)
-    make = empty_like if i.x.numel() else zeros_like
-    grads = {f"d{name}": make(x) for name, x in zip(i._fields, i[:8], strict=False) if x is not None}
-    grads["dskip"] = make(empty(i.rates.shape[:1], i.rates.dtype))
-    if i.x.numel():
-        i.run("selective_backward", {"dy": dy, "dfinal_state": dfinal_state}, grads)
-    if i.skip is not None:
-        grads["dskip"] = grads["dskip"].to(i.skip.dtype)
-    return tuple(grads.get(f"d{name}", dy.new_empty(0)) for name in i._fields[:8])
+    scan = _Selective(*inputs)
+    make = empty_like if scan.x.numel() else zeros_like
+    grads = {f"d{name}": make(x) for name, x in zip(scan._fields, scan[:8], strict=False) if x is not None}
+    grads["dskip"] = make(empty(scan.rates.shape[:1], scan.rates.dtype))
+    if scan.x.numel():
+        scan.run("selective_backward", {"dy": dy, "dfinal_state": dfinal_state}, grads)
+    if scan.skip is not None:
+        grads["dskip"] = grads["dskip"].to(scan.skip.dtype)
+    return tuple(grads.get(f"d{name}", dy.new_empty(0)) for name in scan._fields[:8])
 
 
 IMPLEMENTATIONS = {

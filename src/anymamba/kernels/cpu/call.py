@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,23 @@ from torch import Tensor
 from anymamba.ground.numerics import state_dtype
 from anymamba.kernels.cpu import arguments
 from anymamba.kernels.cpu.library import DTYPES, LIBRARY
+
+
+class _Description(NamedTuple):
+    fields: dict[str, arguments.Field]
+    sizes: list[tuple[str, str]]  # letter, name
+    structure: type[Any]
+
+
+_DESCRIPTIONS = {
+    function: _Description(
+        {field.name: field for field in described.fields},
+        list(described.sizes.items()),
+        arguments.c_structure(described.name),
+    )
+    for function, described in arguments.FUNCTIONS.items()
+}
+_CPU = torch.device("cpu")
 
 
 def call(
@@ -43,18 +60,18 @@ def call(
         TypeError: a tensor of another dtype.
         MemoryError: the kernel could not allocate its scratch memory.
     """
-    description = arguments.FUNCTIONS[function]
-    args, known = arguments.c_structure(description.name)(), dict(sizes or {})
+    fields, size_names, structure = _DESCRIPTIONS[function]
+    args, known = structure(), dict(sizes or {})
     args.dtype, args.threads = DTYPES[dtype], torch.get_num_threads()
     kept = [
-        fill(args, field, x, dtype, known) for field in description.fields if (x := tensors.get(field.name)) is not None
+        fill(args, fields[name], x, dtype, known) for name, x in tensors.items() if x is not None and name in fields
     ]
     for name, result in results.items():
         setattr(args, name, result.data_ptr())
     if bounds is not None:
         args.bounds, known["z"] = bounds.data_ptr(), bounds.shape[0] - 1
-    for letter, name in description.sizes.items():
-        setattr(args, name, known.get(letter, 0))
+    for letter, size_name in size_names:
+        setattr(args, size_name, known.get(letter, 0))
     for name, number in numbers.items():
         setattr(args, name, number)
     run(function, args)
@@ -68,7 +85,7 @@ def run(function: str, args: ctypes.Structure) -> None:
         MemoryError: it could not allocate its scratch memory.
     """
     assert LIBRARY.handle is not None
-    if LIBRARY.handle[f"anymamba_{function}"](ctypes.byref(args)):
+    if getattr(LIBRARY.handle, f"anymamba_{function}")(ctypes.byref(args)):
         raise MemoryError(f"{function}: out of memory")
 
 
@@ -76,18 +93,19 @@ def fill(args: Any, field: arguments.Field, x: Tensor, dtype: torch.dtype, sizes
     """Put a tensor into its field, checked and laid out as it must be; the tensor whose memory is used."""
     name, kind, axes, strides, _ = field
     shape = x.shape
-    fits = len(shape) == len(axes) and all(
-        sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True)
-    )
-    if not fits or x.device.type != "cpu":
+    fits = len(shape) == len(axes) and x.is_cpu
+    for axis, size in zip(axes, shape, strict=False):
+        fits = fits and sizes.setdefault(axis, size) == size
+    if not fits:
         expected = tuple(sizes.get(axis, axis) for axis in axes)
         raise ValueError(f"{name} must have shape {expected} on cpu, got {tuple(shape)} on {x.device}")
-    wanted = {"own": dtype, "index": torch.int64, "any": x.dtype, "codes": x.dtype}.get(kind) or state_dtype(dtype)
-    if x.dtype != wanted or (kind == "any" and x.dtype not in DTYPES):
-        expected_dtype = "a floating-point tensor" if kind == "any" else wanted
-        raise TypeError(f"{name} must be {expected_dtype}, got {x.dtype}")
-    if kind == "any":
-        x = x.to(state_dtype(dtype))
+    found, wide = x.dtype, state_dtype(dtype)
+    wanted = dtype if kind == "own" else torch.int64 if kind == "index" else found if kind == "codes" else wide
+    if found != wanted:
+        if kind != "any" or found not in DTYPES:
+            expected_dtype = "a floating-point tensor" if kind == "any" else wanted
+            raise TypeError(f"{name} must be {expected_dtype}, got {found}")
+        x = x.to(wide)
     if x.is_neg():
         x = x.resolve_neg()
     if not strides:
@@ -104,17 +122,17 @@ def fill(args: Any, field: arguments.Field, x: Tensor, dtype: torch.dtype, sizes
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory that a kernel writes: the CPU's, whatever torch's default device is."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def empty_like(x: Tensor) -> Tensor:
     """Contiguous memory for a result of the shape and dtype of `x`."""
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    return torch.empty(x.shape, dtype=x.dtype, device=_CPU)
 
 
 def zeros_like(x: Tensor) -> Tensor:
     """The same, where no kernel is asked."""
-    return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    return torch.zeros(x.shape, dtype=x.dtype, device=_CPU)
 
 
 def checked_lengths(lengths: Tensor | None, t: int) -> Tensor | None:

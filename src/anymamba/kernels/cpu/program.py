@@ -8,7 +8,8 @@ It has no gradient and is not traced.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, NoReturn
 
 import torch
@@ -29,31 +30,73 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class NotCovered(Exception):  # noqa: N818
-    """Why the kernels cannot run a module: only its own code knows how."""
+class _NotCovered(Exception):  # noqa: N818
+    """Why the kernels cannot run a module."""
+
+
+class _Watched:
+    """What a program was recorded from, in flat lists: it is looked at for every token."""
+
+    def __init__(self) -> None:
+        self._owners: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._entries: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._members: list[Sized] = [*_GLOBAL_HOOKS]
+        self._parameters: list[Tensor] = []
+
+    def entry(self, owner: dict[str, Any], name: str) -> Any:
+        """`owner[name]`, or None."""
+        found = owner.get(name)
+        self._owners.append(owner)
+        self._names.append(name)
+        self._entries.append(found)
+        return found
+
+    def module(self, module: nn.Module) -> None:
+        """Its type, and how many hooks, submodules, parameters and other attributes it has."""
+        self._modules.append(module)
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        self._members += [*hooks, module._modules, module._parameters, vars(module)]
+
+    def parameter(self, x: Tensor) -> None:
+        """Where it lies."""
+        self._parameters.append(x)
+
+    def look(self) -> tuple[list[int], list[type], list[int]]:
+        """All of it that may change."""
+        return (
+            list(map(len, self._members)),
+            list(map(type, self._modules)),
+            list(map(Tensor.data_ptr, self._parameters)),
+        )
+
+    def is_as(self, seen: tuple[list[int], list[type], list[int]]) -> bool:
+        """Whether nothing has changed."""
+        same = all(map(operator.is_, map(dict.get, self._owners, self._names), self._entries))
+        return same and self.look() == seen
 
 
 class Program:
     """Phases, the slots between them, and the tensors of a cache that they read and write.
 
-    It holds the parameters that it reads, so that nothing is used after it was freed.
+    It holds the storages of the parameters that it reads, so that nothing is used after it was freed, and knows when
+    the modules have changed: other parameters, submodules, types, hooks, methods or numbers than were recorded.
 
     Args:
-        record: adds the phases; it raises `NotCovered` where there are none for a module.
+        record: adds the phases; it calls `refuse` where there are none for a module.
         dtype: of the output, and of the activations that a cache holds.
         input_width: channels of the input, which lies in slot 0.
         input_dtype: of the input.
 
-    Raises:
-        NotCovered: there are no phases for a module, or no kernels.
+    Attributes:
+        reason: why the kernels cannot run the modules; empty where they can.
     """
 
     def __init__(
         self, record: Callable[[Program], None], dtype: torch.dtype, input_width: int, input_dtype: torch.dtype
     ) -> None:
         """Record."""
-        if reason := missing(dtype) or missing(input_dtype):
-            raise NotCovered(reason)
         self.dtype, self.input_width, self.input_dtype = dtype, input_width, input_dtype
         self.wide = state_dtype(dtype)
         self.output_width = 0
@@ -61,10 +104,16 @@ class Program:
         self._next = self._width = 0
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._expected: dict[int, list[Any]] = {}
-        self._parameters: list[Tensor] = []
-        self.phase("read", width=input_width, slot=self.slot(input_width))
-        record(self)
-        self._addresses = self._where()
+        self._storages: list[Any] = []
+        self._watched = _Watched()
+        self.reason = missing(dtype) or missing(input_dtype)
+        if not self.reason:
+            try:
+                self.phase("read", width=input_width, slot=self.slot(input_width))
+                record(self)
+            except _NotCovered as reason:
+                self.reason = str(reason)
+        self._seen = self._watched.look()
         phase = arguments.c_structure("Phase")
         entries = (phase(kind=kind, args=ctypes.addressof(args)) for kind, args in self._phases)
         self._table = (phase * len(self._phases))(*entries)
@@ -73,25 +122,30 @@ class Program:
 
     def refuse(self, reason: str) -> NoReturn:
         """Say that the kernels cannot run a module."""
-        raise NotCovered(reason)
+        raise _NotCovered(reason)
 
     def expect_plain(self, module: Any, kind: type, name: str = "") -> None:
         """Refuse a module that is not exactly of `kind`, or has hooks, or methods of its own."""
         name = name or type(module).__name__
+        if isinstance(module, nn.Module):
+            self._watched.module(module)
         if type(module) is not kind:
             self.refuse(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
         found: Any = module  # for mypy, which takes `type(module) is not kind` for the end of it
-        hooks = (found._forward_hooks, found._forward_pre_hooks, *_GLOBAL_HOOKS)
-        if any(hooks):
+        if found._forward_hooks or found._forward_pre_hooks or any(_GLOBAL_HOOKS):
             self.refuse(f"{name} has hooks")
         if any(callable(getattr(kind, member, None)) for member in vars(module)):
             self.refuse(f"{name} has methods of its own")
 
     def child(self, owner: nn.Module, name: str, kind: type) -> Any:
         """A plain submodule."""
-        child = owner._modules.get(name)
+        child = self._watched.entry(owner._modules, name)
         self.expect_plain(child, kind, name)
         return child
+
+    def number(self, owner: nn.Module, name: str) -> Any:
+        """A number among the attributes of a module."""
+        return self._watched.entry(vars(owner), name)
 
     def rotation(self, kind: str) -> int:
         """The number by which the kernels know a kind of rotation."""
@@ -115,15 +169,18 @@ class Program:
 
     def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Any:
         """A parameter of a module, read where it lies; where an optional one is None, none."""
-        x, kind = owner._parameters.get(name), arguments.c_structure("Parameter")
+        x: Any = self._watched.entry(owner._parameters, name)
+        kind = arguments.c_structure("Parameter")
         if x is None and optional:
             return kind()
+        if type(x) is nn.Parameter:
+            self._watched.parameter(x)
         dtypes = (self.wide,) if self.wide == torch.float64 else _NARROW
         if type(x) is not nn.Parameter or x.device != _CPU or x.dtype not in dtypes:
             self.refuse(f"{name} must be a parameter in memory, of one of {dtypes}")
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
-        self._parameters.append(x)
+        self._storages.append(x.untyped_storage())
         return kind(data=x.data_ptr(), dtype=DTYPES[x.dtype])
 
     def phase(self, kind: str, **fields: Any) -> None:
@@ -160,9 +217,9 @@ class Program:
         self.phase(
             "norm",
             width=width,
-            group_size=width if z < 0 else norm.group_size,
-            norm_before_gate=z >= 0 and norm.norm_before_gate,
-            eps=norm.eps,
+            group_size=width if z < 0 else self.number(norm, "group_size"),
+            norm_before_gate=z >= 0 and self.number(norm, "norm_before_gate"),
+            eps=self.number(norm, "eps"),
             x=x,
             z=z,
             to=to,
@@ -199,11 +256,8 @@ class Program:
     # Running
 
     def is_current(self) -> bool:
-        """Whether the parameters lie where they lay."""
-        return self._where() == self._addresses
-
-    def _where(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._parameters))
+        """Whether the modules are as they were recorded. (Values of parameters are read where they lie.)"""
+        return self._watched.is_as(self._seen)
 
     def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
         """Take a step.
@@ -214,10 +268,16 @@ class Program:
             in_place: write the new cache over the old one.
 
         Returns:
-            The output (b, output_width) and the new cache; None if something is not as it was recorded.
+            The output (b, output_width) and the new cache; None where the kernels do not cover them.
         """
         b = x.shape[0]
-        if x.ndim != 2 or x.shape[1] != self.input_width or x.dtype != self.input_dtype or not 1 <= b <= MAX_ROWS:
+        if (
+            self.reason
+            or x.ndim != 2
+            or x.shape[1] != self.input_width
+            or x.dtype != self.input_dtype
+            or not 1 <= b <= MAX_ROWS
+        ):
             return None
         if b not in self._expected:
             self._expected[b] = [(torch.Size((b, *shape)), dtype, _CPU) for shape, dtype in self._cache]

@@ -160,47 +160,47 @@ class _Rotated(NamedTuple):
             raise ValueError(f"at most {n // 2} pairs can turn in a state of {n}, got {pairs}")
         # One row of values for all ranks, each with its own weights: a stride of zero.
         v_btrhp = self.x.unsqueeze(2).expand(-1, -1, r, -1, -1)
-        state, scan = self.pending_state, _Scan
         given = {
             name: getattr(self, name)
             for name in ("k_bias", "q_bias", "rate", "start", "gamma", "kappa", "value_weight")
         }
         given |= {"dt": self.step, "lengths": checked_lengths(self.lengths, self.x.shape[1]), **tensors}
-        call_of = scan(v_btrhp, self.k, self.q, self.log_decay, None, self.skip, state, self.cu_seqlens, self.chunk_len)
-        call_of.run(function, given, results, interleaved=self.rotation == "interleaved")
+        keys, skip, state = (self.k, self.q), self.skip, self.pending_state
+        scan = _Scan(v_btrhp, *keys, self.log_decay, None, skip, state, self.cu_seqlens, self.chunk_len)
+        scan.run(function, given, results, interleaved=self.rotation == "interleaved")
 
 
 def _rotated_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    i = _Rotated(*inputs)
-    (b, t, h, p), (r, n), z = i.x.shape, (i.k.shape[2], i.k.shape[4]), i.pending_state.shape[0]
-    y, last_k = empty((b, t, r, h, p), i.x.dtype), empty((z, r, h, n), i.x.dtype)
-    final_state, turned = empty_like(i.pending_state), empty_like(i.start)
+    rotated = _Rotated(*inputs)
+    (b, t, h, p), (r, n), z = rotated.x.shape, (rotated.k.shape[2], rotated.k.shape[4]), rotated.pending_state.shape[0]
+    y, last_k = empty((b, t, r, h, p), rotated.x.dtype), empty((z, r, h, n), rotated.x.dtype)
+    final_state, turned = empty_like(rotated.pending_state), empty_like(rotated.start)
     if z:
         results = {"y": y, "final_state": final_state, "last_k": last_k, "turned": turned}
-        i.run("scan_forward", {}, results)
+        rotated.run("scan_forward", {}, results)
     return y, final_state, last_k, turned
 
 
 def _rotated_backward(
     dy: Tensor, dfinal_state: Tensor, dlast_k: Tensor, dturned: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    i = _Rotated(*inputs)
-    z, wide = i.pending_state.shape[0], i.step.dtype
+    rotated = _Rotated(*inputs)
+    z, wide = rotated.pending_state.shape[0], rotated.step.dtype
     make = empty_like if z else zeros_like
-    fields = {"v": i.x, "k": i.k, "q": i.q, "rate": i.rate, "dt": i.step, "log_decay": i.log_decay, "gamma": i.gamma}
-    fields |= {"kappa": i.kappa, "initial_state": i.pending_state, "start": i.start}
+    fields = {name: getattr(rotated, name) for name in ("k", "q", "rate", "log_decay", "gamma", "kappa", "start")}
+    fields |= {"v": rotated.x, "dt": rotated.step, "initial_state": rotated.pending_state}
     grads = {f"d{name}": make(x) for name, x in fields.items()}
     # Those of parameters come one for each sequence, and are summed here.
-    shared = {"k_bias": i.k_bias, "q_bias": i.q_bias, "value_weight": i.value_weight}
-    shapes = {name: x.shape for name, x in shared.items() if x is not None} | {"skip": i.x.shape[2:]}
+    shared = {name: getattr(rotated, name) for name in ("k_bias", "q_bias", "value_weight")}
+    shapes = {name: x.shape for name, x in shared.items() if x is not None} | {"skip": rotated.x.shape[2:]}
     grads |= {f"d{name}": make(empty((z, *shape), wide)) for name, shape in shapes.items()}
     if z:
         given: dict[str, Tensor | None] = {"dy": dy, "dfinal_state": dfinal_state, "dlast_k": dlast_k}
-        i.run("scan_backward", {**given, "dturned": dturned}, grads)
+        rotated.run("scan_backward", {**given, "dturned": dturned}, grads)
     for name, x in shared.items():
         if x is not None:
             grads[f"d{name}"] = grads[f"d{name}"].sum(0).to(x.dtype)
-    grads["dskip"] = grads["dskip"].sum((0, 2)).to(i.skip.dtype)
+    grads["dskip"] = grads["dskip"].sum((0, 2)).to(rotated.skip.dtype)
     names = "dv dk dq dk_bias dq_bias drate ddt dlog_decay dgamma dkappa dskip dvalue_weight dinitial_state dstart"
     return tuple(grads.get(name, dy.new_empty(0)) for name in names.split())
 
@@ -210,10 +210,12 @@ def _missing(x: Tensor, *_: Any) -> str:
 
 
 def _rotated_missing(*inputs: Any) -> str:
-    i = _Rotated(*inputs)
-    if i.rotation == "quaternion" or i.pathway == "double":
-        return f"there is none for {'quaternion rotation' if i.rotation == 'quaternion' else 'the double pathway'}"
-    return library.missing(i.x.dtype)
+    rotated = _Rotated(*inputs)
+    if rotated.rotation == "quaternion":
+        return "there is none for quaternion rotation"
+    if rotated.pathway == "double":
+        return "there is none for the double pathway"
+    return library.missing(rotated.x.dtype)
 
 
 IMPLEMENTATIONS = {
