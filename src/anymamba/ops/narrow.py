@@ -1,85 +1,25 @@
-"""Weights in fewer bits: how they are stored, and products with them.
+"""Products with weights in narrow formats (`anymamba.ground.narrow`), and how a weight is stored in one.
 
-A token costs one reading of the weights, so that a weight of half the bytes is read in half the time. A format stores
-*codes*, and *scales* where it has them:
+A token costs one reading of the weights, so that a weight of half the bytes is read in half the time.
 
-| format | codes of a weight (o, i) | scales | bits a weight |
-|---|---|---|---|
-| `bfloat16`, `float16` | (o, i) of that dtype | none | 16 |
-| `int8` | (o, i), whole numbers from -127 to 127 | (o, ⌈i / 64⌉) | 8.25 |
-| `int4` | (o, 16 ⌈i / 32⌉) bytes, whole numbers from -8 to 7 plus 8 | (o, ⌈i / 32⌉) | 4.5 |
-
-A weight is code · scale, one scale for 64 or 32 neighbours in a row. Scales are bfloat16, so that every such product is
-a float32 without rounding: what is computed with narrow weights is what is computed with the widened ones.
-A byte of `int4` holds column c of its group of 32 in its low half, and column 16 + c in its high half.
-
-Letters: m rows of activations, o outputs, i inputs, g groups of inputs, y codes of a row.
+Letters: m rows of activations, o outputs, i inputs, g groups of inputs, s inputs of a group, y codes of a row.
 """
 
 from __future__ import annotations
-
-from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from anymamba.ground.narrow import CODES, GROUPS, Narrow, WeightFormat, expect_format, expect_stored
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import Implementation, Operator
 
-WeightFormat = Literal["bfloat16", "float16", "int8", "int4"]
-FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-GROUPS = {"int8": 64, "int4": 32}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_AT_ONCE = 2**20  # weights that are narrowed, or widened by torch, together
+_AT_ONCE = 2**20  # weights that are narrowed together
 # Scales that are tried for four bits, relative to the one that just covers the group: clipping its largest weight a
 # little leaves less error in all others.
 _FRACTIONS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
-
-
-class Narrow(NamedTuple):
-    """A weight in a narrow format.
-
-    Attributes:
-        codes: (o, y), of the format's dtype.
-        scales: (o, g), bfloat16; None where the format has none.
-        width: i, the inputs.
-    """
-
-    codes: Tensor
-    scales: Tensor | None
-    width: int
-
-    @property
-    def format(self) -> WeightFormat:
-        """Told by the dtype of the codes."""
-        return _NAMES[self.codes.dtype]  # type: ignore[return-value]
-
-    def rows(self, index: Any) -> Narrow:
-        """Some of its rows."""
-        return Narrow(self.codes[index], None if self.scales is None else self.scales[index], self.width)
-
-    def wide(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "o i"]:
-        """The weight as plain numbers."""
-        return _widen(self.codes, self.scales, self.width, dtype)
-
-
-def expect_format(where: str, name: Any) -> WeightFormat:
-    """Raise ValueError for what is not a format."""
-    if name not in FORMATS:
-        raise ValueError(f"{where}: weights must be one of {', '.join(FORMATS)}, got {name!r}")
-    return name  # type: ignore[no-any-return]
-
-
-def shapes(format: WeightFormat, out: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of the codes and, where there are any, of the scales, of a weight (out, width)."""
-    if format not in GROUPS:
-        return {"codes": ((out, width), _DTYPES[format])}
-    groups = -(-width // GROUPS[format])
-    codes = width if format == "int8" else groups * GROUPS[format] // 2
-    return {"codes": ((out, codes), _DTYPES[format]), "scales": ((out, groups), torch.bfloat16)}
 
 
 def narrow(weight: Float[Tensor, "o i"], format: WeightFormat) -> Narrow:
@@ -93,7 +33,7 @@ def narrow(weight: Float[Tensor, "o i"], format: WeightFormat) -> Narrow:
     """
     expect_format("narrow", format)
     if format not in GROUPS:
-        codes = weight.detach().to(_DTYPES[format])
+        codes = weight.detach().to(CODES[format])
         if not torch.isfinite(codes).all():
             raise ValueError(f"narrow: {format} cannot hold weights that are not finite, or beyond its largest number")
         return Narrow(codes, None, weight.shape[1])
@@ -111,12 +51,18 @@ def narrow_linear(
     Raises:
         ValueError: shapes or devices that do not fit.
     """
+    expect_stored("narrow_linear", weight)
     if x.shape[-1] != weight.width:
         raise ValueError(f"narrow_linear: x must have {weight.width} channels, got {tuple(x.shape)}")
     if x.device != weight.codes.device:
         raise ValueError(f"narrow_linear: x must be on {weight.codes.device}, got {x.device}")
     y: Tensor = _operator(x.flatten(0, -2) if x.ndim != 2 else x, bias, weight.codes, weight.scales, weight.width)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def widened(weight: Narrow, dtype: torch.dtype = torch.float32) -> Float[Tensor, "o i"]:
+    """A weight as plain numbers."""
+    return _widen(*weight, dtype)
 
 
 def _codes(weight_oi: Tensor, format: str, size: int) -> tuple[Tensor, Tensor]:

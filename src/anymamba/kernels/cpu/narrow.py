@@ -1,11 +1,14 @@
-"""Products with weights in narrow formats, compiled."""
+"""Products with weights in narrow formats, by the compiled kernels (contract: `ops/narrow.py`)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from anymamba.ground.operators import Implementation, implement
+from anymamba.ground.narrow import Narrow, expect_stored
+from anymamba.ground.operators import Implementation
 from anymamba.kernels.cpu.call import call, empty
 from anymamba.kernels.cpu.library import WEIGHT_DTYPES, missing
 from anymamba.kernels.cpu.program import MAX_ROWS
@@ -18,6 +21,7 @@ def _missing(x: Tensor, *_: object) -> str:
 
 
 def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int) -> Tensor:
+    expect_stored("narrow_linear", Narrow(codes, scales, width))
     m, out = x.shape[0], codes.shape[0]
     x_mi, y = x.float(), empty((m, out), torch.float32)
     if m <= MAX_ROWS:
@@ -42,8 +46,8 @@ def _backward(
     return dx.to(x.dtype), dy.new_empty(0) if bias is None else dy_mo.sum(0).to(bias.dtype)
 
 
-def _panels(codes: Tensor, scales: Tensor | None, width: int):  # type: ignore[no-untyped-def]
-    """Rows of the weight as float32, each panel with its first row, all in the same memory."""
+def _panels(codes: Tensor, scales: Tensor | None, width: int) -> Iterator[tuple[int, Tensor]]:
+    """Rows of the weight as float32 with the number of the first, one panel after another in the same memory."""
     rows = min(codes.shape[0], max(64, _PANEL // max(1, width)))
     memory = empty((rows, width), torch.float32)
     for start in range(0, codes.shape[0], max(1, rows)):
@@ -55,4 +59,4 @@ def _panels(codes: Tensor, scales: Tensor | None, width: int):  # type: ignore[n
         yield start, panel
 
 
-implement("narrow_linear", "cpu", Implementation(_forward, _backward, _missing))
+IMPLEMENTATIONS = {"narrow_linear": Implementation(_forward, _backward, _missing)}
