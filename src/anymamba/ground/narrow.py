@@ -53,7 +53,7 @@ def expect_format(where: str, name: Any) -> WeightFormat:
 
 
 def stored_parts(format: str, out: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what a weight (out, width) is stored as: `weight`, the codes, and `scales` if there are any."""
+    """Shape and dtype of what stores a weight (out, width): `weight`, the codes, and `scales` if there are any."""
     if format not in GROUPS:
         return {"weight": ((out, width), CODES[format])}
     groups = -(-width // GROUPS[format])
@@ -71,7 +71,9 @@ def expect_stored(where: str, weight: Narrow) -> None:
         wanted = stored_parts(format, weight.codes.shape[0], weight.width).get(name)
         found_part = None if x is None else (tuple(x.shape), x.dtype)
         if found_part != wanted:
-            raise ValueError(f"{where}: {name} must be {wanted} for {format} and width {weight.width}, got {found_part}")
+            raise ValueError(
+                f"{where}: {name} must be {wanted} for {format} and width {weight.width}, got {found_part}"
+            )
 
 
 class NarrowWeight(nn.Module):
@@ -121,12 +123,12 @@ class NarrowWeight(nn.Module):
             self.scales = nn.Parameter(weight.scales, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NarrowWeight:
-        kept = {name: self._parameters[name] for name in self.parts()}
+        kept = {name: x.data for name in self.parts() if (x := self._parameters[name]) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, x in kept.items():
             moved = self._parameters[name]
-            if x is not None and moved is not None and moved.dtype != x.dtype:
-                self._parameters[name] = nn.Parameter(x.to(moved.device), requires_grad=False)
+            if moved is not None and moved.dtype != x.dtype:
+                moved.data = x.to(moved.device)
         return self
 
     def extra_repr(self) -> str:

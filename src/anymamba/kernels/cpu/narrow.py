@@ -24,7 +24,7 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
     expect_stored("narrow_linear", Narrow(codes, scales, width))
     m, out = x.shape[0], codes.shape[0]
     x_mi, y = x.float(), empty((m, out), torch.float32)
-    if m <= MAX_ROWS:
+    if 1 <= m <= MAX_ROWS:
         weight = {"codes": codes, "scales": scales, "x": x_mi}
         format = WEIGHT_DTYPES[codes.dtype]
         call("narrow_product", torch.float32, weight, {"y": y}, sizes={"o": out, "i": width}, format=format)
