@@ -5,6 +5,7 @@ import torch
 
 from anymamba import Mamba2, Mamba3, SsdPath, portable
 from anymamba.ground.operators import OPERATORS, kernels_off, missing_kernel
+from anymamba.ops.narrow import narrow
 from anymamba.scan import scan
 from tests.scan.cases import HAS_KERNELS, make_inputs
 from tests.support import FLOOR, assert_near
@@ -77,6 +78,11 @@ EXAMPLES = {
         (normal(2, 5, 6), None, normal(6), 6, True, 1e-5),
         (normal(2, 5, 6), normal(2, 5, 6), normal(6), 3, False, 1e-5),
         (normal(2, 5, 6), normal(2, 5, 6), normal(6), 2, True, 1e-5),
+    ],
+    "narrow_linear": lambda: [
+        (normal(3, 40), normal(7), *narrow(normal(7, 40), "int8")),
+        (normal(70, 40), None, *narrow(normal(7, 40), "int4")),
+        (normal(3, 40), None, *narrow(normal(7, 40), "bfloat16")),
     ],
     "rank_gate": lambda: [
         (normal(2, 5, 1, 4, 3), normal(2, 5, 4, 3), None, None),

@@ -27,7 +27,7 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     directory, device = resolve(args.model), find_device(args.device, "--device")
-    model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device)
+    model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, weights=args.weights)
     return model, load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
 
 

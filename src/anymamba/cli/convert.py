@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 from pathlib import Path
 
 from anymamba.cli.common import DTYPES, name_end
 from anymamba.models.formats import format_named
+from anymamba.models.narrow import weight_format
 from anymamba.models.pretrained import (
     copy_companions,
     expect_no_other,
@@ -18,6 +20,7 @@ from anymamba.models.pretrained import (
     save_model,
     warn_of_non_finite,
 )
+from anymamba.models.skeleton import expected_shapes
 
 
 def run(args: argparse.Namespace) -> None:
@@ -29,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
     expect_no_other(target, format_named(args.format))
     checkpoint = open_checkpoint(source)
-    model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True)
+    model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, weights=args.weights)
     warn_of_non_finite(source, model.state_dict())
     if args.format == "transformers":
         name_end(model, source)
@@ -44,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
             file.replace(target / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{checkpoint.format.name} -> {args.format}: {parameters:,} parameters, {model.dtype} in {target}")
+    parameters = sum(math.prod(shape) for shape in expected_shapes(model.config).values())
+    stored = weight_format(model) or model.dtype
+    print(f"{checkpoint.format.name} -> {args.format}: {parameters:,} parameters, {stored} in {target}")
     if copied:
         print(f"copied {', '.join(copied)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 from typing import Any
 
@@ -13,14 +14,14 @@ from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
 from anymamba.kernels.cpu.library import LIBRARY
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import non_finite_values, open_checkpoint
-from anymamba.models.skeleton import skeleton
+from anymamba.models.pretrained import expect_weights, non_finite_values, open_checkpoint
+from anymamba.models.skeleton import expected_shapes, skeleton
 from anymamba.version import __version__
 
 
 def run(args: argparse.Namespace) -> None:
     """Print a table."""
-    rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype))
+    rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype), args.weights)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -60,14 +61,19 @@ def _kernels() -> str:
     return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
 
 
-def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
+def _model(source: str, dtype: torch.dtype | None, format: str | None) -> list[tuple[str, str]]:
     checkpoint = open_checkpoint(source)
     config = checkpoint.config
-    model = skeleton(config, dtype or checkpoint.dtype)
+    narrow = expect_weights(checkpoint, format, dtype)
+    model = skeleton(config, dtype or checkpoint.dtype, narrow)
+    parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    parameters -= config.padded_vocab_size * config.d_model if config.tie_embeddings else 0
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
     working = _working_bytes(model)
     block = config.block_config()
+    stored = checkpoint.weights or checkpoint.dtype
+    kept = f"in {narrow}, computing in {model.dtype}" if narrow else f"in {model.dtype}"
     shape = f"{config.n_layer} layers of width {config.d_model}"
     if config.mlp_width:
         shape += f", MLP {config.mlp_width}"
@@ -78,9 +84,9 @@ def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
         ("block", ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
-        ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
-        ("stored as", f"{checkpoint.dtype}, {readable_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
-        ("weights", f"{readable_bytes(weights)} in {model.dtype}"),
+        ("parameters", f"{parameters:,}"),
+        ("stored as", f"{stored}, {readable_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
+        ("weights", f"{readable_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {kept}"),
         ("state", f"{readable_bytes(state)} a sequence, whatever its length"),
         ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
         ("values", non_finite_values(checkpoint) or "all finite"),

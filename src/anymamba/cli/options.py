@@ -11,6 +11,7 @@ from anymamba.training.values import choices, expect_known, is_list
 from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.ground.narrow.FORMATS`, without torch
 FORMATS = ("official", "transformers", "codestral")
 
 
@@ -81,14 +82,23 @@ _WHOLE, _REAL = _number(int, "a whole number"), _number(float, "a number")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --tokenizer, --dtype, --device and --threads."""
+    """MODEL, --tokenizer, --dtype, --weights, --device and --threads."""
     parser.add_argument("model", metavar="MODEL", help="directory with config and weights, or hub id (owner/name)")
     parser.add_argument(
         "--tokenizer", metavar="FILE", help='tokenizer.json, a directory or hub id with one, or "bytes"'
     )
-    parser.add_argument("--dtype", **_one_of(DTYPES), help="of the weights (default: that of the file)")
+    parser.add_argument("--dtype", **_one_of(DTYPES), help="to compute in (default: that of the file)")
+    _add_weights(parser)
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--threads", type=_WHOLE, metavar="N", help="CPU threads to compute with")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        **_one_of(WEIGHTS),
+        help="keep weights in fewer bits, to read less for a token (default: as stored)",
+    )
 
 
 def _add_train(commands: Any) -> None:
@@ -190,6 +200,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("target", metavar="DST", help="directory to write")
     parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
     parser.add_argument("--dtype", **_one_of(DTYPES), help="of the weights (default: as they are)")
+    _add_weights(parser)
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
 
 
@@ -205,3 +216,4 @@ def _add_info(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("info", help="what this machine offers, or what a model is")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id (default: this machine)")
     parser.add_argument("--dtype", **_one_of(DTYPES), help="to load the model in (default: that of the file)")
+    _add_weights(parser)

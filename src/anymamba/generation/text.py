@@ -55,6 +55,7 @@ def pipeline(
     *,
     tokenizer: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
+    weights: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Pipeline:
     """A model and its tokenizer, from a directory or hub id.
@@ -65,14 +66,15 @@ def pipeline(
     Args:
         source: of the model, as `MambaLM.from_pretrained` takes it.
         tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; that beside the weights if not given.
-        dtype: of the weights; that of the file if not given.
+        dtype: to compute in; that of the file if not given.
+        weights: a format of fewer bits for the weights, as `MambaLM.from_pretrained` takes it.
         device: to compute on.
 
     Raises:
         ValueError: there is no model, or no tokenizer that belongs to it.
     """
     directory = resolve(source)
-    model = load_model(directory, dtype=dtype, device=device)
+    model = load_model(directory, dtype=dtype, device=device, weights=weights)
     return Pipeline(model, load_tokenizer(tokenizer, directory, model.config.padded_vocab_size))
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground import finite
+from anymamba.ground.narrow import NarrowWeight
 from anymamba.ground.padding import Padding
 from anymamba.models import fingerprint
 from anymamba.models.cache import LMCache
@@ -240,6 +241,8 @@ class MambaLM(nn.Module):
         """Make the head the embedding, if the config says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
+            if isinstance(self.backbone.embedding, NarrowWeight):
+                self.lm_head.scales = self.backbone.embedding.scales
 
     @property
     def is_tied(self) -> bool:
@@ -254,8 +257,9 @@ class MambaLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding."""
-        return self.backbone.embedding.weight.dtype
+        """Of the activations: what the embedding returns."""
+        embedding = self.backbone.embedding
+        return embedding.dtype if isinstance(embedding, NarrowWeight) else embedding.weight.dtype
 
     def fingerprint(self) -> str:
         """A name for these weights in this dtype and what is computed with them.
@@ -276,13 +280,16 @@ class MambaLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         mapped: bool = False,
+        weights: str | None = None,
     ) -> MambaLM:
         """Load a checkpoint: a directory, or the id of a repository on the hub.
 
         Args:
             source: a directory in any of `anymamba.models.formats`, or "owner/name".
-            dtype: of the parameters; that of the file if not given.
+            dtype: of the parameters and activations; that of the file if not given.
             device: of the parameters.
+            weights: store the projections, the embedding and the head in fewer bits: "bfloat16", "float16", "int8" or
+                "int4" (`anymamba.ground.narrow`). `dtype` is then that of the activations and of all other parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
 
@@ -291,7 +298,7 @@ class MambaLM(nn.Module):
         # The file formats are built on this module, so they cannot be imported above it.
         from anymamba.models.pretrained import load_model
 
-        return load_model(source, dtype=dtype, device=device, mapped=mapped)
+        return load_model(source, dtype=dtype, device=device, mapped=mapped, weights=weights)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, format: str = "official") -> None:
         """Write config and weights in one of `anymamba.models.formats`.

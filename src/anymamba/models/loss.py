@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.narrow import NarrowLinear
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import is_plain
 
@@ -35,10 +36,15 @@ def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor
     """`logits_nats(head(hidden), targets)`, with the logits of a few tokens at a time.
 
     Args:
-        head: from hidden states to logits. A module other than a plain `nn.Linear`, or with hooks, is called for all.
+        head: from hidden states to logits. One with a weight in fewer bits is called for a few tokens at a time, and
+            any other module than a plain `nn.Linear`, or one with hooks, for all.
         hidden: (m, d).
         targets: (m,).
     """
+    if isinstance(head, NarrowLinear):
+        size = max(1, _LOGITS // head.out_features)
+        parts = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.stack([logits_nats(head(some), wanted) for some, wanted in parts]).sum()
     if type(head) is not nn.Linear or head.bias is not None or _has_hooks(head):
         return logits_nats(head(hidden), targets)
     kind = hidden.device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shutil
@@ -14,10 +15,19 @@ import torch
 from torch import Tensor
 
 from anymamba.ground.files import read_json, replacing, write_json, write_tensors
+from anymamba.ground.narrow import CODES, WeightFormat, expect_format
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
+from anymamba.models.narrow import (
+    narrow_names,
+    narrowed_weights,
+    read_format,
+    scales_of,
+    weight_format,
+    written_format,
+)
 from anymamba.models.skeleton import expected_shapes, skeleton
 from anymamba.models.tying import EMBEDDING, HEAD, same_values
 from anymamba.models.weights import (
@@ -46,6 +56,8 @@ class Checkpoint(NamedTuple):
         config: of the model.
         files: of the weights.
         tensors: our name of each tensor, with its file, its name there, and its shape and dtype.
+        weights: the narrow format of the weights; None for plain ones.
+        computed_in: the dtype of the activations that a narrow format names.
     """
 
     directory: Path
@@ -53,11 +65,14 @@ class Checkpoint(NamedTuple):
     config: MambaLMConfig
     files: list[Path]
     tensors: dict[str, tuple[Path, str, Stored]]
+    weights: WeightFormat | None = None
+    computed_in: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored embedding."""
-        return self.tensors[EMBEDDING][2].dtype
+        """Of the activations: that of the stored embedding, unless its format is narrow."""
+        found: torch.dtype = getattr(torch, self.computed_in) if self.computed_in else self.tensors[EMBEDDING][2].dtype
+        return found
 
 
 def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
@@ -71,16 +86,21 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     files = find_weights(directory, adapter.weight_files)
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
+    try:
+        weights, computed_in, extra = read_format(config.extra)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    config = dataclasses.replace(config, extra=extra)
     entries = list(read_entries(files))
-    expected = _expected(directory, config, entries)
-    tensors, problems = _match(adapter, config, expected, entries)
+    expected = _expected(directory, config, entries, weights)
+    tensors, problems = _match(adapter, config, expected, entries, weights)
     if problems:
         raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
-    return Checkpoint(directory, adapter, config, files, tensors)
+    return Checkpoint(directory, adapter, config, files, tensors, weights, computed_in)
 
 
 def _expected(
-    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]]
+    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]], weights: WeightFormat | None
 ) -> dict[str, tuple[int, ...]]:
     """The tensors that a config asks for, unless it asks for more than the files can hold: that is refused at once."""
     if config.n_layer > max(_FEW_LAYERS, len(entries)):
@@ -89,7 +109,9 @@ def _expected(
             f"and there are {len(entries)} tensors in all"
         )
     try:
-        return expected_shapes(config, max(_FEW_NUMBERS, sum(math.prod(stored.shape) for _, _, stored in entries)))
+        # Two numbers of four bits are one that is stored.
+        most = max(_FEW_NUMBERS, 2 * sum(math.prod(stored.shape) for _, _, stored in entries))
+        return expected_shapes(config, most, weights)
     except ValueError as error:
         raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
 
@@ -100,25 +122,50 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     mapped: bool = False,
+    weights: str | None = None,
 ) -> MambaLM:
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_pretrained: dtype must be a torch.dtype, as torch.bfloat16, got {dtype!r}")
     checkpoint = open_checkpoint(source)
+    format = expect_weights(checkpoint, weights, dtype)
     asked = dtype or checkpoint.dtype
-    model = skeleton(checkpoint.config, asked)
-    targets = {name: x.dtype for name, x in model.state_dict().items()}
+    model = skeleton(checkpoint.config, asked, format)
+    narrowed = narrow_names(model) if checkpoint.weights is None else []
+    made = set(map(scales_of, narrowed))
+    targets = {name: x.dtype for name, x in model.state_dict().items() if name not in made}
+    targets |= dict.fromkeys(narrowed, torch.float32)
     if dtype is None:
         _warn_of_narrowing(checkpoint, targets)
     if checkpoint.config.tie_embeddings:
         _check_tied(checkpoint)
         targets.pop(HEAD)
-    state = _read(checkpoint, targets, mapped=mapped, device=torch.device(device))
+        targets.pop(scales_of(HEAD), None)
+    each = _each(checkpoint, targets, mapped=mapped, device=torch.device(device))
+    state = dict(each if format is None else narrowed_weights(each, narrowed, format))
     if not mapped:
         warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(device).eval()
+
+
+def expect_weights(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype | None) -> WeightFormat | None:
+    """The narrow format to load a checkpoint in: the one that is asked for, or that it is stored in.
+
+    Raises:
+        ValueError: there is no such format, or the weights cannot be had in it.
+    """
+    stored = checkpoint.weights
+    format = stored if asked is None else expect_format("from_pretrained", asked)
+    if stored is not None and format != stored:
+        raise ValueError(
+            f"{checkpoint.directory}: the weights are stored in {stored}, and cannot be loaded in {format}; convert "
+            "the model that they were made from"
+        )
+    if format is not None and dtype == torch.float64:
+        raise ValueError(f"from_pretrained: weights in {format} are for activations up to float32, got {dtype}")
+    return format
 
 
 def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = "official") -> None:
@@ -128,7 +175,7 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = 
     """
     adapter, target = format_named(format), Path(directory)
     tensors = {adapter.their_key(name): x for name, x in _stored_state(model, adapter).items()}
-    raw = adapter.write_config(model.config, model.dtype)
+    raw = {**adapter.write_config(model.config, model.dtype), **written_format(model)}
     expect_no_other(target, adapter)
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target / adapter.weight_files[0], {key: x.cpu() for key, x in tensors.items()}, {"format": "pt"})
@@ -141,7 +188,11 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
     Raises:
         ValueError: nobody could load them with that config.
     """
-    state = model.state_dict()
+    state, weights = model.state_dict(), weight_format(model)
+    if weights is not None and adapter.name != "official":
+        raise ValueError(
+            f"save_pretrained: the {adapter.name} format cannot hold weights in {weights}; the official one can"
+        )
     if model.config.tie_embeddings and HEAD in state and EMBEDDING in state:
         if not same_values(state[HEAD], state[EMBEDDING]):
             raise ValueError(
@@ -150,8 +201,9 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
                 "tie_embeddings=False); to keep the embedding alone, call model.tie_weights()"
             )
         del state[HEAD]
+        state.pop(scales_of(HEAD), None)
     entries = [(Path(), adapter.their_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
-    if problems := _match(adapter, model.config, expected_shapes(model.config), entries)[1]:
+    if problems := _match(adapter, model.config, expected_shapes(model.config, None, weights), entries, weights)[1]:
         raise ValueError(
             f"save_pretrained: the weights do not fit the model's config, so nobody could load them: {problems}; merge "
             "adapters and parametrisations into the weights, and give a resized model a config that says so"
@@ -239,6 +291,7 @@ def _match(
     config: MambaLMConfig,
     expected: dict[str, tuple[int, ...]],
     entries: Iterable[tuple[Path, str, Stored]],
+    weights: WeightFormat | None = None,
 ) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
     """Match stored tensors with the `expected` ones of the model, one to one, by name and shape.
 
@@ -257,9 +310,10 @@ def _match(
             tensors[name] = (path, key, stored)
             if stored.shape != expected[name]:
                 misshapen.append(f"{key} (expected {expected[name]}, got {stored.shape})")
-            if stored.dtype not in DTYPES.values():
+            is_narrow = weights is not None and scales_of(name) in expected and name.endswith("weight")
+            if (stored.dtype != CODES[weights]) if is_narrow and weights else stored.dtype not in DTYPES.values():
                 foreign.append(f"{key} ({stored.dtype})")
-    optional = {HEAD} if config.tie_embeddings else set()
+    optional = {HEAD, scales_of(HEAD)} if config.tie_embeddings else set()
     missing = [adapter.their_key(name) for name in expected if name not in tensors and name not in optional]
     problems = {
         "missing": missing,

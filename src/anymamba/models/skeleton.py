@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from anymamba.ground.narrow import WeightFormat
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
+from anymamba.models.narrow import make_room
 
 _FILLS = frozenset({"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"})
 _DRAWS = frozenset({"rand", "randn"})
@@ -42,20 +44,27 @@ class _WithoutValues(TorchFunctionMode):
         return (torch.empty if name in _DRAWS else func)(*args, **kwargs)
 
 
-def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None) -> MambaLM:
-    """The model of `config` with parameters of undefined values, on the CPU."""
+def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None, weights: WeightFormat | None = None) -> MambaLM:
+    """The model of `config` with parameters of undefined values, on the CPU, its `weights` in a narrow format."""
     with _WithoutValues(None):
-        return MambaLM(config, device="cpu", dtype=dtype)
+        model = MambaLM(config, device="cpu", dtype=dtype)
+        if weights is not None:
+            make_room(model, weights)
+        return model
 
 
-def expected_shapes(config: MambaLMConfig, most: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of `config`'s model; one layer is built to represent all.
+def expected_shapes(
+    config: MambaLMConfig, most: int | None = None, weights: WeightFormat | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors of `config`'s model; one layer is built and stands for all.
 
     Raises:
         ValueError: one of them has more than `most` elements.
     """
     with _WithoutValues(most):
         model = MambaLM(dataclasses.replace(config, n_layer=1), device="cpu")
+    if weights is not None:
+        make_room(model, weights)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, x in model.state_dict().items():
         rest = name.removeprefix(_FIRST_LAYER)

@@ -34,6 +34,8 @@ def before_loading(
         return
     if head is None:
         state[prefix + HEAD] = embedding
+        if (scales := state.get(f"{prefix}backbone.embedding.scales")) is not None:
+            state[f"{prefix}lm_head.scales"] = scales
     elif model.is_tied and not same_values(head, embedding):
         errors.append(
             f"head and embedding of the model are one (tied), but {prefix}{HEAD} and {prefix}{EMBEDDING} differ; "

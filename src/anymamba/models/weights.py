@@ -24,6 +24,8 @@ from anymamba.ground.files import open_tensors, read_json
 
 _BLOCK = 2**18  # values that are looked at together: they stay in a core's second-level cache
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CODES = {"I8": torch.int8, "U8": torch.uint8}  # of narrow formats
+_READABLE = {**DTYPES, **_CODES}
 
 
 class Stored(NamedTuple):
@@ -60,14 +62,14 @@ class SafetensorsFile:
         """Shape and dtype by name, from the header alone.
 
         Raises:
-            ValueError: a tensor is not of a floating-point dtype.
+            ValueError: a tensor is of a dtype that weights cannot have.
         """
         found = {}
         for name in self._file.keys():  # noqa: SIM118
             part = self._file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                raise ValueError(f"{self.path}: {name} must be one of {list(DTYPES)}, got {part.get_dtype()}")
-            found[name] = Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+            if part.get_dtype() not in _READABLE:
+                raise ValueError(f"{self.path}: {name} must be one of {list(_READABLE)}, got {part.get_dtype()}")
+            found[name] = Stored(tuple(part.get_shape()), _READABLE[part.get_dtype()])
         return found
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
@@ -77,7 +79,7 @@ class SafetensorsFile:
             return view
         entry = self._header[name]
         begin, end = entry["data_offsets"]
-        stored, on_cpu = DTYPES[entry["dtype"]], device is None or device.type == "cpu"
+        stored, on_cpu = _READABLE[entry["dtype"]], device is None or device.type == "cpu"
         raw = torch.empty(end - begin, dtype=torch.uint8) if on_cpu and stored == dtype else self._scratch(end - begin)
         self._bytes.seek(self._start + begin)
         found = self._bytes.readinto(raw.numpy().data)
@@ -225,6 +227,8 @@ def count_non_finite(x: Tensor) -> int:
     Their bits are above those of all finite numbers: as signed integers if they are positive, as unsigned ones if they
     are negative. numpy finds the largest of each at the speed of the memory; `torch.isfinite` takes ten times as long.
     """
+    if not x.is_floating_point():
+        return 0
     if x.device.type != "cpu":
         return int((~torch.isfinite(x)).sum())
     flat, infinity = x.detach().reshape(-1), torch.tensor(float("inf"), dtype=x.dtype)

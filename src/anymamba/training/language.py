@@ -141,6 +141,11 @@ def settled(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(f"data.tokenizer = {name}: model.init has a tokenizer, and its weights know no other")
     else:
         found = open_checkpoint(config.model.init)
+        if found.weights is not None:
+            raise ValueError(
+                f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; begin with the "
+                "model that they were made from"
+            )
         config.model.expect(found.config)
         tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
         beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")

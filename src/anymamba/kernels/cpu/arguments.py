@@ -21,8 +21,8 @@ _C_TYPES = {
 }
 
 # own: of the dtype of the activations; wide: float, or double for double; any: of any dtype, handed over as wide;
-# index: int64; result: written by the kernel, in memory of the dtype that the note says
-TensorKind = Literal["own", "wide", "any", "index", "result"]
+# index: int64; codes: of a narrow format; result: written by the kernel, in memory of the dtype that the note says
+TensorKind = Literal["own", "wide", "any", "index", "codes", "result"]
 
 
 class Field(NamedTuple):
@@ -255,22 +255,48 @@ SELECTIVE = Structure(
     ),
 )
 
+_NARROW = (
+    *_CALL,
+    *numbers("format", "of the weight (DType)"),
+    tensor("codes", "codes", "o y", note="a row of `y` numbers, or bytes, for each of its rows"),
+    tensor("codes", "scales", "o g", note="bfloat16; null where the format has none"),
+)
+_NARROW_SIZES = {"o": "out", "i": "in", "y": "row_codes", "g": "groups"}
+NARROW_PRODUCT = Structure(
+    "NarrowProductArgs",
+    "y = x weightᵀ for a few rows, the weight in a narrow format.",
+    {"m": "rows", **_NARROW_SIZES},
+    (*_NARROW, tensor("wide", "x", "m i"), *results("y", "wide")),
+)
+WIDEN = Structure(
+    "WidenArgs",
+    "A weight in a narrow format, or some rows of it, as plain numbers.",
+    _NARROW_SIZES,
+    (*_NARROW, *results("wide", "wide")),
+)
+
 # One token of each row through a block or a whole model, as a program of phases. Between phases everything is float
 # (double for double) in slots: columns of a (batch, width) matrix that all phases share. A negative slot is none.
 _PHASES = (
     Structure("EdgePhase", "slot = input, or output = slot", {}, (*numbers("width slot"),)),
     Structure(
         "NormPhase",
-        "to = weight x / rms(x) over groups of channels; with a gate, as norm.h has it",
+        "to = weight x / rms(x) over groups of channels, without `weight` x / rms(x); with a gate, as norm.h has it",
         {},
         (*numbers("width group_size norm_before_gate"), *reals("eps"), *numbers("x z to"), *parameters("weight")),
     ),
     Structure("GatePhase", "to = x silu(z)", {}, (*numbers("width x z to"),)),
     Structure(
+        "ScalePhase",
+        "to = factor x, channel by channel times `weight` if there is one",
+        {},
+        (*numbers("width x to"), *reals("factor"), *parameters("weight")),
+    ),
+    Structure(
         "LinearPhase",
         "to = x weightᵀ + bias, or to += it; without `to`, the program's output",
         {},
-        (*numbers("in out x to add"), *parameters("weight bias")),
+        (*numbers("in out x to add"), *parameters("weight scale bias")),
     ),
     Structure(
         "ConvPhase",
@@ -336,14 +362,15 @@ _KERNELS = {
     "selective": SELECTIVE,
 }
 FUNCTIONS = {f"{name}_{way}": args for name, args in _KERNELS.items() for way in ("forward", "backward")}
-FUNCTIONS["run_program"] = PROGRAM
-STRUCTURES = {s.name: s for s in (*_PARTS, *_KERNELS.values(), *_PHASES, PROGRAM)}
+FUNCTIONS |= {"narrow_product": NARROW_PRODUCT, "widen": WIDEN, "run_program": PROGRAM}
+STRUCTURES = {s.name: s for s in (*_PARTS, *_PHASES, *FUNCTIONS.values())}
 # What a phase's structure is for, where one serves several.
 PHASE_KINDS = {
     "read": "EdgePhase",
     "write": "EdgePhase",
     "norm": "NormPhase",
     "gate": "GatePhase",
+    "scale": "ScalePhase",
     "linear": "LinearPhase",
     "conv": "ConvPhase",
     "mamba1": "Mamba1Phase",

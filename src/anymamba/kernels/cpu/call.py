@@ -100,7 +100,7 @@ def fill(args: Any, field: arguments.Field, x: Tensor, dtype: torch.dtype, sizes
         expected = tuple(sizes.get(axis, axis) for axis in axes)
         raise ValueError(f"{name} must have shape {expected} on cpu, got {tuple(shape)} on {x.device}")
     found, wide = x.dtype, state_dtype(dtype)
-    wanted = dtype if kind == "own" else torch.int64 if kind == "index" else wide
+    wanted = dtype if kind == "own" else torch.int64 if kind == "index" else found if kind == "codes" else wide
     if found != wanted:
         if kind != "any" or found not in DTYPES:
             expected_dtype = "a floating-point tensor" if kind == "any" else wanted

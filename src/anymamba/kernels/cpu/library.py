@@ -26,6 +26,7 @@ from anymamba.kernels.cpu import arguments
 _FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymamba_cpu.so"
 _VALUES = {"ANYMAMBA_KERNELS": ("on", "off"), "ANYMAMBA_ISA": ("baseline", "avx2", "avx512")}
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType of csrc/dtypes.h
+WEIGHT_DTYPES = {**DTYPES, torch.int8: 4, torch.uint8: 5}  # a byte holds two weights of four bits
 
 
 class Library(NamedTuple):

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.narrow import NarrowWeight, stored_parts
 from anymamba.ground.numerics import state_dtype
 from anymamba.kernels.cpu import arguments
 from anymamba.kernels.cpu.call import empty, run
-from anymamba.kernels.cpu.library import DTYPES, missing
+from anymamba.kernels.cpu.library import DTYPES, WEIGHT_DTYPES, missing
 from anymamba.kernels.cpu.watched import GLOBAL_HOOKS, Watched
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory, and torch's own is the faster one
@@ -125,19 +126,26 @@ class Program:
 
     def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Any:
         """A parameter of a module, read in place; a null one for an optional parameter that is None."""
-        x: Any = self._watched.entry(owner._parameters, name)
-        kind = arguments.c_structure("Parameter")
-        if x is None and optional:
-            return kind()
-        if type(x) is nn.Parameter:
-            self._watched.parameter(x)
+        x = self._watched.entry(owner._parameters, name)
         dtypes = (self.wide,) if self.wide == torch.float64 else _NARROW
-        if type(x) is not nn.Parameter or x.device != _CPU or x.dtype not in dtypes:
-            self.refuse(f"{name} must be a parameter in memory, of one of {dtypes}")
+        return arguments.c_structure("Parameter")() if x is None and optional else self._read(x, name, shape, dtypes)
+
+    def buffer(self, owner: nn.Module, name: str, *shape: int) -> Any:
+        """A buffer of a module, read in place."""
+        dtypes = (self.wide,) if self.wide == torch.float64 else _NARROW
+        return self._read(self._watched.entry(owner._buffers, name), name, shape, dtypes, Tensor)
+
+    def _read(
+        self, x: Any, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], kind_of: type = nn.Parameter
+    ) -> Any:
+        if type(x) is kind_of:
+            self._watched.parameter(x)
+        if type(x) is not kind_of or x.device != _CPU or x.dtype not in dtypes:
+            self.refuse(f"{name} must be a {kind_of.__name__.lower()} in memory, of one of {dtypes}")
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
         self._storages.append(x.untyped_storage())
-        return kind(data=x.data_ptr(), dtype=DTYPES[x.dtype])
+        return arguments.c_structure("Parameter")(data=x.data_ptr(), dtype=WEIGHT_DTYPES[x.dtype])
 
     def phase(self, kind: str, **fields: Any) -> None:
         """Add a phase of a kind, with the fields of its structure (`arguments.PHASE_KINDS`)."""
@@ -157,30 +165,83 @@ class Program:
         kind: type[nn.Linear] = nn.Linear,
     ) -> int:
         """The submodule `name`, a projection, applied to slot `x`: in a new slot, or in `to`, or added to it."""
-        linear = self.child(owner, name, kind)
-        weight, bias = self.parameter(linear, "weight", out, width), self.parameter(linear, "bias", out, optional=True)
-        if linear.weight.dtype != self.dtype:
-            self.refuse(f"{name} is {linear.weight.dtype}, not {self.dtype}")
+        if isinstance(narrow := owner._modules.get(name), NarrowWeight):
+            fields = self._narrow_weight(owner, name, type(narrow), out, width)
+        else:
+            linear = self.child(owner, name, kind)
+            fields = {"weight": self.parameter(linear, "weight", out, width)}
+            fields["bias"] = self.parameter(linear, "bias", out, optional=True)
+            if linear.weight.dtype != self.dtype:
+                self.refuse(f"{name} is {linear.weight.dtype}, not {self.dtype}")
         to = self.slot(out) if to is None else to
         if to == OUTPUT:
             self.output_width = out
-        self.phase("linear", **{"in": width}, out=out, x=x, to=to, add=add, weight=weight, bias=bias)
+        self.phase("linear", **{"in": width}, out=out, x=x, to=to, add=add, **fields)
         return to
 
-    def norm(self, x: int, norm: Any, width: int, *, z: int = -1, to: int | None = None) -> int:
-        """An RMS norm over `width` channels, with a gate if `z` is given."""
+    def _narrow_weight(
+        self, owner: nn.Module, name: str, kind: type[NarrowWeight], out: int, width: int
+    ) -> dict[str, Any]:
+        """The fields of a projection with a weight in a narrow format."""
+        linear = self.child(owner, name, kind)
+        if "IS_LINEAR" not in vars(kind) or self.wide == torch.float64:
+            self.refuse(f"{name} is a {kind.__name__} in {linear.format}, for activations of {self.dtype}")
+        fields = {"bias": self.parameter(linear, "bias", out, optional=True)}
+        for part, (shape, dtype) in stored_parts(linear.format, out, width).items():
+            x = self._watched.entry(linear._parameters, part)
+            fields["scale" if part == "scales" else part] = self._read(x, f"{name}.{part}", shape, (dtype,))
+        return fields
+
+    def norm(
+        self,
+        x: int,
+        norm: Any,
+        width: int,
+        *,
+        z: int = -1,
+        to: int | None = None,
+        eps: float | None = None,
+        group_size: int | None = None,
+        norm_before_gate: bool | None = None,
+    ) -> int:
+        """An RMS norm over `width` channels, with a gate if `z` is given.
+
+        Args:
+            x: slot of what is normed.
+            norm: the module whose weight it takes; None for a norm without weights.
+            width: channels.
+            z: slot of the gates; none if negative.
+            to: slot of the result, which may be `x`; a new one if not given.
+            eps: added to the mean square; the module's `eps` if not given, like the next two for a gated norm.
+            group_size: channels that are normed together; without a gate, all if not given.
+            norm_before_gate: the order of the two.
+        """
         to = self.slot(width) if to is None else to
+        gated = z >= 0
+        if group_size is None:
+            group_size = self.number(norm, "group_size") if gated else width
+        if norm_before_gate is None:
+            norm_before_gate = gated and self.number(norm, "norm_before_gate")
+        if group_size < 1 or width % group_size:
+            self.refuse(f"groups of {group_size} do not divide the {width} channels")
         self.phase(
             "norm",
             width=width,
-            group_size=width if z < 0 else self.number(norm, "group_size"),
-            norm_before_gate=z >= 0 and self.number(norm, "norm_before_gate"),
-            eps=self.number(norm, "eps"),
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+            eps=self.number(norm, "eps") if eps is None else eps,
             x=x,
             z=z,
             to=to,
-            weight=self.parameter(norm, "weight", width),
+            weight=arguments.c_structure("Parameter")() if norm is None else self.parameter(norm, "weight", width),
         )
+        return to
+
+    def scale(self, x: int, width: int, *, factor: float = 1.0, weight: Any = None, to: int | None = None) -> int:
+        """`factor x`, times a `weight` for each channel if there is one (from `parameter` or `buffer`)."""
+        to = self.slot(width) if to is None else to
+        weight = arguments.c_structure("Parameter")() if weight is None else weight
+        self.phase("scale", width=width, x=x, to=to, factor=factor, weight=weight)
         return to
 
     def gate(self, x: int, z: int, width: int, *, to: int | None = None) -> int:

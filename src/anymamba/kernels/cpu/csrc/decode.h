@@ -11,7 +11,6 @@
 
 namespace ANYMAMBA_ISA {
 
-constexpr int64_t kTaskBytes = 96 << 10;   // of a matrix, to a task
 constexpr int64_t kTeamBytes = 128 << 10;  // a program that reads less is not worth waking threads
 
 template <typename T>
@@ -37,11 +36,19 @@ void write_output(const Token<T>& token, const EdgePhase& phase) {
   });
 }
 
+// The weights of all channels; ones where there are none.
+template <typename T>
+const T* read_weight(T* buffer, const Parameter& weight, int64_t width) {
+  if (weight.data) return read_parameter(buffer, weight, 0, width);
+  for (int64_t c = 0; c < width; ++c) buffer[c] = T(1);
+  return buffer;
+}
+
 template <typename T>
 void norm_rows(const Token<T>& token, const NormPhase& phase, void* scratch) {
   share(token.args.batch, [&](int64_t row) {
     Arena arena(scratch);
-    const T* weight = read_parameter(arena.take<T>(phase.width), phase.weight, 0, phase.width);
+    const T* weight = read_weight(arena.take<T>(phase.width), phase.weight, phase.width);
     T* unit = arena.take<T>(phase.group_size);
     const T* x = token.at(row, phase.x);
     T* to = token.at(row, phase.to);
@@ -65,10 +72,19 @@ void gate_rows(const Token<T>& token, const GatePhase& phase) {
   });
 }
 
-template <typename T, typename W>
-void project(const Token<T>& token, const LinearPhase& phase, void* scratch) {
-  const int64_t row_bytes = phase.in * static_cast<int64_t>(sizeof(W));
-  const int64_t wanted = kTaskBytes / row_bytes, rows = wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
+template <typename T>
+void scale_rows(const Token<T>& token, const ScalePhase& phase, void* scratch) {
+  share(token.args.batch, [&](int64_t row) {
+    const T* weight = read_weight(static_cast<T*>(scratch), phase.weight, phase.width);
+    const T *x = token.at(row, phase.x), factor = static_cast<T>(phase.factor);
+    T* to = token.at(row, phase.to);
+    for (int64_t c = 0; c < phase.width; ++c) to[c] = x[c] * factor * weight[c];
+  });
+}
+
+template <typename T, typename Rows>
+void project(const Token<T>& token, const LinearPhase& phase, const Rows& weight, void* scratch) {
+  const int64_t rows = task_rows(weight);
   share((phase.out + rows - 1) / rows, [&](int64_t task) {
     const int64_t start = task * rows, stop = start + rows < phase.out ? start + rows : phase.out;
     const auto emit = [&](int64_t col, int64_t row, T* products, int count) {
@@ -78,18 +94,15 @@ void project(const Token<T>& token, const LinearPhase& phase, void* scratch) {
       T* to = token.at(col, phase.to + row);
       for (int i = 0; i < count; ++i) to[i] = phase.add ? to[i] + products[i] : products[i];
     };
-    small_product(static_cast<const W*>(phase.weight.data), phase.in, start, stop, token.at(0, phase.x),
-                  token.args.width, token.args.batch, static_cast<T*>(scratch), emit);
+    small_product(weight, start, stop, token.at(0, phase.x), token.args.width, token.args.batch,
+                  static_cast<T*>(scratch), emit);
   });
 }
 
 template <typename T>
 void project_any(const Token<T>& token, const LinearPhase& phase, void* scratch) {
-  if constexpr (sizeof(T) == 4) {
-    if (phase.weight.dtype == kBFloat16) return project<T, BFloat16>(token, phase, scratch);
-    if (phase.weight.dtype == kFloat16) return project<T, Float16>(token, phase, scratch);
-  }
-  project<T, T>(token, phase, scratch);
+  with_rows<T>(phase.weight.data, phase.scale.data, phase.weight.dtype, phase.in,
+               [&](const auto& weight) { project(token, phase, weight, scratch); });
 }
 
 template <typename Args>
@@ -105,6 +118,8 @@ size_t phase_scratch(const Phase& phase) {
       count.take<T>(args_of<NormPhase>(phase).width), count.take<T>(args_of<NormPhase>(phase).group_size);
       return count.used();
     }
+    case kScale:
+      return static_cast<size_t>(args_of<ScalePhase>(phase).width) * sizeof(T);
     case kLinear:
       return kDotRows * static_cast<size_t>(args_of<LinearPhase>(phase).in) * sizeof(T);
     case kConv:
@@ -125,7 +140,8 @@ size_t phase_scratch(const Phase& phase) {
 inline int64_t phase_bytes(const Phase& phase) {
   if (phase.kind != kLinear) return 0;
   const LinearPhase& linear = args_of<LinearPhase>(phase);
-  return linear.in * linear.out * static_cast<int64_t>(size_of(linear.weight.dtype));
+  const int64_t dtype = linear.weight.dtype, numbers = linear.in * linear.out;
+  return dtype == kInt8 ? numbers : dtype == kInt4 ? numbers / 2 : numbers * static_cast<int64_t>(size_of(dtype));
 }
 
 template <typename T>
@@ -139,6 +155,8 @@ void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
       return norm_rows(token, args_of<NormPhase>(phase), scratch);
     case kGate:
       return gate_rows(token, args_of<GatePhase>(phase));
+    case kScale:
+      return scale_rows(token, args_of<ScalePhase>(phase), scratch);
     case kLinear:
       return project_any(token, args_of<LinearPhase>(phase), scratch);
     case kConv:

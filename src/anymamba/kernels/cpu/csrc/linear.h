@@ -76,6 +76,86 @@ inline Vec<T> kept(Vec<T> x) {
   return x;
 }
 
+// The rows of a matrix, k wide, read as vectors of T. Columns lie in groups, whose scale is fetched once.
+template <typename T, typename W>
+struct Numbers {
+  static constexpr int64_t kGroup = int64_t{1} << 62;  // all of a row: there are no scales
+  static constexpr bool kIsNarrow = sizeof(W) < sizeof(T);
+  struct Scale {};
+  const W* data;
+  int64_t k;
+
+  int64_t row_bytes() const { return k * static_cast<int64_t>(sizeof(W)); }
+  const char* address(int64_t row) const { return reinterpret_cast<const char*>(data + row * k); }
+  Numbers from(int64_t row) const { return {data + row * k, k}; }
+  Scale scale(int64_t, int64_t) const { return {}; }
+  Vec<T> at(int64_t row, int64_t j, Scale) const { return load_wide(data + row * k + j); }
+  Vec<T> first(int64_t row, int64_t j, Scale, int64_t count) const {
+    return load_wide_first<T>(data + row * k + j, count);
+  }
+};
+
+// Whole numbers of eight bits, times a scale for each group of columns. The products are exact: seven bits by eight.
+struct Int8Rows {
+  static constexpr int64_t kGroup = 64;
+  static constexpr bool kIsNarrow = true;
+  using Scale = Vec<float>;
+  const int8_t* codes;
+  const uint16_t* scales;  // bfloat16
+  int64_t k;
+
+  int64_t groups() const { return (k + kGroup - 1) / kGroup; }
+  int64_t row_bytes() const { return k; }
+  const char* address(int64_t row) const { return reinterpret_cast<const char*>(codes + row * k); }
+  Int8Rows from(int64_t row) const { return {codes + row * k, scales + row * groups(), k}; }
+  Scale scale(int64_t row, int64_t j) const {
+    return broadcast(from_bfloat16(scales[row * groups() + j / kGroup]));
+  }
+  Vec<float> at(int64_t row, int64_t j, Scale scale) const { return widened(codes + row * k + j) * scale; }
+  Vec<float> first(int64_t row, int64_t j, Scale scale, int64_t count) const {
+    int8_t padded[kLanes<float>] = {};
+    std::memcpy(padded, codes + row * k + j, count);
+    return widened(padded) * scale;
+  }
+
+ private:
+  static Vec<float> widened(const int8_t* source) {
+    typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+    Bytes bytes;
+    std::memcpy(&bytes, source, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Vec<int32_t>), Vec<float>);
+  }
+};
+
+// The same with four bits: a group is 16 bytes, with column c in the low half of byte c and column 16 + c in the high
+// one, each plus 8. Rows are filled up to whole groups.
+struct Int4Rows {
+  static constexpr int64_t kGroup = 32;
+  static constexpr bool kIsNarrow = true;
+  using Scale = Vec<float>;
+  const uint8_t* codes;
+  const uint16_t* scales;
+  int64_t k;
+
+  int64_t groups() const { return (k + kGroup - 1) / kGroup; }
+  int64_t row_bytes() const { return groups() * (kGroup / 2); }
+  const char* address(int64_t row) const { return reinterpret_cast<const char*>(codes + row * row_bytes()); }
+  Int4Rows from(int64_t row) const { return {codes + row * row_bytes(), scales + row * groups(), k}; }
+  Scale scale(int64_t row, int64_t j) const {
+    return broadcast(from_bfloat16(scales[row * groups() + j / kGroup]));
+  }
+  Vec<float> at(int64_t row, int64_t j, Scale scale) const {
+    typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+    Bytes bytes;
+    std::memcpy(&bytes, codes + row * row_bytes() + j / kGroup * (kGroup / 2) + j % (kGroup / 2), sizeof bytes);
+    const int high = static_cast<int>(j & 16) >> 2;
+    const Vec<int32_t> code = (__builtin_convertvector(bytes, Vec<int32_t>) >> high) & 15;
+    return __builtin_convertvector(code - 8, Vec<float>) * scale;
+  }
+  // Beyond the row there are zeros.
+  Vec<float> first(int64_t row, int64_t j, Scale scale, int64_t) const { return at(row, j, scale); }
+};
+
 constexpr int kDotRows = kTileRows, kDotCols = 2;  // sums and operands of a tile fill the registers
 
 // Asks for memory ahead of its use, little by little: `step` bytes at a time.
@@ -88,29 +168,36 @@ struct Ahead {
   }
 };
 
-// emit(col, row, products, count) for kRows rows of W, of which the first is `row`, and kCols rows of x.
-template <int kRows, int kCols, typename T, typename W, typename Emit>
-inline void dot_tile(const W* w, int64_t k, int64_t row, const T* x, int64_t x_row, int64_t col, Ahead& ahead,
+// emit(col, row, products, count) for the first kRows rows of w, which are those from `row` on, and kCols rows of x.
+template <int kRows, int kCols, typename T, typename Rows, typename Emit>
+inline void dot_tile(const Rows& w, int64_t row, const T* x, int64_t x_row, int64_t col, Ahead& ahead,
                      const Emit& emit) {
   x += col * x_row;
+  const int64_t k = w.k, whole = k - k % kLanes<T>;
   Vec<T> sum[kRows][kCols] = {};
   int64_t j = 0;
-  for (; j + kLanes<T> <= k; j += kLanes<T>) {
-    ahead.advance();
-    Vec<T> xs[kCols];
-#pragma GCC unroll 4
-    for (int c = 0; c < kCols; ++c) xs[c] = kept<T>(load(x + c * x_row + j));
+  while (j < whole) {
+    typename Rows::Scale scale[kRows];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Vec<T> ws = kept<T>(load_wide(w + r * k + j));
+    for (int r = 0; r < kRows; ++r) scale[r] = w.scale(r, j);
+    const int64_t stop = whole - j < Rows::kGroup ? whole : j + Rows::kGroup;
+    for (; j < stop; j += kLanes<T>) {
+      ahead.advance();
+      Vec<T> xs[kCols];
 #pragma GCC unroll 4
-      for (int c = 0; c < kCols; ++c) sum[r][c] += ws * xs[c];
+      for (int c = 0; c < kCols; ++c) xs[c] = kept<T>(load(x + c * x_row + j));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<T> ws = kept<T>(w.at(r, j, scale[r]));
+#pragma GCC unroll 4
+        for (int c = 0; c < kCols; ++c) sum[r][c] += ws * xs[c];
+      }
     }
   }
   if (j < k)
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec<T> ws = load_wide_first<T>(w + r * k + j, k - j);
+      const Vec<T> ws = w.first(r, j, w.scale(r, j), k - j);
 #pragma GCC unroll 4
       for (int c = 0; c < kCols; ++c) sum[r][c] += ws * load_first(x + c * x_row + j, k - j);
     }
@@ -123,39 +210,70 @@ inline void dot_tile(const W* w, int64_t k, int64_t row, const T* x, int64_t x_r
   }
 }
 
-// The same for all `cols` rows of x, while the rows of W that follow are on their way.
-template <int kRows, typename T, typename W, typename Emit>
-inline void dot_rows(const W* w, int64_t k, int64_t row, const T* x, int64_t x_row, int64_t cols, Ahead ahead,
+// The same for all `cols` rows of x, while the rows of w that follow are on their way.
+template <int kRows, typename T, typename Rows, typename Emit>
+inline void dot_rows(const Rows& w, int64_t row, const T* x, int64_t x_row, int64_t cols, Ahead ahead,
                      const Emit& emit) {
   int64_t col = 0;
-  for (; col + kDotCols <= cols; col += kDotCols) dot_tile<kRows, kDotCols>(w, k, row, x, x_row, col, ahead, emit);
-  for (; col < cols; ++col) dot_tile<kRows, 1>(w, k, row, x, x_row, col, ahead, emit);
+  for (; col + kDotCols <= cols; col += kDotCols) dot_tile<kRows, kDotCols>(w, row, x, x_row, col, ahead, emit);
+  for (; col < cols; ++col) dot_tile<kRows, 1>(w, row, x, x_row, col, ahead, emit);
 }
 
-// emit(col, row, products, count) for all products of the rows [start, stop) of W, k wide, with the `cols` rows of x.
+// The first `count` rows of w as plain numbers, one after another.
+template <typename T, typename Rows>
+inline void widen_rows(T* target, const Rows& w, int64_t count) {
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t j = 0; j < w.k;) {
+      const typename Rows::Scale scale = w.scale(row, j);
+      const int64_t stop = w.k - j < Rows::kGroup ? w.k : j + Rows::kGroup;
+      for (; j + kLanes<T> <= stop; j += kLanes<T>) store<T>(target + row * w.k + j, w.at(row, j, scale));
+      if (j < stop) store_first<T>(target + row * w.k + j, w.first(row, j, scale, stop - j), stop - j), j = stop;
+    }
+}
+
+// How many rows of a matrix make a task.
+constexpr int64_t kTaskBytes = 96 << 10;
+template <typename Rows>
+inline int64_t task_rows(const Rows& w) {
+  const int64_t wanted = kTaskBytes / w.row_bytes();
+  return wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
+}
+
+// emit(col, row, products, count) for all products of the rows [start, stop) of w with the `cols` rows of x.
 // `buffer` has kDotRows * k numbers.
-template <typename T, typename W, typename Emit>
-inline void small_product(const W* w, int64_t k, int64_t start, int64_t stop, const T* x, int64_t x_row, int64_t cols,
+template <typename T, typename Rows, typename Emit>
+inline void small_product(const Rows& w, int64_t start, int64_t stop, const T* x, int64_t x_row, int64_t cols,
                           T* buffer, const Emit& emit) {
-  const int64_t passes = (cols + kDotCols - 1) / kDotCols, tile = kDotRows * k;
+  const int64_t passes = (cols + kDotCols - 1) / kDotCols, vectors = w.k / kLanes<T> + 1;
   // A single pass over wide numbers waits for memory only, and the processor's own foresight serves it better.
-  const bool wide = sizeof(W) == sizeof(T);
-  const int64_t step = wide && passes == 1 ? 0 : kDotRows * kLanes<T> * static_cast<int64_t>(sizeof(W)) / passes;
+  const int64_t step =
+      !Rows::kIsNarrow && passes == 1 ? 0 : (kDotRows * w.row_bytes() + vectors * passes - 1) / (vectors * passes);
   int64_t row = start;
   for (; row + kDotRows <= stop; row += kDotRows) {
-    const char* next = reinterpret_cast<const char*>(w + (row + kDotRows) * k);
+    const char* next = w.address(row + kDotRows);
     const Ahead ahead{next, next, step};
-    if (wide || passes == 1) {
-      dot_rows<kDotRows>(w + row * k, k, row, x, x_row, cols, ahead, emit);
+    if (!Rows::kIsNarrow || passes == 1) {
+      dot_rows<kDotRows>(w.from(row), row, x, x_row, cols, ahead, emit);
       continue;
     }
     // Narrow numbers are widened once for all passes.
-    int64_t i = 0;
-    for (; i + kLanes<T> <= tile; i += kLanes<T>) store<T>(buffer + i, load_wide(w + row * k + i));
-    if (i < tile) store_first<T>(buffer + i, load_wide_first<T>(w + row * k + i, tile - i), tile - i);
-    dot_rows<kDotRows>(static_cast<const T*>(buffer), k, row, x, x_row, cols, ahead, emit);
+    widen_rows<T>(buffer, w.from(row), kDotRows);
+    dot_rows<kDotRows>(Numbers<T, T>{buffer, w.k}, row, x, x_row, cols, ahead, emit);
   }
-  for (; row < stop; ++row) dot_rows<1>(w + row * k, k, row, x, x_row, cols, Ahead{}, emit);
+  for (; row < stop; ++row) dot_rows<1>(w.from(row), row, x, x_row, cols, Ahead{}, emit);
+}
+
+// body(rows) with the reader of a weight of a dtype. Narrow weights are read as float only.
+template <typename T, typename Body>
+inline void with_rows(const void* data, const void* scales, int64_t dtype, int64_t k, const Body& body) {
+  if constexpr (sizeof(T) == 4) {
+    const uint16_t* bits = static_cast<const uint16_t*>(scales);
+    if (dtype == kBFloat16) return body(Numbers<T, BFloat16>{static_cast<const BFloat16*>(data), k});
+    if (dtype == kFloat16) return body(Numbers<T, Float16>{static_cast<const Float16*>(data), k});
+    if (dtype == kInt8) return body(Int8Rows{static_cast<const int8_t*>(data), bits, k});
+    if (dtype == kInt4) return body(Int4Rows{static_cast<const uint8_t*>(data), bits, k});
+  }
+  body(Numbers<T, T>{static_cast<const T*>(data), k});
 }
 
 }  // namespace ANYMAMBA_ISA

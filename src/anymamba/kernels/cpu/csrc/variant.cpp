@@ -3,6 +3,7 @@
 #include "decode.h"
 #include "discretise.h"
 #include "gate.h"
+#include "narrow.h"
 #include "norm.h"
 #include "scan_backward.h"
 #include "scan_forward.h"

@@ -1,0 +1,137 @@
+"""Language models whose weights are stored in fewer bits: the projections, the embedding and the head.
+
+Everything else stays as it is, float32 or wider where blocks keep it so: convolutions, norms, A, D, biases, and
+Mamba-1's projection to step sizes, whose results go through an exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from anymamba.blocks.narrow import NarrowEmbedding, NarrowLinear
+from anymamba.ground.narrow import FORMATS, NarrowWeight, WeightFormat, expect_format
+from anymamba.models.lm import MambaLM
+from anymamba.models.tying import HEAD
+from anymamba.ops.narrow import narrow
+
+METHOD = "anymamba"  # in the config of a checkpoint
+_FIELD = "quantization_config"
+
+
+def weight_format(model: nn.Module) -> WeightFormat | None:
+    """The format of a model's narrow weights; None if it has none."""
+    found = next((module for module in model.modules() if isinstance(module, NarrowWeight)), None)
+    return None if found is None else found.format
+
+
+def narrow_names(model: nn.Module) -> list[str]:
+    """The names of the weights that are narrow, or that `make_room` makes so."""
+    kinds = (nn.Linear, nn.Embedding)
+    return [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) in kinds or isinstance(module, NarrowWeight)
+    ]
+
+
+def make_room(model: MambaLM, format: WeightFormat) -> None:
+    """Exchange the projections, the embedding and the head for narrow ones without values.
+
+    Raises:
+        ValueError: an unknown format, or a model that has narrow weights already.
+    """
+    expect_format("MambaLM", format)
+    if (found := weight_format(model)) is not None:
+        raise ValueError(f"MambaLM: expected a model with plain weights, got one in {found}")
+    for owner in list(model.modules()):
+        for name, module in list(owner.named_children()):
+            if (empty := _narrow_twin(module, format)) is not None:
+                setattr(owner, name, empty)
+    model.tie_weights()
+
+
+def narrow_model(model: MambaLM, format: WeightFormat) -> MambaLM:
+    """Store the weights of a model in a narrow format, in place; for inference, and for adapters beside them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: an unknown format, a model that has narrow weights already, or values that the format cannot hold.
+    """
+    expect_format("narrow_model", format)
+    plain = model.state_dict()
+    if model.is_tied:
+        del plain[HEAD]
+    state = dict(narrowed_weights(plain.items(), narrow_names(model), format))
+    make_room(model, format)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def narrowed_weights(
+    tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], format: WeightFormat
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, with those of `names` as codes and scales, one after another."""
+    wanted = set(names)
+    for name, x in tensors:
+        if name not in wanted:
+            yield name, x
+            continue
+        try:
+            codes, scales, _ = narrow(x, format)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        yield name, codes
+        if scales is not None:
+            yield scales_of(name), scales
+
+
+def scales_of(weight: str) -> str:
+    """The name of the scales of a weight."""
+    return weight.removesuffix("weight") + "scales"
+
+
+def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None, dict[str, Any]]:
+    """What a config file says of narrow weights.
+
+    Returns:
+        Their format, the dtype of the activations, and the other fields.
+
+    Raises:
+        ValueError: weights that were quantised by somebody else, or in an unknown format.
+    """
+    said = extra.get(_FIELD)
+    if said is None:
+        return None, None, extra
+    method = said.get("quant_method") if isinstance(said, dict) else said
+    if method != METHOD:
+        raise ValueError(f"the weights were quantised by {method!r}, which only that can read")
+    format, dtype = said.get("weights"), said.get("dtype")
+    if format not in FORMATS or dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"{_FIELD} must name weights in one of {', '.join(FORMATS)} and a dtype, got {format!r} and {dtype!r}"
+        )
+    return format, dtype, {name: value for name, value in extra.items() if name != _FIELD}
+
+
+def written_format(model: MambaLM) -> dict[str, Any]:
+    """What the config file of a model says of its narrow weights; nothing if it has none."""
+    format = weight_format(model)
+    if format is None:
+        return {}
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {_FIELD: {"quant_method": METHOD, "weights": format, "dtype": dtype}}
+
+
+def _narrow_twin(module: nn.Module, format: WeightFormat) -> NarrowLinear | NarrowEmbedding | None:
+    if type(module) is nn.Linear:
+        dtype, device, bias = module.weight.dtype, module.weight.device, module.bias is not None
+        return NarrowLinear(format, module.in_features, module.out_features, bias=bias, dtype=dtype, device=device)
+    if type(module) is nn.Embedding:
+        dtype, device = module.weight.dtype, module.weight.device
+        return NarrowEmbedding(format, module.num_embeddings, module.embedding_dim, dtype=dtype, device=device)
+    return None

@@ -1,0 +1,171 @@
+"""Models with weights in fewer bits: loaded, saved, generated from, refused."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from anymamba import MambaLM, decoder, generate
+from anymamba.blocks.narrow import NarrowEmbedding, NarrowLinear
+from anymamba.ground.narrow import FORMATS
+from anymamba.kernels.cpu import library
+from anymamba.models.narrow import narrow_model, weight_format
+from anymamba.ops.narrow import widened
+from tests.models.cases import FAMILIES, small_lm
+from tests.support import FLOOR, assert_near
+
+IDS = torch.arange(18).view(2, 9) * 7 % 61
+
+
+def widened_lm(model):
+    """The same model with plain float32 weights of the same values."""
+    plain = MambaLM(model.config)
+    narrow = {name: module for name, module in model.named_modules() if isinstance(module, NarrowLinear | NarrowEmbedding)}
+    state = {name: x for name, x in model.state_dict().items() if not name.endswith(".scales")}
+    plain.load_state_dict({**state, **{f"{name}.weight": widened(module.stored) for name, module in narrow.items()}})
+    return plain
+
+
+@pytest.mark.usefixtures("each_implementation")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
+    model = narrow_model(small_lm(family, tie_embeddings=format == "int8"), format)
+    plain = widened_lm(model)
+    with torch.no_grad():
+        found, expected = model(IDS, labels=IDS, logits="all"), plain.double()(IDS, labels=IDS, logits="all")
+        assert_near(found.logits, expected.logits, 20 * FLOOR[torch.float32])
+        assert_near(model(IDS, labels=IDS, logits="none").loss, expected.loss, 20 * FLOOR[torch.float32])
+
+
+@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format, rows):
+    """Code times scale is a float32 without rounding, and the sums are taken in the same order."""
+    model = narrow_model(small_lm(family), format)
+    narrow, plain = decoder(model), decoder(widened_lm(model))
+    cache = other = None
+    for ids in (IDS.flatten()[:rows], IDS.flatten()[rows : 2 * rows]):
+        logits, cache = narrow.step(ids, cache)
+        expected, other = plain.step(ids, other)
+        assert torch.equal(logits, expected)
+    assert narrow.reason == ""
+    assert all(torch.equal(a, b) for a, b in zip(cache.leaves(), other.leaves(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_saved_narrow_model_is_the_same_to_the_bit(tmp_path, format, tied):
+    small_lm(tie_embeddings=tied).save_pretrained(tmp_path / "plain")
+    model = MambaLM.from_pretrained(tmp_path / "plain", weights=format)
+    assert weight_format(model) == format
+    assert model.dtype == torch.float32
+    assert model.is_tied == tied
+    model.save_pretrained(tmp_path / "narrow")
+    again = MambaLM.from_pretrained(tmp_path / "narrow")
+    assert weight_format(again) == format
+    assert model.state_dict().keys() == again.state_dict().keys()
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, again(IDS).logits)
+    assert again.fingerprint() == model.fingerprint() != MambaLM.from_pretrained(tmp_path / "plain").fingerprint()
+    assert torch.equal(generate(model, IDS, 5).tokens, generate(again, IDS, 5).tokens)
+
+
+def test_loading_and_narrowing_in_memory_give_the_same(tmp_path):
+    plain = small_lm("Mamba3")
+    plain.save_pretrained(tmp_path)
+    loaded, made = MambaLM.from_pretrained(tmp_path, weights="int4"), narrow_model(copy.deepcopy(plain), "int4")
+    for name, x in loaded.state_dict().items():
+        assert torch.equal(x, made.state_dict()[name]), name
+
+
+def test_activations_may_be_narrower_than_float32(tmp_path):
+    small_lm().save_pretrained(tmp_path)
+    model = MambaLM.from_pretrained(tmp_path, dtype=torch.bfloat16, weights="int8")
+    assert model.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert model(IDS).logits.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "narrow")
+    assert MambaLM.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
+
+
+def test_an_adapter_beside_a_narrow_weight_is_called_and_trained():
+    model = narrow_model(small_lm("Mamba2"), "int8")
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down = base, nn.Linear(base.in_features, 2, bias=False)
+            self.up = nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    for layer in model.backbone.layers:
+        layer.mixer.in_proj = Adapted(layer.mixer.in_proj)
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    adapters = [p for name, p in model.named_parameters() if "up" in name]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters)
+    assert decoder(model).reason
+    logits, _ = decoder(model).step(IDS[:, 0])
+    with torch.no_grad():
+        assert_near(logits, model(IDS[:, :1]).logits[:, 0].double(), FLOOR[torch.float32])
+
+
+def test_states_of_other_weights_are_refused(tmp_path):
+    plain = small_lm()
+    narrow = narrow_model(copy.deepcopy(plain), "int8")
+    state = generate(plain, IDS, 2).state
+    state.save(tmp_path / "state", plain.fingerprint()) if hasattr(state, "save") else None
+    assert not narrow.has_fingerprint(plain.fingerprint())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_is_named(tmp_path):
+    plain = small_lm()
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="weights must be one of bfloat16, float16, int8, int4, got 'int3'"):
+        MambaLM.from_pretrained(tmp_path / "plain", weights="int3")
+    with pytest.raises(ValueError, match="for activations up to float32"):
+        MambaLM.from_pretrained(tmp_path / "plain", weights="int8", dtype=torch.float64)
+    narrow = MambaLM.from_pretrained(tmp_path / "plain", weights="int8")
+    with pytest.raises(ValueError, match="got one in int8"):
+        narrow_model(narrow, "int4")
+    with pytest.raises(ValueError, match="the transformers format cannot hold weights in int8"):
+        narrow.save_pretrained(tmp_path / "other", format="transformers")
+    assert not (tmp_path / "other").exists()
+    narrow.save_pretrained(tmp_path / "narrow")
+    with pytest.raises(ValueError, match="stored in int8, and cannot be loaded in int4"):
+        MambaLM.from_pretrained(tmp_path / "narrow", weights="int4")
+    with torch.no_grad():
+        plain.backbone.layers[0].mixer.in_proj.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"backbone.layers.0.mixer.in_proj.weight: .* not finite"):
+        narrow_model(plain, "int8")
+    assert weight_format(plain) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
+        ({"weights": "int3"}, "must name weights in one of"),
+        ({"weights": "int4"}, "do not fit the config"),
+        ({"dtype": "complex64"}, "must name weights in one of"),
+        (None, "do not fit the config"),
+    ],
+)
+def test_a_foreign_or_changed_config_is_refused(tmp_path, change, message):
+    narrow_model(small_lm(), "int8").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if change is None:
+        del config["quantization_config"]
+    else:
+        config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        MambaLM.from_pretrained(tmp_path)

@@ -1,0 +1,137 @@
+"""Weights in fewer bits: what is stored, and products with it."""
+
+import pytest
+import torch
+
+from anymamba.blocks.narrow import NarrowEmbedding, NarrowLinear
+from anymamba.ground.narrow import FORMATS, GROUPS, stored_parts
+from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu.program import MAX_ROWS
+from anymamba.ops.narrow import narrow, narrow_linear, widened
+from tests.support import FLOOR, assert_near
+
+# Largest rounding error of a weight, relative to the largest of its group: half a step, for int4 of a clipped group
+# at most one step of it.
+STEP = {"bfloat16": 2**-8, "float16": 2**-11, "int8": 1.01 / 254, "int4": 0.21}
+# Outputs and inputs: one, fewer than a vector, tails in every place, several groups, more than a panel's rows.
+SIZES = [(1, 1), (5, 7), (3, 16), (17, 33), (64, 64), (29, 129), (100, 200), (13, 1000)]
+
+
+def weight(out, width, seed=0):
+    """Rows of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out, width, generator=generator) * torch.logspace(-6, 2, out).unsqueeze(1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("out", "width"), SIZES)
+def test_a_weight_is_stored_to_within_a_step_of_its_group(format, out, width):
+    plain = weight(out, width)
+    stored = narrow(plain, format)
+    found = {"weight": stored.codes, "scales": stored.scales}
+    assert {k: (tuple(x.shape), x.dtype) for k, x in found.items() if x is not None} == stored_parts(format, out, width)
+    error = (widened(stored, torch.float64) - plain).abs()
+    size = GROUPS.get(format, width)
+    for part, exact in zip(error.split(size, 1), plain.abs().split(size, 1), strict=True):
+        least = 2**-24 if format == "float16" else 0  # below its normal numbers
+        assert (part <= STEP[format] * exact.max(1, keepdim=True).values + least).all()
+
+
+def test_four_bits_leave_less_error_than_scales_that_cover_everything():
+    plain = torch.randn(50, 320, generator=torch.Generator().manual_seed(1))
+    groups = plain.unflatten(1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    covered = ((groups / scale).round() * scale - groups).square().mean()
+    assert (widened(narrow(plain, "int4")) - plain).square().mean() < 0.9 * covered
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros_stay_zeros_and_widening_is_exact(format):
+    zeros = torch.zeros(3, 70)
+    assert torch.equal(widened(narrow(zeros, format)), zeros)
+    stored = narrow(weight(6, 70), format)
+    assert torch.equal(widened(stored).double(), widened(stored, torch.float64))
+
+
+@pytest.mark.usefixtures("each_implementation")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("out", "width"), SIZES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1])
+def test_products_and_gradients_are_those_of_the_widened_weight(format, out, width, rows):
+    torch.manual_seed(0)
+    stored = narrow(weight(out, width), format)
+    x, bias = torch.randn(rows, width, requires_grad=True), torch.randn(out, requires_grad=True)
+    y = narrow_linear(x, stored, bias)
+    head = torch.randn(rows, out)
+    found = torch.autograd.grad(y, (x, bias), head)
+    wide = widened(stored, torch.float64)
+    assert_near(y - bias, x.double() @ wide.T, FLOOR[torch.float32] * 4, least=1.0)
+    assert_near(found[0], head.double() @ wide, FLOOR[torch.float32] * 4)
+    assert_near(found[1], head.double().sum(0), FLOOR[torch.float32])
+
+
+@pytest.mark.usefixtures("each_implementation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_activations_of_other_dtypes(dtype):
+    torch.manual_seed(0)
+    stored = narrow(torch.randn(9, 100), "int8")
+    x = torch.randn(2, 3, 100).to(dtype)
+    y = narrow_linear(x, stored)
+    assert y.dtype == dtype
+    assert y.shape == (2, 3, 9)
+    assert_near(y, x.double() @ widened(stored, torch.float64).T, FLOOR[dtype])
+
+
+@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
+    torch.manual_seed(0)
+    stored, x = narrow(torch.randn(301, 333), format), torch.randn(MAX_ROWS, 333)
+    together = narrow_linear(x, stored)
+    before = torch.get_num_threads()
+    try:
+        for threads, some in ((1, [0]), (2, [3, 4, 5]), (3, list(range(7, 40)))):
+            torch.set_num_threads(threads)
+            assert torch.equal(narrow_linear(x[some], stored), together[some])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_embedding_returns_widened_rows(format):
+    table = NarrowEmbedding(format, 11, 40)
+    table.store(narrow(weight(11, 40), format))
+    ids = torch.tensor([[0, 3, 10], [2, 2, 1]])
+    assert torch.equal(table(ids), widened(table.stored)[ids])
+    for bad in (-1, 11):
+        with pytest.raises(IndexError):
+            table(torch.tensor([bad]))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_casts_change_what_is_computed_in_and_leave_the_weight(format):
+    linear = NarrowLinear(format, 40, 9, bias=True)
+    linear.store(narrow(weight(9, 40), format))
+    before = {name: x.clone() for name, x in linear.state_dict().items() if name != "bias"}
+    linear.to(torch.bfloat16)
+    assert linear.dtype == torch.bfloat16
+    assert linear.bias.dtype == torch.bfloat16
+    for name, x in before.items():
+        assert linear.state_dict()[name].dtype == x.dtype
+        assert torch.equal(linear.state_dict()[name], x)
+    assert linear.double()(torch.randn(2, 40).double()).dtype == torch.float64
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_weights_and_inputs_are_named():
+    for format, value in (("int8", torch.nan), ("int4", torch.inf), ("bfloat16", -torch.inf), ("float16", 1e6)):
+        with pytest.raises(ValueError, match="cannot hold weights that are not finite"):
+            narrow(torch.full((2, 40), value), format)
+    with pytest.raises(ValueError, match="weights must be one of bfloat16, float16, int8, int4, got 'int2'"):
+        narrow(torch.zeros(2, 2), "int2")
+    stored = narrow(torch.randn(4, 40), "int8")
+    with pytest.raises(ValueError, match="x must have 40 channels"):
+        narrow_linear(torch.randn(2, 41), stored)
+    for bad in (stored._replace(width=41), stored._replace(scales=None), stored._replace(codes=stored.codes[:, :3])):
+        with pytest.raises(ValueError, match="must be"):
+            narrow_linear(torch.randn(2, bad.width), bad)
