@@ -210,6 +210,63 @@ def test_a_program_notices_when_parameters_have_moved():
     assert not program.is_current()
 
 
+class Norm(nn.Module):
+    """A weight for each channel, as a parameter and as a buffer."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, dtype=dtype))
+        self.register_buffer("scales", torch.randn(1, 1, width, dtype=dtype))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("gated", "order"), [(False, True), (True, True), (True, False)])
+def test_a_norm_takes_its_groups_its_order_and_its_weights_from_whoever_records(gated, order, weighted, dtype):
+    width, rows, group_size, eps = 42, 3, 14, 1e-3
+    module, x = Norm(width, dtype), torch.randn(rows, 2 * width).to(dtype)
+
+    def record(program):
+        norm, z = (module if weighted else None), (width if gated else -1)
+        options = {"eps": eps, "group_size": group_size, "norm_before_gate": order}
+        program.write(program.norm(0, norm, width, z=z, to=0, **options), width)
+
+    y = Program(record, dtype, 2 * width, dtype).run(x, [])[0]
+    u, gate = x.double()[:, :width], torch.nn.functional.silu(x.double()[:, width:])
+    u = u * gate if gated and not order else u
+    groups = u.unflatten(-1, (-1, group_size))
+    expected = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    expected = expected * module.weight.double() if weighted else expected
+    assert_near(y, expected * gate if gated and order else expected, FLOOR[dtype])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_slot_is_scaled_by_a_number_and_by_a_vector(dtype):
+    width, module = 37, Norm(37, dtype)
+    x = torch.randn(3, width).to(dtype)
+
+    def record(program):
+        half = program.scale(0, width, factor=0.5)
+        scaled = program.scale(half, width, weight=program.buffer(module, "scales", 1, 1, width))
+        program.write(program.scale(scaled, width, factor=3, weight=program.parameter(module, "weight", width)), width)
+
+    y = Program(record, dtype, width, dtype).run(x, [])[0]
+    assert_near(y, 1.5 * x.double() * module.scales[0].double() * module.weight.double(), FLOOR[dtype])
+
+
+def test_groups_that_do_not_divide_the_channels_and_buffers_that_are_none_are_refused():
+    module = Norm(8, torch.float32)
+    for record, reason in (
+        (lambda program: program.norm(0, module, 8, eps=1e-5, group_size=3), "groups of 3"),
+        (lambda program: program.buffer(module, "weight", 8), "weight must be a tensor"),
+        (lambda program: program.buffer(module, "scales", 8), "scales must be contiguous, of shape"),
+    ):
+        with pytest.raises(NotCovered, match=reason):
+            Program(record, torch.float32, 8, torch.float32)
+
+
 class Holder(nn.Module):
     """A matrix by the name that a program is given."""
 

@@ -261,11 +261,17 @@ _PHASES = (
     Structure("EdgePhase", "slot = input, or output = slot", {}, (*numbers("width slot"),)),
     Structure(
         "NormPhase",
-        "to = weight x / rms(x) over groups of channels; with a gate, as norm.h has it",
+        "to = weight x / rms(x) over groups of channels, without `weight` x / rms(x); with a gate, as norm.h has it",
         {},
         (*numbers("width group_size norm_before_gate"), *reals("eps"), *numbers("x z to"), *parameters("weight")),
     ),
     Structure("GatePhase", "to = x silu(z)", {}, (*numbers("width x z to"),)),
+    Structure(
+        "ScalePhase",
+        "to = factor x, channel by channel times `weight` if there is one",
+        {},
+        (*numbers("width x to"), *reals("factor"), *parameters("weight")),
+    ),
     Structure(
         "LinearPhase",
         "to = x weightᵀ + bias, or to += it; without `to`, the program's output",
@@ -344,6 +350,7 @@ PHASE_KINDS = {
     "write": "EdgePhase",
     "norm": "NormPhase",
     "gate": "GatePhase",
+    "scale": "ScalePhase",
     "linear": "LinearPhase",
     "conv": "ConvPhase",
     "mamba1": "Mamba1Phase",

@@ -115,12 +115,20 @@ class Program:
 
     def parameter(self, owner: nn.Module, name: str, *shape: int, optional: bool = False) -> Any:
         """A parameter of a module, read where it lies; where an optional one is None, none."""
-        x, kind = owner._parameters.get(name), arguments.c_structure("Parameter")
+        return self._read(owner._parameters.get(name), nn.Parameter, name, shape, optional)
+
+    def buffer(self, owner: nn.Module, name: str, *shape: int) -> Any:
+        """A buffer of a module, read where it lies."""
+        return self._read(owner._buffers.get(name), Tensor, name, shape, False)
+
+    def _read(self, x: Tensor | None, kind_of: type, name: str, shape: tuple[int, ...], optional: bool) -> Any:
+        kind = arguments.c_structure("Parameter")
         if x is None and optional:
             return kind()
         dtypes = (self.wide,) if self.wide == torch.float64 else _NARROW
-        if type(x) is not nn.Parameter or x.device != _CPU or x.dtype not in dtypes:
-            self.refuse(f"{name} must be a parameter in memory, of one of {dtypes}")
+        if type(x) is not kind_of or x.device != _CPU or x.dtype not in dtypes:
+            self.refuse(f"{name} must be a {kind_of.__name__.lower()} in memory, of one of {dtypes}")
+        assert x is not None
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
         self._parameters.append(x)
@@ -154,20 +162,56 @@ class Program:
         self.phase("linear", **{"in": width}, out=out, x=x, to=to, add=add, weight=weight, bias=bias)
         return to
 
-    def norm(self, x: int, norm: Any, width: int, *, z: int = -1, to: int | None = None) -> int:
-        """An RMS norm over `width` channels, with a gate if `z` is given."""
+    def norm(
+        self,
+        x: int,
+        norm: Any,
+        width: int,
+        *,
+        z: int = -1,
+        to: int | None = None,
+        eps: float | None = None,
+        group_size: int | None = None,
+        norm_before_gate: bool | None = None,
+    ) -> int:
+        """An RMS norm over `width` channels, with a gate if `z` is given.
+
+        Args:
+            x: slot of what is normed.
+            norm: the module whose weight it takes; None for a norm without weights.
+            width: channels.
+            z: slot of the gates; none if negative.
+            to: slot of the result, which may be `x`; a new one if not given.
+            eps: added to the mean square; the module's `eps` if not given, like the next two for a gated norm.
+            group_size: channels that are normed together; without a gate, all if not given.
+            norm_before_gate: the order of the two.
+        """
         to = self.slot(width) if to is None else to
+        gated = z >= 0
+        if group_size is None:
+            group_size = norm.group_size if gated else width
+        if norm_before_gate is None:
+            norm_before_gate = gated and norm.norm_before_gate
+        if group_size < 1 or width % group_size:
+            self.refuse(f"groups of {group_size} do not divide the {width} channels")
         self.phase(
             "norm",
             width=width,
-            group_size=width if z < 0 else norm.group_size,
-            norm_before_gate=z >= 0 and norm.norm_before_gate,
-            eps=norm.eps,
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+            eps=norm.eps if eps is None else eps,
             x=x,
             z=z,
             to=to,
-            weight=self.parameter(norm, "weight", width),
+            weight=arguments.c_structure("Parameter")() if norm is None else self.parameter(norm, "weight", width),
         )
+        return to
+
+    def scale(self, x: int, width: int, *, factor: float = 1.0, weight: Any = None, to: int | None = None) -> int:
+        """`factor x`, times a `weight` for each channel if there is one (from `parameter` or `buffer`)."""
+        to = self.slot(width) if to is None else to
+        weight = arguments.c_structure("Parameter")() if weight is None else weight
+        self.phase("scale", width=width, x=x, to=to, factor=factor, weight=weight)
         return to
 
     def gate(self, x: int, z: int, width: int, *, to: int | None = None) -> int:

@@ -37,11 +37,19 @@ void write_output(const Token<T>& token, const EdgePhase& phase) {
   });
 }
 
+// The weights of all channels; ones where there are none.
+template <typename T>
+const T* read_weight(T* buffer, const Parameter& weight, int64_t width) {
+  if (weight.data) return read_parameter(buffer, weight, 0, width);
+  for (int64_t c = 0; c < width; ++c) buffer[c] = T(1);
+  return buffer;
+}
+
 template <typename T>
 void norm_rows(const Token<T>& token, const NormPhase& phase, void* scratch) {
   share(token.args.batch, [&](int64_t row) {
     Arena arena(scratch);
-    const T* weight = read_parameter(arena.take<T>(phase.width), phase.weight, 0, phase.width);
+    const T* weight = read_weight(arena.take<T>(phase.width), phase.weight, phase.width);
     T* unit = arena.take<T>(phase.group_size);
     const T* x = token.at(row, phase.x);
     T* to = token.at(row, phase.to);
@@ -62,6 +70,16 @@ void gate_rows(const Token<T>& token, const GatePhase& phase) {
     for (int64_t c = 0; c < phase.width; c += kLanes<T>)
       store_first(to + c, load_first(x + c, phase.width - c) * silu<T>(load_first(z + c, phase.width - c)),
                   phase.width - c);
+  });
+}
+
+template <typename T>
+void scale_rows(const Token<T>& token, const ScalePhase& phase, void* scratch) {
+  share(token.args.batch, [&](int64_t row) {
+    const T* weight = read_weight(static_cast<T*>(scratch), phase.weight, phase.width);
+    const T *x = token.at(row, phase.x), factor = static_cast<T>(phase.factor);
+    T* to = token.at(row, phase.to);
+    for (int64_t c = 0; c < phase.width; ++c) to[c] = x[c] * factor * weight[c];
   });
 }
 
@@ -105,6 +123,8 @@ size_t phase_scratch(const Phase& phase) {
       count.take<T>(args_of<NormPhase>(phase).width), count.take<T>(args_of<NormPhase>(phase).group_size);
       return count.used();
     }
+    case kScale:
+      return static_cast<size_t>(args_of<ScalePhase>(phase).width) * sizeof(T);
     case kLinear:
       return kDotRows * static_cast<size_t>(args_of<LinearPhase>(phase).in) * sizeof(T);
     case kConv:
@@ -139,6 +159,8 @@ void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
       return norm_rows(token, args_of<NormPhase>(phase), scratch);
     case kGate:
       return gate_rows(token, args_of<GatePhase>(phase));
+    case kScale:
+      return scale_rows(token, args_of<ScalePhase>(phase), scratch);
     case kLinear:
       return project_any(token, args_of<LinearPhase>(phase), scratch);
     case kConv:
