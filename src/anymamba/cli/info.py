@@ -12,6 +12,7 @@ from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
 from anymamba.kernels.cpu.library import LIBRARY
+from anymamba.models.activation import is_undecided
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import non_finite_values, open_checkpoint
 from anymamba.models.skeleton import skeleton
@@ -20,7 +21,7 @@ from anymamba.version import __version__
 
 def run(args: argparse.Namespace) -> None:
     """Print a table."""
-    rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype))
+    rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype), dict(args.block))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -60,8 +61,8 @@ def _kernels() -> str:
     return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
 
 
-def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
-    checkpoint = open_checkpoint(source)
+def _model(source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> list[tuple[str, str]]:
+    checkpoint = open_checkpoint(source, options)
     config = checkpoint.config
     model = skeleton(config, dtype or checkpoint.dtype)
     weights = sum(p.nbytes for p in model.parameters())
@@ -76,6 +77,7 @@ def _model(source: str, dtype: torch.dtype | None) -> list[tuple[str, str]]:
         ("model", f"{config.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
         ("shape", shape),
         ("block", ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))),
+        *([("activation", "not said in the config: heavy_tail or softplus")] if is_undecided(config) else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),

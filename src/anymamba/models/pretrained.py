@@ -8,12 +8,13 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anymamba.ground.files import read_json, replacing, write_json, write_tensors
+from anymamba.models.activation import with_block_options
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id
@@ -60,14 +61,23 @@ class Checkpoint(NamedTuple):
         return self.tensors[EMBEDDING][2].dtype
 
 
-def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | None = None) -> Checkpoint:
     """Find out what a directory or hub id holds, reading the config and the headers of the weights.
+
+    Args:
+        source: the directory or hub id.
+        ssm_cfg: options of the blocks that count in place of the config's.
 
     Raises:
         ValueError: there is no checkpoint, its format is unknown, or its tensors do not fit its config.
     """
     directory = resolve(source)
     adapter, config = _read_config(directory)
+    if ssm_cfg:
+        try:
+            config = with_block_options(config, ssm_cfg)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{directory}, with ssm_cfg = {ssm_cfg}: {error}") from error
     files = find_weights(directory, adapter.weight_files)
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
@@ -100,11 +110,12 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     mapped: bool = False,
+    ssm_cfg: dict[str, Any] | None = None,
 ) -> MambaLM:
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_pretrained: dtype must be a torch.dtype, as torch.bfloat16, got {dtype!r}")
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, ssm_cfg)
     asked = dtype or checkpoint.dtype
     model = skeleton(checkpoint.config, asked)
     targets = {name: x.dtype for name, x in model.state_dict().items()}

@@ -16,6 +16,7 @@ from torch import Tensor
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, write_end
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked, replacing
+from anymamba.models.activation import warn_if_undecided
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
@@ -141,6 +142,7 @@ def settled(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(f"data.tokenizer = {name}: model.init has a tokenizer, and its weights know no other")
     else:
         found = open_checkpoint(config.model.init)
+        warn_if_undecided(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")
         config.model.expect(found.config)
         tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
         beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")
