@@ -20,9 +20,9 @@ _CLEARLY = 0.01  # of the bits per byte
 PIECES = (
     "The village lies at the end of a narrow valley, where the river turns to the south. In the summer the farmers "
     "take their cattle up to the high meadows, and they do not come back before the first snow has fallen on the "
-    "mountains. There is one shop, which is also the post office, and a small school with two teachers. Most of the young "
-    "people leave when they are eighteen, because there is not much work, but some of them return after a few years with a "
-    "family of their own.",
+    "mountains. There is one shop, which is also the post office, and a small school with two teachers. Most of the "
+    "young people leave when they are eighteen, because there is not much work, but some of them return after a few "
+    "years with a family of their own.",
     '"I do not know what you want me to say," she said, and put the letter back on the table. "You have read it, and '
     'you know as much as I do." He did not answer at once. He looked out of the window, where it had begun to rain, '
     'and then he said: "You could have told me last week." She shook her head. "No, I could not. That was before I had '
