@@ -78,7 +78,8 @@ def create_block(
     """
     if layer_idx in (attn_layer_idx or []):
         raise NotImplementedError("mamba_ssm.modules.mha.MHA: there are no attention layers")
-    options, factory = dict(ssm_cfg or {}), {"device": device, "dtype": dtype}
+    options = dict(ssm_cfg or {})
+    factory: dict[str, Any] = {"device": device, "dtype": dtype}
     layer = options.pop("layer", "Mamba1")
     if layer not in _MIXERS:
         raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(_MIXERS)}, got {layer!r}')
@@ -122,7 +123,7 @@ class MixerModel(nn.Module):
         self.layers = nn.ModuleList(layer(*switches, layer_idx=i, **factory) for i in range(n_layer))
         self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **factory)
         if self.embedding.weight.device.type != "meta":
-            sizes = {"d_model": d_model, "n_layer": n_layer, "d_intermediate": d_intermediate}
+            sizes: dict[str, Any] = {"d_model": d_model, "n_layer": n_layer, "d_intermediate": d_intermediate}
             config = MambaLMConfig(
                 **sizes, vocab_size=vocab_size, ssm_cfg=ssm_cfg or {}, rms_norm=rms_norm, pad_vocab_size_multiple=1
             )

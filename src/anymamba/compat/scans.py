@@ -201,7 +201,7 @@ def mamba_chunk_scan_combined(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: Any = (0.0, float("inf")),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
@@ -251,10 +251,10 @@ def mamba_chunk_scan_combined(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: Any) -> Tensor:
     if softplus:
         zero = dt.new_zeros(dt.shape[-1], dtype=torch.float32) if bias is None else bias
-        return step_sizes(dt, zero, dt_limit=limit)
+        return step_sizes(dt, zero, dt_limit=tuple(limit))
     wide = dt.to(state_dtype(dt.dtype))
     return (wide if bias is None else wide + bias.to(wide.dtype)).clamp(*limit)
 
@@ -295,7 +295,7 @@ def mamba_split_conv1d_scan_combined(
     chunk_size: int,
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: Any = (0.0, float("inf")),
     return_final_states: bool = False,
     activation: str | None = "silu",
     rmsnorm_weight: Tensor | None = None,

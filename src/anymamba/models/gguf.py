@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -93,7 +94,7 @@ class GgufFile:
             ValueError: it is damaged, or the `gguf` package is missing.
         """
         try:
-            import gguf
+            gguf: Any = import_module("gguf")
         except ImportError as error:
             raise ValueError(f"{self.path}: to read it, install gguf (pip install 'anymamba[hf]')") from error
         try:
