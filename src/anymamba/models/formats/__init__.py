@@ -10,6 +10,7 @@ from anymamba.models.formats.transformers import TransformersFormat
 FORMATS: dict[str, Format] = {
     f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat())
 }
+READ_ONLY = frozenset({"fla"})  # nobody can ask for these to be written
 
 
 def format_named(name: str) -> Format:
