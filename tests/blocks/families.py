@@ -12,6 +12,8 @@ OPTIONS = {
     "mamba1 odd sizes": (Mamba1, {"expand": 2.25, "d_state": 5, "dt_rank": 3, "d_conv": 3}),
     "mamba1 biases": (Mamba1, {"bias": True, "conv_bias": False, "dt_init": "constant"}),
     "mamba2": (Mamba2, {}),
+    "mamba1 plain inner norms": (Mamba1, {"inner_norms": "plain", "dt_rank": 3}),
+    "mamba1 weighted inner norms": (Mamba1, {"inner_norms": "weighted", "inner_norm_eps": 1e-3}),
     "mamba2 without convolution history": (Mamba2, {"d_conv": 1}),
     "mamba2 groups": (Mamba2, {"ngroups": 2}),
     "mamba2 float expand": (Mamba2, {"expand": 1.5}),

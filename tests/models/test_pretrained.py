@@ -530,8 +530,8 @@ class TestDamage:
         shutil.copytree(GOLDEN / "lm_hf_mamba", tmp_path, dirs_exist_ok=True)
         edit_json(tmp_path / "config.json", intermediate_size=65)
         self.refused(tmp_path, "intermediate_size must be .* = 64, got 65")
-        edit_json(tmp_path / "config.json", intermediate_size=64, model_type="falcon_mamba")
-        self.refused(tmp_path, "Falcon-Mamba, whose blocks norm B, C and dt, is not supported")
+        edit_json(tmp_path / "config.json", intermediate_size=64, model_type="zamba")
+        self.refused(tmp_path, 'with "model_type": "mamba" or "falcon_mamba" or "mamba2", got \'zamba\'')
 
     def test_a_file_or_nothing(self, directory):
         self.refused(directory / "config.json", "expected a directory .*got a file")

@@ -12,6 +12,11 @@ IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group
 _Config = TypeVar("_Config")
 
 
+def ignored_options(kind: type[Any]) -> frozenset[str]:
+    """Options of the official block that change no result: those that all have, and those of a family's config."""
+    return IGNORED_OPTIONS | getattr(kind, "IGNORED", frozenset())
+
+
 def make_config(kind: type[_Config], config: _Config | int | None, fields: dict[str, Any]) -> _Config:
     """The config that a block is made from: one, or `d_model` and fields.
 
@@ -23,7 +28,7 @@ def make_config(kind: type[_Config], config: _Config | int | None, fields: dict[
         if fields:
             raise TypeError(f"{name}: give a config or its fields, not both; got also {sorted(fields)}")
         return config
-    fields = {key: value for key, value in fields.items() if key not in IGNORED_OPTIONS}
+    fields = {key: value for key, value in fields.items() if key not in ignored_options(kind)}
     if config is not None:
         fields = {"d_model": config, **fields}
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]

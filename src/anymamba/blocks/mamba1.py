@@ -4,6 +4,8 @@
     h_t[i, n] = exp(Δ_t[i] A[i, n]) h_{t-1}[i, n] + Δ_t[i] x_t[i] B_t[n]        y_t = h_t C_t + D x_t
     out = out_proj(y silu(z))
 
+Falcon-Mamba and Jamba norm d, B and C after x_proj (`inner_norms`).
+
 | letter | b | t | d | i | n | w |
 |---|---|---|---|---|---|---|
 | | batch | time | d_model | channels | state | conv width |
@@ -25,10 +27,11 @@ from torch import Tensor, nn
 from anymamba.blocks.block import Block, ProjectionPart
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
-from anymamba.blocks.modules import CausalConv
+from anymamba.blocks.modules import CausalConv, RMSNorm
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.sequences import is_padding
 from anymamba.ground.states import SavedTree
+from anymamba.ops.norms import rms_norm
 from anymamba.scan import SsdPath, selective_scan
 
 if TYPE_CHECKING:
@@ -51,6 +54,10 @@ class Mamba1Config:
     dt_init_floor: int | float = 1e-4
     conv_bias: bool = True
     bias: bool = False  # of in_proj and out_proj
+    inner_norms: Literal["none", "plain", "weighted"] = (
+        "none"  # RMS norms of d, B, C: Falcon-Mamba plain, Jamba weighted
+    )
+    inner_norm_eps: int | float = 1e-6
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
@@ -66,6 +73,10 @@ class Mamba1Config:
             raise ValueError(f"Mamba1Config: dt_scale must be a positive number, got {self.dt_scale!r}")
         if self.dt_init not in ("random", "constant"):
             raise ValueError(f'Mamba1Config: dt_init must be "random" or "constant", got {self.dt_init!r}')
+        if self.inner_norms not in ("none", "plain", "weighted"):
+            raise ValueError(f"Mamba1Config: inner_norms must be none, plain or weighted, got {self.inner_norms!r}")
+        if self.inner_norm_eps < 0:
+            raise ValueError(f"Mamba1Config: inner_norm_eps must not be negative, got {self.inner_norm_eps}")
         if not 0 < self.dt_min <= self.dt_max:
             raise ValueError(f"Mamba1Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
 
@@ -150,6 +161,10 @@ class Mamba1(Block):
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
         self.A_log = nn.Parameter(torch.arange(1, c.d_state + 1, **wide).log().repeat(c.d_inner, 1))
         self.D = nn.Parameter(torch.ones(c.d_inner, **wide))
+        if c.inner_norms == "weighted":
+            self.dt_layernorm = RMSNorm(c.dt_width, eps=c.inner_norm_eps, **factory)
+            self.b_layernorm = RMSNorm(c.d_state, eps=c.inner_norm_eps, **factory)
+            self.c_layernorm = RMSNorm(c.d_state, eps=c.inner_norm_eps, **factory)
         self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
         for parameter in (self.dt_proj.bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
@@ -191,6 +206,12 @@ class Mamba1(Block):
         c: Mamba1Config = self.config
         x = program.conv(projected, program.child(self, "conv1d", CausalConv), c.d_inner, c.d_conv)
         selected = program.linear(x, self, "x_proj", c.d_inner, c.dt_width + 2 * c.d_state)
+        if c.inner_norms != "none":
+            part = selected
+            for name, width in self._inner_widths().items():
+                norm = program.child(self, name, RMSNorm) if c.inner_norms == "weighted" else None
+                program.norm(part, norm, width, to=part, eps=c.inner_norm_eps if norm is None else None)
+                part += width
         y = program.slot(c.d_inner)
         program.phase(
             "mamba1",
@@ -210,6 +231,22 @@ class Mamba1(Block):
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., i) -> dt before its softplus (..., i) in the dtype of the state, B (..., n), C (..., n)."""
-        c = self.config
-        low, b, cc = self.x_proj(x).split([c.dt_width, c.d_state, c.d_state], dim=-1)
+        widths = self._inner_widths()
+        low, b, cc = (
+            self._inner_norm(name, part)
+            for name, part in zip(widths, self.x_proj(x).split(list(widths.values()), dim=-1), strict=True)
+        )
         return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
+
+    def _inner_widths(self) -> dict[str, int]:
+        """Channels of d, B and C, by the names of their norms."""
+        c = self.config
+        return {"dt_layernorm": c.dt_width, "b_layernorm": c.d_state, "c_layernorm": c.d_state}
+
+    def _inner_norm(self, name: str, x: Tensor) -> Tensor:
+        c = self.config
+        if c.inner_norms == "none":
+            return x
+        if c.inner_norms == "weighted":
+            return self.get_submodule(name)(x)
+        return rms_norm(x, x.new_ones(x.shape[-1]), eps=c.inner_norm_eps)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from anymamba.cli import options
+from anymamba.generation.evidence import decide_activation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.ground.devices import find_device
+from anymamba.models.activation import warn_if_undecided
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import load_model, resolve
 
@@ -27,8 +29,19 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     directory, device = resolve(args.model), find_device(args.device, "--device")
-    model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, weights=args.weights)
-    return model, load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
+    options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
+    model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, **options)
+    tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
+    tell_activation(model, tokenizer)
+    return model, tokenizer
+
+
+def tell_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
+    """Have a text decide what a Mamba-3 config leaves unsaid, and say how; without a tokenizer, warn."""
+    if tokenizer is None:
+        warn_if_undecided("no tokenizer to decide with", model.config, "--block a_activation=softplus")
+    elif (found := decide_activation(model, tokenizer)) is not None:
+        print(f"anymamba: {'' if found.taken else 'warning: '}{found}", file=sys.stderr)
 
 
 def name_end(model: MambaLM, source: Path) -> None:

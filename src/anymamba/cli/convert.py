@@ -8,8 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
-from anymamba.cli.common import DTYPES, name_end
+from anymamba.cli.common import DTYPES, name_end, tell_activation
+from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.formats import format_named
+from anymamba.models.lm import MambaLM
 from anymamba.models.narrow import weight_format
 from anymamba.models.pretrained import (
     copy_companions,
@@ -31,9 +33,11 @@ def run(args: argparse.Namespace) -> None:
     if target.is_dir() and any(target.iterdir()) and not args.force:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
     expect_no_other(target, format_named(args.format))
-    checkpoint = open_checkpoint(source)
-    model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, weights=args.weights)
+    checkpoint = open_checkpoint(source, dict(args.block))
+    options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
+    model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, **options)
     warn_of_non_finite(source, model.state_dict())
+    tell_activation(model, _tokenizer(model, source))
     if args.format == "transformers":
         name_end(model, source)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,3 +56,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"{checkpoint.format.name} -> {args.format}: {parameters:,} parameters, {stored} in {target}")
     if copied:
         print(f"copied {', '.join(copied)}")
+
+
+def _tokenizer(model: MambaLM, source: Path) -> Tokenizer | None:
+    """That of the model, if there is one and somebody can read it."""
+    try:
+        return load_tokenizer(None, source, model.config.padded_vocab_size)
+    except ValueError:
+        return None

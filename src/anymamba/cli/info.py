@@ -13,6 +13,7 @@ from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
 from anymamba.kernels.cpu.library import LIBRARY
+from anymamba.models.activation import is_undecided
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import expect_weights, non_finite_values, open_checkpoint
 from anymamba.models.skeleton import expected_shapes, skeleton
@@ -21,7 +22,7 @@ from anymamba.version import __version__
 
 def run(args: argparse.Namespace) -> None:
     """Print a table."""
-    rows = _machine() if args.model is None else _model(args.model, DTYPES.get(args.dtype), args.weights)
+    rows = _machine() if args.model is None else _model(args)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -61,10 +62,10 @@ def _kernels() -> str:
     return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
 
 
-def _model(source: str, dtype: torch.dtype | None, format: str | None) -> list[tuple[str, str]]:
-    checkpoint = open_checkpoint(source)
+def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
+    checkpoint, dtype = open_checkpoint(args.model, dict(args.block)), DTYPES.get(args.dtype)
     config = checkpoint.config
-    narrow = expect_weights(checkpoint, format, dtype)
+    narrow = expect_weights(checkpoint, args.weights, dtype)
     model = skeleton(config, dtype or checkpoint.dtype, narrow)
     parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
     parameters -= config.padded_vocab_size * config.d_model if config.tie_embeddings else 0
@@ -82,6 +83,7 @@ def _model(source: str, dtype: torch.dtype | None, format: str | None) -> list[t
         ("model", f"{config.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
         ("shape", shape),
         ("block", ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))),
+        *([("activation", "not said in the config: heavy_tail or softplus")] if is_undecided(config) else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("parameters", f"{parameters:,}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
@@ -91,6 +92,30 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     _add_weights(parser)
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--threads", type=_WHOLE, metavar="N", help="CPU threads to compute with")
+    _add_block(parser)
+
+
+def _add_block(parser: argparse.ArgumentParser) -> None:
+    """--block."""
+    parser.add_argument(
+        "--block",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the blocks in place of the config's, such as a_activation=softplus; repeatable",
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON spells it, or else a word."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +226,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
     parser.add_argument("--dtype", **_one_of(DTYPES), help="of the weights (default: as they are)")
     _add_weights(parser)
+    _add_block(parser)
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
 
 
@@ -217,3 +243,4 @@ def _add_info(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id (default: this machine)")
     parser.add_argument("--dtype", **_one_of(DTYPES), help="to load the model in (default: that of the file)")
     _add_weights(parser)
+    _add_block(parser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from anymamba.generation.evidence import decide_activation
 from anymamba.generation.generate import stream
 from anymamba.generation.prefill import start
 from anymamba.generation.sampling import expect_integer
@@ -57,6 +59,7 @@ def pipeline(
     dtype: torch.dtype | None = None,
     weights: str | None = None,
     device: torch.device | str = "cpu",
+    ssm_cfg: dict[str, Any] | None = None,
 ) -> Pipeline:
     """A model and its tokenizer, from a directory or hub id.
 
@@ -69,13 +72,17 @@ def pipeline(
         dtype: to compute in; that of the file if not given.
         weights: a format of fewer bits for the weights, as `MambaLM.from_pretrained` takes it.
         device: to compute on.
+        ssm_cfg: options of the blocks that count in place of the config's.
 
     Raises:
         ValueError: there is no model, or no tokenizer that belongs to it.
     """
     directory = resolve(source)
-    model = load_model(directory, dtype=dtype, device=device, weights=weights)
-    return Pipeline(model, load_tokenizer(tokenizer, directory, model.config.padded_vocab_size))
+    model = load_model(directory, dtype=dtype, device=device, weights=weights, ssm_cfg=ssm_cfg)
+    found = load_tokenizer(tokenizer, directory, model.config.padded_vocab_size)
+    if (evidence := decide_activation(model, found)) is not None:
+        warnings.warn(f"{directory}: {evidence}", stacklevel=2)
+    return Pipeline(model, found)
 
 
 class Pipeline:

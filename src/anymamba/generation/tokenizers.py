@@ -9,9 +9,11 @@ import os
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
 from anymamba.ground.files import read_json, write_json
+from anymamba.models import gguf
 from anymamba.models.hub import fetch, is_repository_id
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -161,13 +163,18 @@ def load_tokenizer(
     Args:
         name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one beside the weights, or the
             byte tokenizer for a vocabulary of 256.
-        directory: of the model, for a name of None.
+        directory: of the model, or its GGUF file, for a name of None.
         vocab_size: rows of the model's embedding, to check that the tokenizer belongs to it.
 
     Raises:
         ValueError: there is no tokenizer, or it has more tokens than the model.
     """
     tokenizer: Tokenizer
+    if name is None and directory is not None and Path(directory).suffix == gguf.SUFFIX and Path(directory).is_file():
+        with TemporaryDirectory() as extracted:
+            for file, content in gguf.tokenizer_files(Path(directory)).items():
+                write_json(Path(extracted) / file, content)
+            return load_tokenizer(None, extracted, vocab_size)
     if name is None and directory is None:
         raise ValueError("load_tokenizer: expected a name, or the directory of a model, got neither")
     beside = None if directory is None else Path(directory) / "tokenizer.json"

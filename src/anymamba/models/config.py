@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.block import Block
-from anymamba.blocks.config import IGNORED_OPTIONS
+from anymamba.blocks.config import ignored_options
 from anymamba.models.families import family
 
-# Entries of `ssm_cfg` that tune the official kernels. They are kept and written back, and change no result.
-# `chunk_size` is among them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
-_KERNEL_OPTIONS = IGNORED_OPTIONS | {"chunk_size"}
 # Fields of a block that its fresh parameters depend on and nothing else: no part of a trained model.
 INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})
 _MOST = 2**31 - 1  # of any number: nothing larger can be computed with
@@ -86,7 +83,10 @@ class MambaLMConfig:
             ValueError: `ssm_cfg` has entries that the block does not know, or values that cannot work.
         """
         fields = {f.name: f for f in dataclasses.fields(self.family.CONFIG)}
-        given = {k: v for k, v in self.ssm_cfg.items() if k != "layer" and k not in _KERNEL_OPTIONS}
+        # They are kept and written back, and change no result. `chunk_size` is among them: it suits a GPU there. Pass
+        # `path=` to the model for a chunk length of your own.
+        kernels = ignored_options(self.family.CONFIG) | {"chunk_size"}
+        given = {k: v for k, v in self.ssm_cfg.items() if k != "layer" and k not in kernels}
         if unknown := sorted(set(given) - set(fields)):
             raise ValueError(f"MambaLMConfig: ssm_cfg has entries that {self.layer} does not know: {unknown}")
         values = {name: _typed(f'ssm_cfg["{name}"]', value, fields[name]) for name, value in given.items()}

@@ -281,6 +281,7 @@ class MambaLM(nn.Module):
         device: torch.device | str = "cpu",
         mapped: bool = False,
         weights: str | None = None,
+        ssm_cfg: dict[str, Any] | None = None,
     ) -> MambaLM:
         """Load a checkpoint: a directory, or the id of a repository on the hub.
 
@@ -292,13 +293,17 @@ class MambaLM(nn.Module):
                 "int4" (`anymamba.ground.narrow`). `dtype` is then that of the activations and of all other parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
+            ssm_cfg: options of the blocks that count in place of the config's.
 
-        Warns of weights that are not finite, unless they are mapped: nobody reads those before they are used.
+        Warns of weights that are not finite, unless they are mapped, and of a Mamba-3 whose activation nobody says.
         """
         # The file formats are built on this module, so they cannot be imported above it.
+        from anymamba.models.activation import warn_if_undecided
         from anymamba.models.pretrained import load_model
 
-        return load_model(source, dtype=dtype, device=device, mapped=mapped, weights=weights)
+        model = load_model(source, dtype=dtype, device=device, mapped=mapped, weights=weights, ssm_cfg=ssm_cfg)
+        warn_if_undecided(str(source), model.config, 'ssm_cfg={"a_activation": "softplus"}, or "heavy_tail" to agree')
+        return model
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, format: str = "official") -> None:
         """Write config and weights in one of `anymamba.models.formats`.

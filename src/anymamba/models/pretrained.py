@@ -9,13 +9,15 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anymamba.ground.files import read_json, replacing, write_json, write_tensors
 from anymamba.ground.narrow import CODES, WeightFormat, expect_format
+from anymamba.models import gguf
+from anymamba.models.activation import with_block_options
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format, format_named
 from anymamba.models.hub import fetch, is_repository_id
@@ -75,15 +77,25 @@ class Checkpoint(NamedTuple):
         return found
 
 
-def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | None = None) -> Checkpoint:
     """Find out what a directory or hub id holds, reading the config and the headers of the weights.
+
+    Args:
+        source: the directory or hub id.
+        ssm_cfg: options of the blocks that count in place of the config's.
 
     Raises:
         ValueError: there is no checkpoint, its format is unknown, or its tensors do not fit its config.
     """
     directory = resolve(source)
     adapter, config = _read_config(directory)
-    files = find_weights(directory, adapter.weight_files)
+    is_single = directory.suffix == gguf.SUFFIX and directory.is_file()
+    if ssm_cfg:
+        try:
+            config = with_block_options(config, ssm_cfg)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{directory}, with ssm_cfg = {ssm_cfg}: {error}") from error
+    files = [directory] if is_single else find_weights(directory, adapter.weight_files)
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
     try:
@@ -123,15 +135,16 @@ def load_model(
     device: torch.device | str = "cpu",
     mapped: bool = False,
     weights: str | None = None,
+    ssm_cfg: dict[str, Any] | None = None,
 ) -> MambaLM:
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_pretrained: dtype must be a torch.dtype, as torch.bfloat16, got {dtype!r}")
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, ssm_cfg)
     format = expect_weights(checkpoint, weights, dtype)
     asked = dtype or checkpoint.dtype
     model = skeleton(checkpoint.config, asked, format)
-    narrowed = narrow_names(model) if checkpoint.weights is None else []
+    narrowed = narrow_names(model) if format is not None and checkpoint.weights is None else []
     made = set(map(scales_of, narrowed))
     targets = {name: x.dtype for name, x in model.state_dict().items() if name not in made}
     targets |= dict.fromkeys(narrowed, torch.float32)
@@ -227,6 +240,8 @@ def expect_no_other(directory: Path, adapter: Format) -> None:
 
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer's files, and others that go with the weights; their names."""
+    if source.suffix == gguf.SUFFIX and source.is_file():
+        return _write_tokenizer(source, target)
     copied = [name for name in COMPANIONS if (source / name).is_file()]
     for name in copied:
         with replacing(target / name) as temporary:
@@ -234,17 +249,28 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return copied
 
 
+def _write_tokenizer(source: Path, target: Path) -> list[str]:
+    """Write the tokenizer of a GGUF file, if it has one that can be read; the names of its files."""
+    try:
+        found = gguf.tokenizer_files(source)
+    except ValueError:
+        return []
+    for name, content in found.items():
+        write_json(target / name, content)
+    return list(found)
+
+
 def resolve(source: str | os.PathLike[str]) -> Path:
-    """A directory as it is; "owner/name" through `huggingface_hub`, which keeps what it fetched.
+    """A directory or GGUF file as it is; "owner/name" through `huggingface_hub`, which keeps what it fetched.
 
     Raises:
         ValueError: neither a directory nor a repository that can be had.
     """
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == gguf.SUFFIX):
         return path
     if path.exists():
-        raise ValueError(f"{source}: expected a directory with config and weights, got a file")
+        raise ValueError(f"{source}: expected a directory with config and weights, or a .gguf file, got a file")
     if not is_repository_id(source):
         raise ValueError(f'{source}: no such directory, and not the id of a hub repository ("owner/name")')
     return _fetch(str(source))
@@ -264,6 +290,9 @@ def _fetch(name: str) -> Path:
 
 def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
     """The first format that recognises a config of the directory and, if there are several, has weights there."""
+    if directory.suffix == gguf.SUFFIX and directory.is_file():
+        config = gguf.read_config(directory)
+        return gguf.GgufFormat(config.layer), config
     raws = {
         name: read_json(directory / name)
         for name in {name for f in FORMATS.values() for name in f.config_files}

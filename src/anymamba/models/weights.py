@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from anymamba.ground.files import open_tensors, read_json
+from anymamba.models import gguf
 
 _BLOCK = 2**18  # values that are looked at together: they stay in a core's second-level cache
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -188,8 +189,23 @@ def _odd_kind(x: Tensor) -> str:
     return "one that repeats its values" if x.untyped_storage().nbytes() < x.numel() * x.element_size() else ""
 
 
-def weight_file(path: Path) -> SafetensorsFile | PickleFile:
+class GgufWeights(gguf.GgufFile):
+    """A GGUF file as weights."""
+
+    def __enter__(self) -> GgufWeights:
+        """Map the file and read its header."""
+        super().__enter__()
+        return self
+
+    def entries(self) -> dict[str, Stored]:
+        """Shape and dtype by name."""
+        return {name: Stored(*described) for name, described in self.shapes().items()}
+
+
+def weight_file(path: Path) -> SafetensorsFile | PickleFile | GgufWeights:
     """The reader for a file, by its suffix."""
+    if path.suffix == gguf.SUFFIX:
+        return GgufWeights(path)
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickleFile(path)
 
 

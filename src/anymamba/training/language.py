@@ -16,6 +16,7 @@ from torch import Tensor
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, write_end
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked, replacing
+from anymamba.models.activation import warn_if_undecided
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
@@ -146,6 +147,7 @@ def settled(config: TrainingConfig) -> TrainingConfig:
                 f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; begin with the "
                 "model that they were made from"
             )
+        warn_if_undecided(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")
         config.model.expect(found.config)
         tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
         beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")

@@ -18,6 +18,9 @@ from anymamba.ops.rotation import Rotation
 class Mamba3Config:
     """Sizes and options of a Mamba-3 block, named as in the official implementation."""
 
+    # Options of the official block that choose its kernels, or that it takes and does not use.
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"fuse_pregate_headwise_norm", "dropout", "n_layer"})
+
     d_model: int  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
     expand: int | float = 2  # E / D

@@ -2,11 +2,15 @@
 
 from anymamba.models.formats.base import Format as Format
 from anymamba.models.formats.codestral import CodestralFormat
+from anymamba.models.formats.fla import FlaFormat
 from anymamba.models.formats.official import OfficialFormat
 from anymamba.models.formats.transformers import TransformersFormat
 
 # In the order in which a directory is tried.
-FORMATS: dict[str, Format] = {f.name: f for f in (TransformersFormat(), OfficialFormat(), CodestralFormat())}
+FORMATS: dict[str, Format] = {
+    f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat())
+}
+READ_ONLY = frozenset({"fla"})  # nobody can ask for these to be written
 
 
 def format_named(name: str) -> Format:

@@ -1,17 +1,25 @@
 """The official format (`mamba_ssm`): our own names, so nothing is renamed.
 
 config.json has the fields of `MambaConfig`; the weights are model.safetensors (a tied head is left out) or
-pytorch_model.bin.
+pytorch_model.bin. The official Mamba-3 takes any further option and ignores it, so such entries of `ssm_cfg` are kept
+apart and written back; and its file may be silent about the activation of A (`anymamba.models.activation`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from typing import Any, ClassVar
 
 import torch
 
+from anymamba.blocks.config import ignored_options
+from anymamba.blocks.mamba3 import Mamba3Config
+from anymamba.models.activation import FIELD, UNDECIDED
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import read_float
+
+_UNKNOWN = "unknown_ssm_cfg"  # under which entries of `ssm_cfg` are kept that nobody knows
 
 
 class OfficialFormat:
@@ -30,12 +38,18 @@ class OfficialFormat:
         ssm_cfg = raw.get("ssm_cfg", {})
         if isinstance(ssm_cfg, dict) and "dt_limit" in ssm_cfg:
             raw = {**raw, "ssm_cfg": {**ssm_cfg, "dt_limit": [read_float(x) for x in ssm_cfg["dt_limit"]]}}
+        if isinstance(ssm_cfg, dict) and ssm_cfg.get("layer") == "Mamba3":
+            raw = _read_mamba3(raw)
         return MambaLMConfig.from_dict(raw)
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """All fields, and those of `extra` that belong to no other format: the official reader accepts no others."""
         raw = config.to_dict()
-        for other in ("transformers", "codestral"):
+        undecided, unknown = raw.pop(UNDECIDED, False), raw.pop(_UNKNOWN, {})
+        raw["ssm_cfg"] = {**unknown, **raw["ssm_cfg"]}
+        if config.layer == "Mamba3" and not undecided:
+            raw["ssm_cfg"].setdefault(FIELD, config.block_config().a_activation)
+        for other in ("transformers", "codestral", "fla", "gguf"):
             raw.pop(other, None)
         return raw
 
@@ -46,3 +60,16 @@ class OfficialFormat:
     def their_key(self, key: str) -> str:
         """The same."""
         return key
+
+
+def _read_mamba3(raw: dict[str, Any]) -> dict[str, Any]:
+    """Set entries of `ssm_cfg` aside that nobody knows, and note whether the activation of A is among those known."""
+    known = {f.name for f in dataclasses.fields(Mamba3Config)} | ignored_options(Mamba3Config) | {"layer"}
+    given: dict[str, Any] = raw["ssm_cfg"]
+    if unknown := {name: value for name, value in given.items() if name not in known}:
+        warnings.warn(
+            f"ssm_cfg has entries that Mamba3 does not know: {', '.join(sorted(unknown))}; they are kept and not used",
+            stacklevel=4,
+        )
+        raw = {**raw, "ssm_cfg": {k: v for k, v in given.items() if k in known}, _UNKNOWN: unknown}
+    return raw if FIELD in given else {**raw, UNDECIDED: True}

@@ -1,7 +1,8 @@
-"""The format of `transformers` (`MambaForCausalLM`, `Mamba2ForCausalLM`): its own config fields and names.
+"""The format of `transformers` (`MambaForCausalLM`, `Mamba2ForCausalLM`, `FalconMambaForCausalLM`).
 
-Its vocabulary is counted with the padding. With more than one group, transformers normalises over all channels at once
-where the official block does so group by group; we compute what the weights were trained for, the official way.
+It has config fields and names of its own, and counts its vocabulary with the padding. With more than one group, it
+normalises over all channels at once where the official block does so group by group; we compute what the weights were
+trained for, the official way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class _Kind(NamedTuple):
     block: tuple[_Field, ...]
     fixed: dict[str, Any]  # of its file, the only values that it computes with
     block_fixed: dict[str, Any]  # of our block, the only values that it knows
+    implied: dict[str, Any] = {}  # noqa: RUF012  of our block, what its name says
 
 
 def _model_fields(width: int, layers: int, vocabulary: int, tied: bool) -> tuple[_Field, ...]:
@@ -49,20 +51,30 @@ _BLOCK_FIELDS: tuple[_Field, ...] = (
     ("time_step_floor", "dt_init_floor", 1e-4),
 )
 _FIXED = {"layer_norm_epsilon": 1e-5, "hidden_act": "silu"}
+_MAMBA1_FIELDS: tuple[_Field, ...] = (
+    ("state_size", "d_state", 16),
+    ("time_step_rank", "dt_rank", "auto"),
+    ("time_step_scale", "dt_scale", 1.0),
+    ("time_step_init_scheme", "dt_init", "random"),
+    *_BLOCK_FIELDS,
+)
 _KINDS = {
     "mamba": _Kind(
         "Mamba1",
         "MambaForCausalLM",
         _model_fields(768, 32, 50280, tied=True),
-        (
-            ("state_size", "d_state", 16),
-            ("time_step_rank", "dt_rank", "auto"),
-            ("time_step_scale", "dt_scale", 1.0),
-            ("time_step_init_scheme", "dt_init", "random"),
-            *_BLOCK_FIELDS,
-        ),
+        _MAMBA1_FIELDS,
         _FIXED,
-        {},
+        {"inner_norms": "none"},
+    ),
+    "falcon_mamba": _Kind(
+        "Mamba1",
+        "FalconMambaForCausalLM",
+        _model_fields(768, 32, 50280, tied=True),
+        (*_MAMBA1_FIELDS, ("mixer_rms_eps", "inner_norm_eps", 1e-6)),
+        _FIXED,
+        {"inner_norms": "plain"},
+        {"inner_norms": "plain"},
     ),
     "mamba2": _Kind(
         "Mamba2",
@@ -80,6 +92,10 @@ _KINDS = {
         },
     ),
 }
+
+
+def _has(block: Any, values: dict[str, Any]) -> bool:
+    return all(getattr(block, name) == value for name, value in values.items())
 
 
 def _warn_of_groups(groups: int) -> None:
@@ -103,16 +119,14 @@ class TransformersFormat:
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
         """Translate the fields; those without a counterpart are kept for writing."""
-        if (model_type := raw["model_type"]) == "falcon_mamba":
-            raise ValueError("Falcon-Mamba, whose blocks norm B, C and dt, is not supported, only mamba and mamba2")
-        if model_type not in _KINDS:
+        if (model_type := raw["model_type"]) not in _KINDS:
             expected = " or ".join(f'"{name}"' for name in _KINDS)
             raise ValueError(f'expected a transformers config with "model_type": {expected}, got {model_type!r}')
         kind = _KINDS[model_type]
         for name, value in kind.fixed.items():
             if raw.get(name, value) != value:
                 raise ValueError(f"a transformers {model_type} model must have {name} = {value!r}, got {raw[name]!r}")
-        block = {ours: raw.get(theirs, default) for theirs, ours, default in kind.block}
+        block = {**kind.implied, **{ours: raw.get(theirs, default) for theirs, ours, default in kind.block}}
         used = {theirs for theirs, _, _ in (*kind.model, *kind.block)}
         if kind.layer == "Mamba2":
             block["dt_limit"] = tuple(float(read_float(x)) for x in raw.get("time_step_limit", [0.0, "Infinity"]))
@@ -143,10 +157,14 @@ class TransformersFormat:
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """The inverse of `read_config`, for models that transformers can compute."""
         where = "the transformers format"
-        names = {kind.layer: name for name, kind in _KINDS.items()}
+        names = {kind.layer: name for name, kind in _KINDS.items() if not kind.implied}
         if config.layer not in names:
             raise ValueError(f"{where} cannot hold this model: it knows {', '.join(names)} blocks, got {config.layer}")
-        kind, block = _KINDS[names[config.layer]], config.block_config()
+        block, name = config.block_config(), names[config.layer]
+        for other, kind in _KINDS.items():
+            if kind.implied and kind.layer == config.layer and _has(block, kind.implied):
+                name = other
+        kind = _KINDS[name]
         fixed = {"d_intermediate": 0, "rms_norm": True, **kind.block_fixed, "expand": int(block.expand)}
         require(where, config, fixed)
         own: dict[str, Any]
@@ -166,7 +184,7 @@ class TransformersFormat:
             "pad_token_id": None,
             **config.extra.get("transformers", {}),
             "architectures": [kind.architecture],
-            "model_type": names[config.layer],
+            "model_type": name,
             "dtype": str(dtype).removeprefix("torch."),
             **{theirs: getattr(config, ours) for theirs, ours, _ in kind.model},
             **{theirs: getattr(block, ours) for theirs, ours, _ in kind.block},

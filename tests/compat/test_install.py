@@ -1,0 +1,152 @@
+"""The stand-in as a package: its names and signatures, when it refuses, and scripts that know nothing of it."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anymamba import compat
+from anymamba.compat.__main__ import main
+from anymamba.compat.names import TABLE
+from tests.support import in_another_process
+
+SIGNATURES = json.loads((Path(__file__).parents[1] / "golden" / "functions" / "signatures.json").read_text())
+SCRIPTS = Path(__file__).parent / "scripts"
+KNOWN = {"F": F, "nn": nn, "float": float, "dict": dict, "list": list}
+
+
+@pytest.fixture
+def stand_in():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def found(path):
+    """The object of an official path, whose last parts are attributes."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        name = ".".join(parts[:cut])
+        if name in TABLE:
+            there = importlib.import_module(name)
+            for part in parts[cut:]:
+                there = getattr(there, part)
+            return there
+    raise AssertionError(path)
+
+
+def described(parameter):
+    kinds = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    name = kinds.get(parameter.kind, "") + parameter.name
+    return (name,) if parameter.default is inspect.Parameter.empty else (name, parameter.default)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures_are_the_official_ones(stand_in, path):
+    expected = [
+        (name, *(eval(text, KNOWN) for text in default if not text.startswith("field(")))
+        for name, *default in SIGNATURES[path]
+    ]
+    if path.endswith(" (fields)"):
+        there = found(path.removesuffix(" (fields)"))
+        actual = [(f.name, *([] if f.default is MISSING else [f.default])) for f in fields(there)]
+        factories = [text for _, *default in SIGNATURES[path] for text in default if text.startswith("field(")]
+        made = [f.default_factory for f in fields(there) if f.default_factory is not MISSING]
+        assert [f"field(default_factory={kind.__name__})" for kind in made] == factories
+    else:
+        there = found(path)
+        parameters = list(inspect.signature(there).parameters.values())
+        actual = [described(p) for p in parameters if p.name != "self"]
+        assert all(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in parameters)
+    assert actual == expected
+
+
+def test_names_that_are_not_there_say_so(stand_in):
+    import mamba_ssm
+
+    for code, name in (
+        ("from mamba_ssm.modules.mha import MHA", "mamba_ssm.modules.mha"),
+        ("from mamba_ssm.ops.triton.ssd_combined import ssd_selective_scan", "mamba_ssm.ops.triton.ssd_combined.ssd_s"),
+        ("import mamba_ssm.distributed", "mamba_ssm.distributed"),
+        ("from causal_conv1d import cpp_functions", "causal_conv1d.cpp_functions"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{name}.*: anymamba's stand-in has no such") as error:
+            exec(code)
+        assert isinstance(error.value, ImportError)  # for code that has a plan without it
+    with pytest.raises(NotImplementedError, match=r"mamba_ssm\.mamba_chunk_scan_combined: anymamba's stand-in"):
+        _ = mamba_ssm.mamba_chunk_scan_combined
+    assert getattr(mamba_ssm, "mamba_chunk_scan_combined", None) is None
+    assert inspect.getmodule(torch.nn.Linear) is torch.nn.modules.linear  # which looks at every module there is
+
+
+def test_it_comes_and_goes():
+    compat.install()
+    compat.install()
+    import mamba_ssm
+
+    assert mamba_ssm.__version__
+    compat.uninstall()
+    assert "mamba_ssm" not in sys.modules
+    assert importlib.util.find_spec("mamba_ssm") is None
+    compat.uninstall()
+
+
+def test_an_installed_or_imported_package_is_not_covered(tmp_path):
+    (tmp_path / "causal_conv1d.py").write_text("REAL = True\n")
+    code = """
+import sys
+from anymamba import compat
+from anymamba.compat.__main__ import main
+sys.stderr = sys.stdout
+assert main([__import__("anymamba").__file__]) == 2
+import causal_conv1d
+assert causal_conv1d.REAL and "mamba_ssm" not in sys.modules
+try:
+    compat.install()
+except RuntimeError as error:
+    print(error)
+"""
+    lines = in_another_process(code, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])).splitlines()
+    prefix = "anymamba.compat.install: causal_conv1d"
+    assert lines == [
+        f"anymamba.compat: {prefix} is installed, and is not covered; uninstall it first",
+        f"{prefix} has been imported already; call it before that import",
+    ]
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_written_for_mamba_ssm_run_unchanged(script, tmp_path):
+    assert "anymamba" not in script.read_text()
+    command = [sys.executable, "-W", "error", "-m", "anymamba.compat", str(script), str(tmp_path), "--quiet"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("done\n")
+
+
+def test_models_of_transformers_pick_it_up_and_compute_the_same():
+    script = Path(__file__).parent / "pickup.py"
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(found) == 9
+    for model in found:
+        assert {"causal_conv1d_fn", "causal_conv1d_update", "selective_state_update"} < set(model["called"])
+        assert {"selective_scan_fn", "mamba_chunk_scan_combined"} & set(model["called"])
+        assert max(model["errors"].values()) <= 1e-5, model
+
+
+def test_mistakes_in_the_command_are_one_line(capsys):
+    assert main(["no_such_script.py"]) == 2
+    assert capsys.readouterr().err == "anymamba.compat: no_such_script.py: no such script\n"
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "usage: python -m anymamba.compat" in capsys.readouterr().out
