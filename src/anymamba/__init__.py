@@ -30,6 +30,9 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.models import LMCache as LMCache
     from anymamba.models import MambaLM as MambaLM
     from anymamba.models import MambaLMConfig as MambaLMConfig
+    from anymamba.models import Stack as Stack
+    from anymamba.models import StackCache as StackCache
+    from anymamba.models import StackConfig as StackConfig
     from anymamba.scan import SsdPath as SsdPath
     from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
     from anymamba.scan import selective_scan as selective_scan

@@ -101,8 +101,8 @@ def test_a_language_model_of_it_generates_and_saves(tmp_path):
 def test_it_trains_and_resumes(tmp_path):
     model = {"family": "Leaky", "d_state": None, "headdim": None, "block": {"rate": 0.2}}
     config = tiny(write_corpus(tmp_path / "corpus"), model=model)
-    trainer = train(config, tmp_path / "run", silent)
-    assert trainer.run()
+    trainer = train(config, tmp_path / "run", report=silent)
+    assert trainer.finished
     assert isinstance(trainer.model.backbone.layers[0].mixer, Leaky)
-    again = resume(tmp_path / "run", {}, silent)
+    again = resume(tmp_path / "run", report=silent)
     assert again.step == 6

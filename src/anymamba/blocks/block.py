@@ -145,6 +145,14 @@ class Block(nn.Module):
         y, new = self._run(where, x.unsqueeze(1), cache, x.shape[0], None, None, None)
         return y.squeeze(1), new
 
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.
+
+        Raises:
+            NotImplementedError: the family has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no closed form for a token that repeats forever")
+
     def mix(
         self,
         x: Float[Tensor, "b t d"],

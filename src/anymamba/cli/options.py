@@ -11,7 +11,7 @@ from anymamba.training.values import choices, expect_known, is_list
 from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-FORMATS = ("official", "transformers", "codestral")
+FORMATS = ("official", "transformers", "codestral", "anymamba")
 
 
 class Parser(argparse.ArgumentParser):
@@ -197,7 +197,7 @@ def _add_push(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("push", help="write a model to the Hugging Face hub")
     parser.add_argument("model", metavar="MODEL", help="directory with config and weights, such as that of a run")
     parser.add_argument("name", metavar="OWNER/NAME", help="repository, which is made if there is none")
-    parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
+    parser.add_argument("--format", **_one_of(FORMATS), help="default: official, or anymamba where that cannot hold it")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
 
 

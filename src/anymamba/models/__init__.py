@@ -1,6 +1,9 @@
-"""Language models: config, stack, cache, and the checkpoint formats they are read from and written to."""
+"""Stacks and language models: configs, caches, and the checkpoint formats they are read from and written to."""
 
 from anymamba.models.cache import LMCache as LMCache
+from anymamba.models.cache import StackCache as StackCache
 from anymamba.models.config import MambaLMConfig as MambaLMConfig
 from anymamba.models.lm import LMOutput as LMOutput
 from anymamba.models.lm import MambaLM as MambaLM
+from anymamba.models.stack import Stack as Stack
+from anymamba.models.stack_config import StackConfig as StackConfig

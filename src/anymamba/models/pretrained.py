@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anymamba.ground.files import read_json, replacing, write_json, write_tensors
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.formats import FORMATS, Format, format_named
+from anymamba.models.formats import FORMATS, Format, format_named, usual_format
 from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
 from anymamba.models.skeleton import expected_shapes, skeleton
@@ -121,12 +121,12 @@ def load_model(
     return model.to(device).eval()
 
 
-def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = "official") -> None:
+def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | None = None) -> None:
     """Write config and weights, a tied head once (`MambaLM.save_pretrained` has the contract).
 
     The config comes last, so that a directory with a config is complete.
     """
-    adapter, target = format_named(format), Path(directory)
+    adapter, target = format_named(format or usual_format(model.config)), Path(directory)
     tensors = {adapter.their_key(name): x for name, x in _stored_state(model, adapter).items()}
     raw = adapter.write_config(model.config, model.dtype)
     expect_no_other(target, adapter)

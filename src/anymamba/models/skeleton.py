@@ -49,11 +49,14 @@ def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None) -> MambaLM
 
 
 def expected_shapes(config: MambaLMConfig, most: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of `config`'s model; one layer is built and stands for all.
+    """The names and shapes of the tensors of `config`'s model; one layer is built and stands for all, if all are alike.
 
     Raises:
         ValueError: one of them has more than `most` elements.
     """
+    if config.stack:
+        with _WithoutValues(most):
+            return {name: tuple(x.shape) for name, x in MambaLM(config, device="cpu").state_dict().items()}
     with _WithoutValues(most):
         model = MambaLM(dataclasses.replace(config, n_layer=1), device="cpu")
     shapes: dict[str, tuple[int, ...]] = {}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.formats.base import read_float
+from anymamba.models.formats.base import expect_plain_stack, read_float
 
 
 class OfficialFormat:
@@ -22,8 +22,8 @@ class OfficialFormat:
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
     def recognises(self, raw: dict[str, Any]) -> bool:
-        """By its field `d_model`."""
-        return "d_model" in raw
+        """By its field `d_model`, where the model type is not ours."""
+        return "d_model" in raw and raw.get("model_type") != "anymamba_lm"
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
         """The fields are ours; infinities may be spelled in two ways."""
@@ -34,6 +34,10 @@ class OfficialFormat:
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """All fields, and those of `extra` that belong to no other format: the official reader accepts no others."""
+        expect_plain_stack("the official format", config)
+        return self._written(config)
+
+    def _written(self, config: MambaLMConfig) -> dict[str, Any]:
         raw = config.to_dict()
         for other in ("transformers", "codestral"):
             raw.pop(other, None)
