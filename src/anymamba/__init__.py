@@ -27,6 +27,8 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
     from anymamba.ground.finite import check_finite as check_finite
     from anymamba.ground.operators import portable as portable
+    from anymamba.models import BidirectionalConfig as BidirectionalConfig
+    from anymamba.models import BidirectionalStack as BidirectionalStack
     from anymamba.models import LMCache as LMCache
     from anymamba.models import MambaLM as MambaLM
     from anymamba.models import MambaLMConfig as MambaLMConfig

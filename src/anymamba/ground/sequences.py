@@ -79,3 +79,23 @@ def previous(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         first = first.index_fill(0, cu_seqlens[:-1].long(), True)
     return x.roll(1, dims=1).masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)
+
+
+def reversal(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+    """Where each step comes from when every sequence is reversed in itself, (b, t) or (1, t); None: a flip does it.
+
+    Padding after the `lengths` stays where it is. The order is its own inverse.
+    """
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:].long()
+        number = torch.bucketize(torch.arange(t, device=device), ends, right=True)
+        return (cu_seqlens[:-1].long()[number] + ends[number] - 1 - torch.arange(t, device=device)).unsqueeze(0)
+    if lengths is None:
+        return None
+    time = torch.arange(t, device=device)
+    return torch.where(time < lengths.unsqueeze(1), lengths.unsqueeze(1) - 1 - time, time)
+
+
+def reversed_in_time(x: Tensor, order: Tensor | None) -> Tensor:
+    """(b, t, d) with every sequence reversed; `order` from `reversal`."""
+    return x.flip(1) if order is None else x.gather(1, order.unsqueeze(-1).expand_as(x))

@@ -1,5 +1,7 @@
 """Stacks and language models: configs, caches, and the checkpoint formats they are read from and written to."""
 
+from anymamba.models.bidirectional import BidirectionalConfig as BidirectionalConfig
+from anymamba.models.bidirectional import BidirectionalStack as BidirectionalStack
 from anymamba.models.cache import LMCache as LMCache
 from anymamba.models.cache import StackCache as StackCache
 from anymamba.models.config import MambaLMConfig as MambaLMConfig

@@ -23,7 +23,7 @@ _MAKERS = frozenset({"empty", "zeros", "ones", "full", *_DRAWS})
 _FIRST_LAYER = "backbone.layers.0."
 
 
-class _WithoutValues(TorchFunctionMode):
+class WithoutValues(TorchFunctionMode):
     """Leaves out what fills or draws a tensor, and refuses one of more than `most` elements before it is made."""
 
     def __init__(self, most: int | None) -> None:
@@ -44,7 +44,7 @@ class _WithoutValues(TorchFunctionMode):
 
 def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None) -> MambaLM:
     """The model of `config` with parameters of undefined values, on the CPU."""
-    with _WithoutValues(None):
+    with WithoutValues(None):
         return MambaLM(config, device="cpu", dtype=dtype)
 
 
@@ -55,9 +55,9 @@ def expected_shapes(config: MambaLMConfig, most: int | None = None) -> dict[str,
         ValueError: one of them has more than `most` elements.
     """
     if config.stack:
-        with _WithoutValues(most):
+        with WithoutValues(most):
             return {name: tuple(x.shape) for name, x in MambaLM(config, device="cpu").state_dict().items()}
-    with _WithoutValues(most):
+    with WithoutValues(most):
         model = MambaLM(dataclasses.replace(config, n_layer=1), device="cpu")
     shapes: dict[str, tuple[int, ...]] = {}
     for name, x in model.state_dict().items():

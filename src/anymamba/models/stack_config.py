@@ -74,7 +74,7 @@ class StackConfig:
             raise ValueError(
                 f"{where}: at most {MOST_PASSES:,} passes are possible, got {max(self.n_layer, self.n_virtual or 0):,}"
             )
-        passes = len(self.layers_of_passes())
+        passes = self.residual_passes()
         if self.grad_horizon is not None and not 1 <= self.grad_horizon <= passes:
             raise ValueError(f"{where}: grad_horizon must be 1 to {passes}, the passes, got {self.grad_horizon}")
         if self.streams < 0:
@@ -115,10 +115,13 @@ class StackConfig:
         where = type(self).__name__
         return layers_of_passes(where, self.schedule, self.n_layer, self.n_virtual, self.SCHEDULES)
 
+    def residual_passes(self) -> int:
+        """How often something is added to the residual stream."""
+        return len(self.layers_of_passes())
+
     def gates_of_passes(self) -> list[int]:
         """The gates that follow each pass."""
-        layers = self.layers_of_passes()
-        return list(range(len(layers))) if self.gates_per == "pass" else layers
+        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.layers_of_passes()
 
     def initial_gate_bias(self) -> list[float]:
         """The initial bias of each stream's gate.
@@ -128,7 +131,7 @@ class StackConfig:
         """
         bias = self.gate_bias
         if bias is None:
-            bias = usual_bias(type(self).__name__, len(self.gates_of_passes()), self.streams)
+            bias = usual_bias(type(self).__name__, self.residual_passes(), self.streams)
         return [bias + i * self.gate_bias_step for i in range(self.streams)]
 
     @classmethod
