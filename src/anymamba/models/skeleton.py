@@ -27,6 +27,7 @@ class WithoutValues(TorchFunctionMode):
     """Leaves out what fills or draws a tensor, and refuses one of more than `most` elements before it is made."""
 
     def __init__(self, most: int | None) -> None:
+        """Set the limit; None: there is none."""
         super().__init__()
         self._most = most
 

@@ -81,7 +81,7 @@ class Stack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> Float[Tensor, "b t d"]:
         """`prefill` without the new cache."""
         return self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
@@ -93,7 +93,7 @@ class Stack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> tuple[Float[Tensor, "b t d"], StackCache]:
         """Run over a sequence of any length, from any cache to a new one.
 
@@ -124,7 +124,7 @@ class Stack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> list[Float[Tensor, "b t d"]]:
         """The residual stream after some of the passes, before the last norm.
 
