@@ -95,7 +95,7 @@ def _add_train(commands: Any) -> None:
     """CONFIG, --out, --resume, and an option for every field of the config."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
-        usage="anymamba train [CONFIG] [--out DIR | --resume DIR] [--FIELD VALUE ...]",
+        usage="anymamba train [CONFIG] [--out DIR | --resume DIR] [--plan] [--FIELD VALUE ...]",
         help="train a language model, or resume a run",
         description="Train a language model. Every field of the config can be given as an option of the same name; one "
         "that is a list takes several values: --data.sources books notes.",
@@ -105,6 +105,9 @@ def _add_train(commands: Any) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
     where.add_argument("--resume", metavar="DIR", help="continue the run in a directory")
+    parser.add_argument(
+        "--plan", action="store_true", help="show which optimiser moves which parameters, and train nothing"
+    )
     fields = parser.add_argument_group("fields of the config")
     hints = TrainingConfig.hints()
     for name, field in TrainingConfig.fields_by_name().items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,32 @@ def spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
         return [Span(slice(None), 0, t)]
     pairs = itertools.pairwise(cu_seqlens.tolist())
     return [Span(slice(z, z + 1), start, stop) for z, (start, stop) in enumerate(pairs)]
+
+
+def bounds_of(where: str, seq_idx: Any, b: int, t: int, device: torch.device) -> Tensor:
+    """The boundaries of sequences that rows (b, t) hold one after another, as of all rows laid end to end, (z + 1,).
+
+    Args:
+        where: named in errors.
+        seq_idx: a number for every step, (b, t): a sequence ends where it changes, and at the end of a row.
+        b: rows.
+        t: steps.
+        device: of the inputs.
+
+    Raises:
+        TypeError: not a tensor, or not of whole numbers.
+        ValueError: another shape or device.
+    """
+    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in (torch.int32, torch.int64):
+        found = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise TypeError(f"{where}: seq_idx must be a tensor of int32 or int64, got {found}")
+    if seq_idx.shape != (b, t) or seq_idx.device != device:
+        found = f"{tuple(seq_idx.shape)} on {seq_idx.device}"
+        raise ValueError(f"{where}: seq_idx must have shape (b={b}, t={t}) on {device}, got {found}")
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    ends = torch.tensor([b * t], device=device)
+    return torch.cat([begins.flatten().nonzero().squeeze(1), ends])
 
 
 def chunks(span: Span, length: int) -> Iterator[slice]:

@@ -25,7 +25,7 @@ from anymamba.ground.sequences import reversal, reversed_in_time
 from anymamba.models.layers import ResidualLayer, make_norm
 from anymamba.models.passes import Passes
 from anymamba.models.schedules import PAIR_SCHEDULES
-from anymamba.models.stack import check_batch, check_input, initialise_residual, stack_config
+from anymamba.models.stack import check_batch, check_input, end_to_end, initialise_residual, stack_config
 from anymamba.models.stack_config import StackConfig
 from anymamba.scan import SsdPath
 
@@ -107,6 +107,7 @@ class BidirectionalStack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Run over whole sequences.
@@ -115,6 +116,8 @@ class BidirectionalStack(Passes):
             x: inputs.
             path: the scan's algorithm; the default if not given.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
 
@@ -122,6 +125,9 @@ class BidirectionalStack(Passes):
             ValueError: shapes or devices that do not fit.
             TypeError: dtypes that do not fit, or something that is no tensor.
         """
+        if seq_idx is not None:
+            rows, bounds = end_to_end(f"{type(self).__name__}.forward", x, seq_idx, cu_seqlens, mask)
+            return self._run("forward", rows, (), path, bounds, None)[0].view_as(x)
         return self._run("forward", x, (), path, cu_seqlens, mask)[0]
 
     def hidden_states(

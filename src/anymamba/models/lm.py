@@ -22,6 +22,7 @@ from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_inputs, expect_targets
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
+from anymamba.models.stack import end_to_end
 from anymamba.models.targets import find_targets, last_hidden
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
@@ -92,6 +93,7 @@ class MambaLM(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
         *,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         inputs_embeds: Float[Tensor, "b t d"] | None = None,
         targets: Int[Tensor, "b t"] | None = None,
         hidden_states: Sequence[int] = (),
@@ -108,6 +110,8 @@ class MambaLM(nn.Module):
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row. One cache row per sequence, in the order of the rows.
             inputs_embeds: in place of token ids, what the embedding would make of them.
             targets: in place of labels, what each position's logits are held against, as it is.
             hidden_states: passes after which the residual stream is returned too; -1 is the last, before its norm.
@@ -123,6 +127,14 @@ class MambaLM(nn.Module):
             ValueError: ids or labels out of range, or shapes that do not go together.
         """
         given = expect_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
+        if seq_idx is not None:
+            _, bounds = end_to_end("MambaLM", given, seq_idx, cu_seqlens, mask)
+            tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "targets": targets}
+            packed = {name: None if x is None else x.flatten(0, 1).unsqueeze(0) for name, x in tensors.items()}
+            found = self(
+                cache=cache, cu_seqlens=bounds, hidden_states=hidden_states, logits=logits, path=path, **packed
+            )
+            return _in_rows(found, given.shape[0], logits)
         padding = None
         if mask is not None:
             padding = Padding.of("MambaLM", mask, given.shape[0], given.shape[1], given.device)
@@ -295,3 +307,11 @@ class MambaLM(nn.Module):
         """Embedding N(0, 0.02), and the stack as every stack."""
         nn.init.normal_(self.backbone.embedding.weight, std=0.02)
         self.backbone.initialise()
+
+
+def _in_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
+    """What a packed row of all rows gave, as those rows; the last tokens' logits are of each sequence."""
+    hidden = tuple(x.view(rows, -1, x.shape[2]) for x in output.hidden_states)
+    if logits != "all" or output.logits is None:
+        return output._replace(hidden_states=hidden)
+    return output._replace(logits=output.logits.view(rows, -1, output.logits.shape[2]), hidden_states=hidden)

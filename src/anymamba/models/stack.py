@@ -16,9 +16,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anymamba.ground.checks import check_cu_seqlens, expect_like, expect_shape, expect_steps
+from anymamba.blocks.block import states_at
+from anymamba.ground.checks import (
+    check_cu_seqlens,
+    expect_alone,
+    expect_like,
+    expect_shape,
+    expect_steps,
+    expect_tensor,
+)
 from anymamba.ground.numerics import is_autocast
 from anymamba.ground.padding import Padding
+from anymamba.ground.sequences import bounds_of
 from anymamba.models import fingerprint
 from anymamba.models.cache import StackCache
 from anymamba.models.layers import ResidualLayer, make_norm
@@ -81,10 +90,11 @@ class Stack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> Float[Tensor, "b t d"]:
         """`prefill` without the new cache."""
-        return self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)[0]
+        return self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask)[0]
 
     def prefill(
         self,
@@ -93,6 +103,7 @@ class Stack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> tuple[Float[Tensor, "b t d"], StackCache]:
         """Run over a sequence of any length, from any cache to a new one.
@@ -102,6 +113,8 @@ class Stack(Passes):
             cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
             path: the scan's algorithm; the default if not given.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
 
@@ -112,6 +125,10 @@ class Stack(Passes):
             ValueError: shapes or devices that do not fit.
             TypeError: dtypes that do not fit, or something that is no tensor.
         """
+        if seq_idx is not None:
+            rows, bounds = end_to_end(f"{type(self).__name__}.prefill", x, seq_idx, cu_seqlens, mask)
+            y, new = self.prefill(rows, cache, path=path, cu_seqlens=bounds)
+            return y.view_as(x), new
         padding = self._check("prefill", x, cu_seqlens, mask)
         y, new, _ = self._run(x, cache, padding, path=path, cu_seqlens=cu_seqlens)
         return y, new
@@ -138,6 +155,22 @@ class Stack(Passes):
         """
         padding = self._check("hidden_states", x, cu_seqlens, mask)
         return self._run(x, cache, padding, self.wanted(passes), path=path, cu_seqlens=cu_seqlens)[2]
+
+    def states_at(
+        self,
+        x: Float[Tensor, "b t d"],
+        positions: Sequence[int],
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], list[StackCache]]:
+        """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
+
+        Raises:
+            ValueError: a position that does not exist.
+        """
+        self._check_input("states_at", x, "b t d")
+        return states_at(self, x, positions, cache, path=path)
 
     def step(self, x: Float[Tensor, "b d"], cache: StackCache | None = None) -> tuple[Float[Tensor, "b d"], StackCache]:
         """Run over one token: a sequence of one step.
@@ -274,6 +307,16 @@ def check_input(where: str, x: Any, letters: str, width: int, like: Tensor) -> N
     expect_shape(where, "x", x, letters, sizes)
     expect_steps(where, sizes.get("t", 1))
     expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+
+
+def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    """Rows (b, t, ...) of packed sequences as one row (1, b t, ...), and the boundaries of its sequences."""
+    expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
+    expect_tensor(where, "x", x)
+    if x.ndim < 2:
+        raise ValueError(f"{where}: expected (b, t, ...), got {tuple(x.shape)}")
+    b, t = x.shape[:2]
+    return x.reshape(1, b * t, *x.shape[2:]), bounds_of(where, seq_idx, b, t, x.device)
 
 
 def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:

@@ -178,6 +178,9 @@ class OptimiserSection:
         None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
     )
     momentum: float = option(0.95, "of Muon")
+    muon_without: tuple[str, ...] = option(
+        ("dt_proj",), "projections, or parts of them (in_proj[z]), that AdamW moves all the same"
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
