@@ -95,7 +95,7 @@ class BidirectionalStack(Passes):
             self.merges = nn.ModuleList(nn.Linear(2 * c.d_model, c.d_model, **factory) for _ in range(c.n_layer // 2))
             for merge in self.merges:
                 half = torch.eye(c.d_model) / 2
-                merge.weight.data.copy_(torch.cat([half, half], dim=1))  # type: ignore[union-attr, operator]
+                merge.weight.data.copy_(torch.cat([half, half], dim=1))  # type: ignore[operator]
                 nn.init.zeros_(merge.bias)  # type: ignore[arg-type]
         self._layers, self._pairs = c.layers_of_passes(), c.pairs_of_passes()
         self._build_gates(factory)

@@ -153,5 +153,5 @@ def _with_last(
         return torch.cat([x, last], 1), None, None
     x = torch.cat([padding.compact(x), torch.zeros_like(last)], 1)
     place = padding.lengths.view(-1, 1, 1).expand_as(last)
-    longer = padding.lengths + 1
-    return x.scatter(1, place, last), None, Padding.of("SequenceClassifier", longer, *x.shape[:2], x.device)
+    b, t, _ = x.shape
+    return x.scatter(1, place, last), None, Padding.of("SequenceClassifier", padding.lengths + 1, b, t, x.device)
