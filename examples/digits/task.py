@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.models.stack_config import StackConfig
 from anymamba.training.config import RunConfig
 from anymamba.training.sections import (
     CheckpointSection,
@@ -59,10 +59,9 @@ class PixelReader(nn.Module):
     def __init__(self, config: DigitsSection) -> None:
         """Create the parameters."""
         super().__init__()
-        layers = MambaLMConfig(
+        layers = StackConfig(
             d_model=config.d_model,
             n_layer=config.n_layer,
-            vocab_size=1,
             ssm_cfg={"layer": config.family, "d_state": config.d_state, "headdim": config.headdim},
         )
         self.embedding = nn.Linear(1, config.d_model)

@@ -27,9 +27,21 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
     from anymamba.ground.finite import check_finite as check_finite
     from anymamba.ground.operators import portable as portable
+    from anymamba.models import BidirectionalConfig as BidirectionalConfig
+    from anymamba.models import BidirectionalStack as BidirectionalStack
+    from anymamba.models import LatentModel as LatentModel
     from anymamba.models import LMCache as LMCache
     from anymamba.models import MambaLM as MambaLM
     from anymamba.models import MambaLMConfig as MambaLMConfig
+    from anymamba.models import MaskedLM as MaskedLM
+    from anymamba.models import SequenceClassifier as SequenceClassifier
+    from anymamba.models import SequenceConfig as SequenceConfig
+    from anymamba.models import SequenceModel as SequenceModel
+    from anymamba.models import SequenceRegressor as SequenceRegressor
+    from anymamba.models import Stack as Stack
+    from anymamba.models import StackCache as StackCache
+    from anymamba.models import StackConfig as StackConfig
+    from anymamba.models import mask_tokens as mask_tokens
     from anymamba.scan import SsdPath as SsdPath
     from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
     from anymamba.scan import selective_scan as selective_scan

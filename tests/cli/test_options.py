@@ -49,7 +49,10 @@ def test_the_names_that_options_list_are_those_of_the_library():
             "argument --dtype: expected one of float32, bfloat16, float16, float64, got 'int8' "
             "(anymamba generate --help shows the options)",
         ),
-        (["convert", "a", "b", "--format", "hf"], "expected one of official, transformers, codestral, got 'hf'"),
+        (
+            ["convert", "a", "b", "--format", "hf"],
+            "expected one of official, transformers, codestral, anymamba, got 'hf'",
+        ),
         (["generate", "m", "--top-k", "two"], "argument --top-k: expected a whole number, got 'two'"),
         (["generate", "m", "--temperatur=0.8", "--toplevel", "x"], "--toplevel: no such option; anymamba generate"),
         (["generate", "m", "--max-tokens", "3"], "--max-tokens: no such option; did you mean --max-new-tokens?"),

@@ -3,11 +3,13 @@ import itertools
 import pytest
 import torch
 
+from anymamba import MambaLM
 from anymamba.blocks.block import ProjectionPart
 from anymamba.training.muon import Muon, orthogonalised
-from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups
+from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups, plan, plan_table
 from anymamba.training.sections import OptimiserSection, ScheduleSection
 from tests.models.cases import FAMILIES, small_lm
+from tests.support import assert_near
 
 KINDS = pytest.mark.parametrize("kind", ["adamw", "muon"])
 
@@ -199,3 +201,36 @@ def test_schedules_rise_stay_and_fall(kind):
 def test_no_warm_up_and_warm_up_to_the_end():
     assert learning_rate(0, 1.0, ScheduleSection(steps=5, warmup=0)) == 1.0
     assert learning_rate(4, 1.0, ScheduleSection(steps=5, warmup=10)) == pytest.approx(0.5)
+
+
+def test_the_plan_shows_who_moves_what():
+    model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
+    rows = {row.name: row for row in plan(model)}
+    assert abs(sum(row.share for row in rows.values()) - 1) < 1e-9
+    layer = "backbone.layers.0.mixer."
+    assert rows[f"{layer}in_proj.weight[x]"][1:4] == ((32, 16), "Muon", True)
+    assert rows[f"{layer}x_proj.weight[dt]"].owner == "AdamW"
+    assert rows[f"{layer}dt_proj.weight"][1:4] == ((32, 1), "AdamW", True)
+    assert rows["backbone.embedding.weight"][2:4] == ("AdamW", False)
+    table = plan_table(list(rows.values()))
+    assert "backbone.layers.*.mixer.in_proj.weight[x] 32 x 16 2 Muon yes" in " ".join(table.split())
+    assert all(row.owner == "AdamW" for row in plan(model, OptimiserSection()))
+
+
+def test_parts_are_taken_from_muon_by_name():
+    model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    chosen = OptimiserSection(kind="muon", muon_without=("in_proj[z]", "out_proj"), lr=0.01, weight_decay=0.0)
+    owners = {row.name: row.owner for row in plan(model, chosen)}
+    layer = "backbone.layers.1.mixer."
+    assert owners[f"{layer}dt_proj.weight"] == owners[f"{layer}in_proj.weight[x]"] == "Muon"
+    assert owners[f"{layer}out_proj.weight"] == owners[f"{layer}in_proj.weight[z]"] == "AdamW"
+    optimiser = Optimiser(model, chosen)
+    ids = torch.randint(32, (2, 9))
+    model(ids, labels=ids).loss.backward()
+    optimiser.step(1.0)
+    moved = model.backbone.layers[1].mixer.in_proj.weight - before[f"{layer}in_proj.weight"]
+    assert_near(moved[32:].abs(), torch.full((32, 16), 0.01), 0.02)  # AdamW's first step has one size
+    assert moved[:32].abs().std() > 1e-3
+    with pytest.raises(ValueError, match=r"muon_without must name projections or their parts, as .*got 'q_proj'"):
+        plan(model, OptimiserSection(kind="muon", muon_without=("q_proj",)))

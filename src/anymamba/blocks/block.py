@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,10 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground import finite
-from anymamba.ground.checks import check_cu_seqlens, expect_like, expect_shape, expect_steps
+from anymamba.ground.checks import check_cu_seqlens, expect_alone, expect_like, expect_shape, expect_steps
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import is_observed, is_plain, kernels_are_off
 from anymamba.ground.padding import Padding
+from anymamba.ground.sequences import bounds_of
 from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
 from anymamba.scan import SsdPath
 
@@ -33,6 +35,19 @@ class ProjectionPart(NamedTuple):
     name: str
     rows: int
     is_matrix: bool = True
+
+
+def states_at(model: Any, x: Tensor, positions: Sequence[int], cache: Any, **options: Any) -> tuple[Tensor, list[Any]]:
+    """`model.prefill` over (b, t, ...) with its caches after the first p steps, for every p of `positions`."""
+    t, wanted = x.shape[1], sorted({*positions, x.shape[1]})
+    if wrong := [p for p in wanted if not 1 <= p <= t]:
+        raise ValueError(f"{type(model).__name__}.states_at: positions must be 1 to t = {t}, got {wrong[0]}")
+    outputs, found, begin = [], {}, 0
+    for end in wanted:
+        y, cache = model.prefill(x[:, begin:end], cache, **options)
+        outputs.append(y)
+        found[end], begin = cache, end
+    return torch.cat(outputs, 1), [found[p] for p in positions]
 
 
 class Block(nn.Module):
@@ -72,6 +87,7 @@ class Block(nn.Module):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
         return_cache: bool = False,
     ) -> Any:
@@ -80,15 +96,16 @@ class Block(nn.Module):
         Args:
             x: inputs.
             cache: what the rows continue from; a fresh start if not given.
-            path: as for `prefill`, like the next two.
+            path: as for `prefill`, like the next three.
             cu_seqlens: boundaries of packed sequences.
+            seq_idx: of packed rows.
             mask: of padded batches.
             return_cache: return y and the new cache; x may then be one token (b, d) too, for `step`. Models call their
                 blocks so, for hooks and wrappers to see every call.
         """
         if return_cache and isinstance(x, Tensor) and x.ndim == 2:
             return self.step(x, cache)
-        y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, mask=mask)
+        y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask)
         return (y, new) if return_cache else y
 
     def prefill(
@@ -98,6 +115,7 @@ class Block(nn.Module):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """Run the block over a sequence of any length, from any cache to a new one.
@@ -108,6 +126,8 @@ class Block(nn.Module):
             path: the scan's algorithm, its chunk length and pathway; the fastest, with the config's `chunk_size`, if
                 not given.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
 
@@ -121,6 +141,11 @@ class Block(nn.Module):
         where = f"{type(self).__name__}.prefill"
         self._check_input(where, x, "b t d")
         b, t, _ = x.shape
+        if seq_idx is not None:
+            expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
+            bounds = bounds_of(where, seq_idx, b, t, x.device)
+            y, new = self.prefill(x.reshape(1, b * t, -1), cache, path=path, cu_seqlens=bounds)
+            return y.view(b, t, -1), new
         rows, padding = b, None
         if cu_seqlens is not None:
             if mask is not None:
@@ -132,6 +157,17 @@ class Block(nn.Module):
             x = padding.compact(x)
         cache = self._expect_cache(where, cache, rows, x)
         return self._run(where, x, cache, path, padding, cu_seqlens)
+
+    def states_at(
+        self, x: Float[Tensor, "b t d"], positions: Sequence[int], cache: Any = None, *, path: SsdPath | None = None
+    ) -> tuple[Float[Tensor, "b t d"], list[Any]]:
+        """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
+
+        Raises:
+            ValueError: a position that does not exist.
+        """
+        self._check_input(f"{type(self).__name__}.states_at", x, "b t d")
+        return states_at(self, x, positions, cache, path=path)
 
     def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
         """Run the block over one token: a sequence of one step.
@@ -165,6 +201,14 @@ class Block(nn.Module):
                 lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
             )
         return recording.run(x, cache)
+
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.
+
+        Raises:
+            NotImplementedError: the family has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no closed form for a token that repeats forever")
 
     def mix(
         self,

@@ -31,6 +31,7 @@ from anymamba.blocks.modules import CausalConv, RMSNorm
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.sequences import is_padding
 from anymamba.ground.states import SavedTree
+from anymamba.ops.discretise import stationary_weight
 from anymamba.ops.norms import rms_norm
 from anymamba.scan import SsdPath, selective_scan
 
@@ -199,6 +200,22 @@ class Mamba1(Block):
         options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
         y_bti, ssm = selective_scan(x_bti, dt_bti, rates, b_btn, c_btn, self.D, z_bti, **options)
         return self.out_proj(y_bti), Mamba1Cache(window, ssm)
+
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats forever, in closed form.
+
+        The window is full of the token, and `h = Δ x B / (1 - exp(Δ A))`. No cache goes in or comes out.
+        """
+        self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
+        x_bi, z_bi = self.in_proj(x).chunk(2, dim=-1)
+        x_bi = self.conv1d.stationary(x_bi)
+        dt_bi, b_bn, c_bn = self._selected(x_bi)
+        wide = dt_bi.dtype
+        rates_in = -torch.exp(self.A_log.to(wide))
+        weight_bin = stationary_weight(F.softplus(dt_bi).unsqueeze(-1), rates_in)
+        read_bi = torch.einsum("bin,bn,bn->bi", weight_bin, b_bn.to(wide), c_bn.to(wide))
+        y_bi = x_bi.to(wide) * (read_bi + self.D.to(wide))
+        return self.out_proj((y_bi * F.silu(z_bi.to(wide))).to(x_bi.dtype))
 
     def record_core(self, program: Program, projected: int) -> int:
         """Convolution, inner projections, states and gate."""

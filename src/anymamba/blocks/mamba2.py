@@ -27,7 +27,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, GatedRMSNorm
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.states import SavedTree
-from anymamba.ops.discretise import step_sizes
+from anymamba.ops.discretise import stationary_weight, step_sizes
 from anymamba.scan import SsdPath, ssd
 
 if TYPE_CHECKING:
@@ -216,11 +216,32 @@ class Mamba2(Block):
         skip = self.D.unflatten(0, (-1, self.headdim)) if self.config.D_has_hdim else self.D
         options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
         y_bthp, ssm = ssd(x_bthp, dt_bth, rates, b_btgn, c_btgn, skip, **options)
+        return self._output(y_bthp, z_bti, z0, x0), Mamba2Cache(window, ssm)
+
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats forever, in closed form.
+
+        The window is full of the token, and `h = dt x ⊗ B / (1 - exp(dt A))`. No cache goes in or comes out.
+        """
+        self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
+        c: Mamba2Config = self.config
+        z0, x0, z_bi, xbc_bv, dt_bh = self._split(self.in_proj(x))
+        x_bhp, b_bgn, c_bgn = self._heads(self.conv1d.stationary(xbc_bv))
+        dt_bh = self._dt(dt_bh.unsqueeze(1), None).squeeze(1)
+        wide = dt_bh.dtype
+        weight_bh = stationary_weight(dt_bh, -torch.exp(self.A_log.to(wide)))
+        read_bh = (b_bgn.to(wide) * c_bgn.to(wide)).sum(-1).repeat_interleave(c.nheads // c.ngroups, dim=1) * weight_bh
+        skip = self.D.to(wide).view(c.nheads, -1)
+        y_bhp = x_bhp.to(wide) * (read_bh.unsqueeze(-1) + skip)
+        return self._output(*(v.unsqueeze(1) for v in (y_bhp.to(x_bhp.dtype), z_bi, z0, x0))).squeeze(1)
+
+    def _output(self, y_bthp: Tensor, z_bti: Tensor, z0: Tensor, x0: Tensor) -> Tensor:
+        """Gate and norm, the MLP channels beside it, project to (b, t, d)."""
         y_bti = y_bthp.flatten(2)
         y_bti = self.norm(y_bti, z_bti) if self.config.rmsnorm else y_bti * F.silu(z_bti)
         if self.mlp_width:
             y_bti = torch.cat([F.silu(z0) * x0, y_bti], dim=-1)
-        return self.out_proj(y_bti), Mamba2Cache(window, ssm)
+        return self.out_proj(y_bti)
 
     def record_core(self, program: Program, projected: int) -> int:
         """Convolution, states, norm and gate."""

@@ -43,6 +43,12 @@ class CausalConv(nn.Module):
         """Convolve a sequence that continues from `window` (`anymamba.ops.conv.causal_conv` has the contract)."""
         return causal_conv(x, window, self.weight.squeeze(1), self.bias, lengths=lengths, cu_seqlens=cu_seqlens)
 
+    def stationary(self, x: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
+        """What `forward` comes to when `x` repeats for as long as the weight is wide."""
+        channels, _, width = self.weight.shape
+        window = x.new_zeros(x.shape[0], channels, width)
+        return self(x.unsqueeze(1).repeat(1, width, 1), window)[0][:, -1]
+
 
 class RMSNorm(nn.Module):
     """`y = weight x / √(mean(x²) + eps)` over the last axis, in float32 or wider."""

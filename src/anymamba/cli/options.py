@@ -13,7 +13,7 @@ from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.ground.narrow.FORMATS`, without torch
-FORMATS = ("official", "transformers", "codestral")
+FORMATS = ("official", "transformers", "codestral", "anymamba")
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,7 +130,7 @@ def _add_train(commands: Any) -> None:
     """CONFIG, --out, --resume, and an option for every field of the config."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
-        usage="anymamba train [CONFIG] [--out DIR | --resume DIR] [--FIELD VALUE ...]",
+        usage="anymamba train [CONFIG] [--out DIR | --resume DIR] [--plan] [--FIELD VALUE ...]",
         help="train a language model, or resume a run",
         description="Train a language model. Every field of the config can be given as an option of the same name; one "
         "that is a list takes several values: --data.sources books notes.",
@@ -140,6 +140,9 @@ def _add_train(commands: Any) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
     where.add_argument("--resume", metavar="DIR", help="continue the run in a directory")
+    parser.add_argument(
+        "--plan", action="store_true", help="show which optimiser moves which parameters, and train nothing"
+    )
     fields = parser.add_argument_group("fields of the config")
     hints = TrainingConfig.hints()
     for name, field in TrainingConfig.fields_by_name().items():
@@ -234,7 +237,7 @@ def _add_push(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("push", help="write a model to the Hugging Face hub")
     parser.add_argument("model", metavar="MODEL", help="directory with config and weights, such as that of a run")
     parser.add_argument("name", metavar="OWNER/NAME", help="repository, which is made if there is none")
-    parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
+    parser.add_argument("--format", **_one_of(FORMATS), help="default: official, or anymamba where that cannot hold it")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from anymamba.training.config import TrainingConfig, read_config
 from anymamba.training.language import LanguageTask, begin, open_run, to_stderr
 from anymamba.training.loop import Trainer
+from anymamba.training.optim import plan_table
 
 
 def run(args: argparse.Namespace) -> None:
@@ -23,6 +24,9 @@ def run(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         to_stderr("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
         raise
+    if args.plan:
+        print(plan_table(trainer.optimiser.plan()))
+        return
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
     to_stderr(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")

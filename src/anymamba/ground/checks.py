@@ -137,6 +137,12 @@ def expect_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> N
     expect_like(where, name, x, x.dtype, like.device)
 
 
+def expect_alone(where: str, name: str, **others: Any) -> None:
+    """Raise `ValueError` if an argument came with others that exclude it."""
+    if also := [other for other, value in others.items() if value is not None]:
+        raise ValueError(f"{where}: {name} and {' and '.join(others)} exclude each other, got also {', '.join(also)}")
+
+
 def expect_steps(where: str, t: int) -> None:
     """Raise `ValueError` unless a sequence has at least one step."""
     if t < 1:

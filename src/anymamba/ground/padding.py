@@ -56,6 +56,10 @@ class Padding(NamedTuple):
             raise ValueError(f"{where}: lengths must be between 0 and t = {t}, got {mask.tolist()}")
         return Padding(mask.long(), time < mask.unsqueeze(1), None)
 
+    def real(self) -> Bool[Tensor, "b t"]:
+        """True for real steps, where they stand."""
+        return self.front if self.order is None else torch.zeros_like(self.front).scatter(1, self.order, self.front)
+
     def compact(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Move the real tokens to the front and zero the rest."""
         if self.is_clean:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,32 @@ def spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
         return [Span(slice(None), 0, t)]
     pairs = itertools.pairwise(cu_seqlens.tolist())
     return [Span(slice(z, z + 1), start, stop) for z, (start, stop) in enumerate(pairs)]
+
+
+def bounds_of(where: str, seq_idx: Any, b: int, t: int, device: torch.device) -> Tensor:
+    """The boundaries of sequences that rows (b, t) hold one after another, as of all rows laid end to end, (z + 1,).
+
+    Args:
+        where: named in errors.
+        seq_idx: a number for every step, (b, t): a sequence ends where it changes, and at the end of a row.
+        b: rows.
+        t: steps.
+        device: of the inputs.
+
+    Raises:
+        TypeError: not a tensor, or not of whole numbers.
+        ValueError: another shape or device.
+    """
+    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in (torch.int32, torch.int64):
+        found = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise TypeError(f"{where}: seq_idx must be a tensor of int32 or int64, got {found}")
+    if seq_idx.shape != (b, t) or seq_idx.device != device:
+        found = f"{tuple(seq_idx.shape)} on {seq_idx.device}"
+        raise ValueError(f"{where}: seq_idx must have shape (b={b}, t={t}) on {device}, got {found}")
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    ends = torch.tensor([b * t], device=device)
+    return torch.cat([begins.flatten().nonzero().squeeze(1), ends])
 
 
 def chunks(span: Span, length: int) -> Iterator[slice]:
@@ -84,3 +110,23 @@ def previous(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         first = first.index_fill(0, cu_seqlens[:-1].long(), True)
     return x.roll(1, dims=1).masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)
+
+
+def reversal(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+    """Where each step comes from when every sequence is reversed in itself, (b, t) or (1, t); None: a flip does it.
+
+    Padding after the `lengths` stays where it is. The order is its own inverse.
+    """
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:].long()
+        number = torch.bucketize(torch.arange(t, device=device), ends, right=True)
+        return (cu_seqlens[:-1].long()[number] + ends[number] - 1 - torch.arange(t, device=device)).unsqueeze(0)
+    if lengths is None:
+        return None
+    time = torch.arange(t, device=device)
+    return torch.where(time < lengths.unsqueeze(1), lengths.unsqueeze(1) - 1 - time, time)
+
+
+def reversed_in_time(x: Tensor, order: Tensor | None) -> Tensor:
+    """(b, t, d) with every sequence reversed; `order` from `reversal`."""
+    return x.flip(1) if order is None else x.gather(1, order.unsqueeze(-1).expand_as(x))

@@ -1,4 +1,4 @@
-"""What a language model carries from one token to the next, as a value."""
+"""What a stack or a language model carries from one token to the next, as a value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fingerprinted(Protocol):
     def has_fingerprint(self, name: str) -> bool:
         """Whether `name` is the fingerprint of these weights in this dtype, as this or a former version computes it."""
 
-    def init_cache(self, batch_size: int) -> LMCache:
+    def init_cache(self, batch_size: int) -> Any:
         """The cache of a fresh start."""
 
 
@@ -64,20 +64,26 @@ class ModelState(Tree):
         return restore(path, like, tensors)
 
 
-class _LMCacheFields(NamedTuple):
+class _StackCacheFields(NamedTuple):
     layers: tuple[Tree, ...]
 
 
-class LMCache(_LMCacheFields, ModelState):
+class StackCache(_StackCacheFields, ModelState):
     """The caches of all blocks; immutable, the batch first in every tensor.
 
     Attributes:
-        layers: one block cache a layer.
+        layers: one block cache for each pass over a layer.
     """
 
     __slots__ = ()
 
     @classmethod
-    def like(cls, model: Fingerprinted) -> LMCache:
+    def like(cls: type[_State], model: Fingerprinted) -> _State:
         """The cache of a fresh start, of one row."""
         return model.init_cache(1)
+
+
+class LMCache(StackCache):
+    """The cache of a language model."""
+
+    __slots__ = ()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymamba.ground.checks import expect_like, expect_shape
 from anymamba.ground.operators import is_observed
 from anymamba.models.cache import LMCache
 from anymamba.models.loss import IGNORED_LABEL
@@ -31,6 +32,25 @@ def expect_ids(input_ids: Any) -> None:
         raise ValueError(f"MambaLM: input_ids must have shape (b, t), got {tuple(input_ids.shape)}{hint}")
 
 
+def expect_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -> Tensor:
+    """Token ids, or embeddings in their place; the one that was given.
+
+    Raises:
+        TypeError: not a tensor, or embeddings of another dtype than `like`.
+        ValueError: both or neither, or another shape or device.
+    """
+    if inputs_embeds is None:
+        expect_ids(input_ids)
+        ids: Tensor = input_ids
+        return ids
+    if input_ids is not None:
+        raise ValueError("MambaLM: input_ids and inputs_embeds exclude each other, got both")
+    expect_shape("MambaLM", "inputs_embeds", inputs_embeds, "b t d", {"d": width})
+    expect_like("MambaLM", "inputs_embeds", inputs_embeds, like.dtype, like.device)
+    embeds: Tensor = inputs_embeds
+    return embeds
+
+
 def expect_cache(cache: Any) -> None:
     """A cache of a language model, or None.
 
@@ -47,7 +67,7 @@ def expect_cache(cache: Any) -> None:
     raise TypeError(f"MambaLM: cache must be an LMCache, got {type(cache).__name__}{hint}")
 
 
-def expect_labels(name: str, labels: Any, input_ids: Tensor) -> None:
+def expect_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Labels or targets: whole numbers of the shape of the ids, on their device.
 
     Raises:
@@ -57,11 +77,10 @@ def expect_labels(name: str, labels: Any, input_ids: Tensor) -> None:
     found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
     if found not in _WHOLE:
         raise TypeError(f"MambaLM: {name} must be a tensor of int32 or int64, got {found}")
-    if labels.shape != input_ids.shape:
-        shape = tuple(input_ids.shape)
-        raise ValueError(f"MambaLM: {name} must have the shape of input_ids, {shape}, got {tuple(labels.shape)}")
-    if labels.device != input_ids.device:
-        raise ValueError(f"MambaLM: {name} must be on {input_ids.device}, got {labels.device}")
+    if labels.shape != shape:
+        raise ValueError(f"MambaLM: {name} must have the shape of input_ids, {tuple(shape)}, got {tuple(labels.shape)}")
+    if labels.device != device:
+        raise ValueError(f"MambaLM: {name} must be on {device}, got {labels.device}")
 
 
 def expect_targets(targets: Tensor, vocab: int) -> None:

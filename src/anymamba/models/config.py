@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.block import Block
-from anymamba.blocks.config import ignored_options
-from anymamba.models.families import family
+from anymamba.models.families import family, family_name, make_block_config, typed
+from anymamba.models.stack_config import OF_THE_MODEL, StackConfig
 
 # Fields of a block that its fresh parameters depend on and nothing else: no part of a trained model.
 INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})
-_MOST = 2**31 - 1  # of any number: nothing larger can be computed with
 
 
 @dataclass(frozen=True, kw_only=True)
 class MambaLMConfig:
-    """Sizes and options of a language model, named as in the official `MambaConfig`."""
+    """Sizes and options of a language model, named as in the official `MambaConfig`; `stack` has what it lacks."""
 
     d_model: int = 2560  # D, width of the residual stream
     d_intermediate: int = 0  # width of the gated MLP after each block, rounded up to a multiple of 128; 0: no MLP
@@ -34,32 +31,35 @@ class MambaLMConfig:
     fused_add_norm: bool = True  # of the official kernels; changes no result
     pad_vocab_size_multiple: int = 8
     tie_embeddings: bool = True  # the head is the embedding
+    stack: dict[str, Any] = field(default_factory=dict)  # how layers are put together: further fields of `StackConfig`
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the file that we do not know
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
-        for name in ("ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"):
+        for name in ("ssm_cfg", "attn_layer_idx", "attn_cfg", "stack", "extra"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         for f in dataclasses.fields(self):
             if f.type in ("int", "bool"):
-                _typed(f.name, getattr(self, f.name), f)
+                typed(f"MambaLMConfig: {f.name}", getattr(self, f.name), f)
         for name in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"MambaLMConfig: {name} must be at least 1, got {value!r}")
         if self.d_intermediate < 0:
             raise ValueError(f"MambaLMConfig: d_intermediate must be 0 or a width, got {self.d_intermediate!r}")
-        if not isinstance(self.ssm_cfg, dict):
-            raise ValueError(f"MambaLMConfig: ssm_cfg must be a table of the block's fields, got {self.ssm_cfg!r}")
+        if not isinstance(self.stack, dict):
+            raise ValueError(f"MambaLMConfig: stack must be a table of fields of StackConfig, got {self.stack!r}")
         if self.attn_layer_idx:
             raise ValueError(
                 f"MambaLMConfig: attention layers are not supported, got attn_layer_idx = {self.attn_layer_idx}"
             )
         self.block_config()
+        if self.stack:
+            self.stack_config()
 
     @property
     def layer(self) -> str:
         """Name of the block family, "Mamba1" where nothing is said, as officially."""
-        return str(self.ssm_cfg.get("layer", "Mamba1"))
+        return family_name(self.ssm_cfg)
 
     @property
     def family(self) -> type[Block]:
@@ -82,15 +82,18 @@ class MambaLMConfig:
         Raises:
             ValueError: `ssm_cfg` has entries that the block does not know, or values that cannot work.
         """
-        fields = {f.name: f for f in dataclasses.fields(self.family.CONFIG)}
-        # They are kept and written back, and change no result. `chunk_size` is among them: it suits a GPU there. Pass
-        # `path=` to the model for a chunk length of your own.
-        kernels = ignored_options(self.family.CONFIG) | {"chunk_size"}
-        given = {k: v for k, v in self.ssm_cfg.items() if k != "layer" and k not in kernels}
-        if unknown := sorted(set(given) - set(fields)):
-            raise ValueError(f"MambaLMConfig: ssm_cfg has entries that {self.layer} does not know: {unknown}")
-        values = {name: _typed(f'ssm_cfg["{name}"]', value, fields[name]) for name, value in given.items()}
-        return self.family.CONFIG(**{**values, "d_model": self.d_model})
+        return make_block_config("MambaLMConfig", self.ssm_cfg, self.d_model)
+
+    def stack_config(self) -> StackConfig:
+        """The config of the layers.
+
+        Raises:
+            ValueError: `stack` has entries that are no fields of `StackConfig`, or values that cannot work.
+        """
+        known = {f.name for f in dataclasses.fields(StackConfig)} - OF_THE_MODEL - {"final_norm"}
+        if unknown := sorted(set(self.stack) - known):
+            raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}")
+        return StackConfig(**{name: getattr(self, name) for name in OF_THE_MODEL}, **self.stack, final_norm=True)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MambaLMConfig:
@@ -100,29 +103,9 @@ class MambaLMConfig:
         return cls(**known, extra={name: value for name, value in values.items() if name not in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`."""
+        """The inverse of `from_dict`; a stack as officially is not spoken of."""
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
+        if not values["stack"]:
+            del values["stack"]
         return {**values, **extra}
-
-
-def _typed(name: str, value: Any, field: dataclasses.Field[Any]) -> Any:
-    """A value from a JSON file as the field's annotation wants it, a list as a tuple."""
-    wanted, default = str(field.type), field.default
-    number = isinstance(value, int | float if "float" in wanted else int) and not isinstance(value, bool)
-    if wanted.startswith("tuple"):
-        fine = isinstance(value, list | tuple) and isinstance(default, tuple) and len(value) == len(default)
-        fine = fine and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
-        value = tuple(value) if fine else value
-    elif "bool" in wanted:
-        fine = isinstance(value, bool)
-    elif "Literal" in wanted:
-        fine = isinstance(value, str) or (number and wanted.startswith("int"))
-    else:
-        fine = number or (value is None and "None" in wanted)
-    if not fine:
-        raise ValueError(f"MambaLMConfig: {name} must be {wanted}, got {reprlib.repr(value)}")
-    for x in value if isinstance(value, tuple) else [value]:
-        if isinstance(x, int | float) and not abs(x) <= _MOST and not (x == math.inf and isinstance(value, tuple)):
-            raise ValueError(f"MambaLMConfig: {name} must be a number of at most {_MOST:,}, got {reprlib.repr(x)}")
-    return value

@@ -1,14 +1,22 @@
-"""The block families a language model can be built of: one line each."""
+"""The block families a stack can be built of, one line each, and the config of a block from a table of its fields."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import reprlib
+from typing import Any
+
 from anymamba.blocks.block import Block
+from anymamba.blocks.config import ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3
 
 # Keyed by the value of "layer" in the official `ssm_cfg`.
 FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
+
+_MOST = 2**31 - 1  # of any number: nothing larger can be computed with
 
 
 def family(name: str) -> type[Block]:
@@ -20,3 +28,55 @@ def family(name: str) -> type[Block]:
     if name not in FAMILIES:
         raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}')
     return FAMILIES[name]
+
+
+def family_name(ssm_cfg: dict[str, Any]) -> str:
+    """Name of the block family, "Mamba1" where nothing is said, as officially."""
+    return str(ssm_cfg.get("layer", "Mamba1"))
+
+
+def make_block_config(where: str, ssm_cfg: Any, d_model: int) -> Any:
+    """The config of a block from a table: "layer" names the family, the rest are fields of its config.
+
+    Raises:
+        ValueError: the table has entries that the block does not know, or values that cannot work.
+    """
+    if not isinstance(ssm_cfg, dict):
+        raise ValueError(f"{where}: ssm_cfg must be a table of the block's fields, got {ssm_cfg!r}")
+    name = family_name(ssm_cfg)
+    kind = family(name).CONFIG
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    # Entries that tune the official kernels are kept and written back, and change no result. `chunk_size` is among
+    # them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
+    kernels = ignored_options(kind) | {"chunk_size"}
+    given = {k: v for k, v in ssm_cfg.items() if k != "layer" and k not in kernels}
+    if unknown := sorted(set(given) - set(fields)):
+        raise ValueError(f"{where}: ssm_cfg has entries that {name} does not know: {unknown}")
+    values = {key: typed(f'{where}: ssm_cfg["{key}"]', value, fields[key]) for key, value in given.items()}
+    return kind(**{**values, "d_model": d_model})
+
+
+def typed(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
+    """A value from a JSON file as the field's annotation wants it, a list as a tuple.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    wanted, default = str(field.type), field.default
+    number = isinstance(value, int | float if "float" in wanted else int) and not isinstance(value, bool)
+    if wanted.startswith("tuple"):
+        fine = isinstance(value, list | tuple) and isinstance(default, tuple) and len(value) == len(default)
+        fine = fine and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
+        value = tuple(value) if fine else value
+    elif "bool" in wanted:
+        fine = isinstance(value, bool)
+    elif "Literal" in wanted:
+        fine = isinstance(value, str) or (number and wanted.startswith("int"))
+    else:
+        fine = number or (value is None and "None" in wanted)
+    if not fine:
+        raise ValueError(f"{where} must be {wanted}, got {reprlib.repr(value)}")
+    for x in value if isinstance(value, tuple) else [value]:
+        if isinstance(x, int | float) and not abs(x) <= _MOST and not (x == math.inf and isinstance(value, tuple)):
+            raise ValueError(f"{where} must be a number of at most {_MOST:,}, got {reprlib.repr(x)}")
+    return value

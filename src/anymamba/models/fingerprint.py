@@ -23,6 +23,7 @@ _VERSION = "2:"
 # Fields that change no result, or that the shapes of the parameters show.
 _NO_FACTS = INITIALISATION | {"chunk_size", "fused_add_norm", "vocab_size", "pad_vocab_size_multiple", "d_intermediate"}
 _NO_FACTS |= {"ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"}  # the first is the block's config, the others unused
+_NO_FACTS |= {"stack", "dropout", "grad_horizon", "checkpointing", "gate_bias", "gate_bias_step"}  # or initial values
 # Version 1 hashed the block's config as it was printed then, with these fields in this order.
 _FORMER_FIELDS = {
     "Mamba1": "d_model d_state d_conv expand dt_rank dt_min dt_max dt_init dt_scale dt_init_floor conv_bias bias",
@@ -34,11 +35,13 @@ _FORMER_FIELDS = {
 }
 
 
-def fingerprint(model: nn.Module, config: MambaLMConfig) -> str:
-    """The name of a model with this config."""
+def fingerprint(model: nn.Module, config: Any) -> str:
+    """The name of a model with this config, a language model's or a stack's."""
+    parts = [config, config.block_config()]
+    if getattr(config, "stack", None):  # else there is nothing in it that the others do not say
+        parts.append(config.stack_config())
     facts = [
-        {name: value for name, value in sorted(_not_default(part).items()) if name not in _NO_FACTS}
-        for part in (config, config.block_config())
+        {name: value for name, value in sorted(_not_default(part).items()) if name not in _NO_FACTS} for part in parts
     ]
     tensors = chain(model.named_parameters(), model.named_buffers())
     return _VERSION + _digest([config.layer, *facts], tensors)
@@ -46,7 +49,7 @@ def fingerprint(model: nn.Module, config: MambaLMConfig) -> str:
 
 def has_fingerprint(model: nn.Module, config: MambaLMConfig, name: str) -> bool:
     """Whether `name` is the model's fingerprint, as this or a former version computes it."""
-    if name.startswith(_VERSION):
+    if name.startswith(_VERSION) or config.stack:
         return name == fingerprint(model, config)
     fields, block = _FORMER_FIELDS.get(config.layer, "").split(), config.block_config()
     if not _not_default(block).keys() <= set(fields):
@@ -57,13 +60,19 @@ def has_fingerprint(model: nn.Module, config: MambaLMConfig, name: str) -> bool:
 
 def _not_default(config: Any) -> dict[str, Any]:
     """The fields of a config that are not the defaults, numbers as float: 1 and 1.0 are the same."""
-    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
+    values = {f.name: (getattr(config, f.name), _default(f)) for f in dataclasses.fields(config)}
     return {name: _plain(value) for name, (value, default) in values.items() if value != default}
 
 
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [_plain(x) for x in value]
+    if isinstance(value, dict):
+        return {key: _plain(value[key]) for key in sorted(value)}
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anymamba.blocks import modules
 from anymamba.blocks.block import ProjectionPart
 from anymamba.ground.trees import Tree
-from anymamba.models.config import MambaLMConfig
+from anymamba.models.stack_config import StackConfig
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.program import Program
@@ -81,15 +81,17 @@ class ResidualLayer(nn.Module):
 
     def __init__(
         self,
-        config: MambaLMConfig,
+        config: StackConfig,
+        index: int = 0,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the block, the norms and the MLP."""
+        """Create the block of layer `index`, the norms and the MLP."""
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.mixer = config.family(config.block_config(), **factory)
+        self.dropout = config.dropout
+        self.mixer = config.family(index)(config.block_config(index), **factory)
         self.norm = make_norm(config, **factory)
         self.mlp: GatedMLP | None = None
         if config.mlp_width:
@@ -97,20 +99,42 @@ class ResidualLayer(nn.Module):
             self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
 
     def forward(
-        self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, **options: Any
+        self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, *, added: bool = True, **options: Any
     ) -> tuple[Float[Tensor, "b *t d"], Tree]:
-        """Run over a sequence (b, t, d) or a token (b, d), from any cache to a new one; `options` are the block's."""
-        hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
-        residual = residual + hidden
-        if self.mlp is not None:
-            residual = residual + self.mlp(self.norm2(residual))
-        return residual, cache
+        """Run over a sequence (b, t, d) or a token (b, d), from any cache to a new one.
 
-    def record(self, program: Program, residual: int) -> None:
-        """Describe one token to the compiled kernels: slot `residual` advances."""
+        Args:
+            residual: the stream.
+            cache: of the block.
+            added: return the stream after the layer; False: what the layer would add to it.
+            options: the block's.
+        """
+        hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
+        return self._add(residual, hidden, added), cache
+
+    def step_infinite(self, residual: Float[Tensor, "b d"], *, added: bool = True) -> Float[Tensor, "b d"]:
+        """What `forward` comes to under a token that repeats forever."""
+        return self._add(residual, self.mixer.step_infinite(self.norm(residual)), added)
+
+    def _add(self, residual: Tensor, hidden: Tensor, added: bool) -> Tensor:
+        """After the block: its residual connection, and the MLP."""
+        hidden = self._dropped(hidden)
+        if self.mlp is None:
+            return residual + hidden if added else hidden.to(residual.dtype)
+        stream = residual + hidden
+        more = self._dropped(self.mlp(self.norm2(stream)))
+        return stream + more if added else hidden.to(residual.dtype) + more
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout and self.training else x
+
+    def record(self, program: Program, residual: int, *, added: bool = True) -> None:
+        """Describe one token to the compiled kernels: slot `residual` advances, or is replaced where not `added` to."""
         width, mixer = program.input_width, program.child(self, "mixer", type(self.mixer))
+        if not added and self.mlp is not None:
+            program.refuse("a layer with an MLP whose residual is ignored has no compiled step")
         hidden = program.norm(residual, program.child(self, "norm", RMSNorm), width)
-        mixer.record(program, hidden, to=residual, add=True)
+        mixer.record(program, hidden, to=residual, add=added)
         program.release(hidden)
         if self.mlp is not None:
             hidden = program.norm(residual, program.child(self, "norm2", RMSNorm), width)
@@ -118,6 +142,6 @@ class ResidualLayer(nn.Module):
             program.release(hidden)
 
 
-def make_norm(config: MambaLMConfig, **factory: Any) -> RMSNorm | LayerNorm:
+def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
     """The norm that the config asks for."""
     return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)

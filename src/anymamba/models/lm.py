@@ -7,24 +7,24 @@ Letters: b batch, t time, d d_model, v padded vocabulary, z packed sequences.
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.ground import finite
 from anymamba.ground.narrow import NarrowWeight
 from anymamba.ground.padding import Padding
 from anymamba.models import fingerprint
+from anymamba.models.backbone import Backbone
 from anymamba.models.cache import LMCache
-from anymamba.models.checks import expect_cache, expect_ids, expect_labels, expect_targets
+from anymamba.models.checks import expect_inputs, expect_targets
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.layers import ResidualLayer, RMSNorm, make_norm
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
+from anymamba.models.stack import end_to_end
+from anymamba.models.targets import find_targets, last_hidden
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
 
@@ -42,78 +42,14 @@ class LMOutput(NamedTuple):
         loss: mean negative log-likelihood of the labels, if there were any.
         cache: to continue from.
         nats: the negative log-likelihood of all labels together, if there were any.
+        hidden_states: the residual stream after the passes that were asked for, (b, t, d) each.
     """
 
     logits: Float[Tensor, "z t v"] | None
     loss: Float[Tensor, ""] | None
     cache: LMCache
     nats: Float[Tensor, ""] | None = None
-
-
-class Backbone(nn.Module):
-    """Embedding, residual layers and the last norm."""
-
-    def __init__(
-        self, config: MambaLMConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Create the parameters."""
-        super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.residual_in_fp32 = config.residual_in_fp32
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **factory)
-        self.layers = nn.ModuleList(ResidualLayer(config, **factory) for _ in range(config.n_layer))
-        self.norm_f = make_norm(config, **factory)
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "b *t"],
-        cache: LMCache | None = None,
-        *,
-        path: SsdPath | None = None,
-        cu_seqlens: Int[Tensor, " z1"] | None = None,
-        mask: Padding | None = None,
-    ) -> tuple[Float[Tensor, "b *t d"], LMCache]:
-        """The hidden states after the last norm, of a sequence or a token; arguments as for `MambaLM`."""
-        caches, residual = self._layer_caches(cache), self.embed(input_ids)
-        cleaned = None
-        if mask is not None:
-            residual, cleaned = mask.compact(residual), mask.cleaned()
-        new = []
-        for i, (layer, layer_cache) in enumerate(zip(self.layers, caches, strict=True)):
-            with finite.within(f"layers.{i}"):
-                residual, layer_cache = layer(residual, layer_cache, path=path, cu_seqlens=cu_seqlens, mask=cleaned)
-            new.append(layer_cache)
-        hidden = self.norm_f(residual)
-        return (hidden if mask is None else mask.restore(hidden)), LMCache(tuple(new))
-
-    def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
-        """The residual stream before the first layer.
-
-        Raises:
-            TypeError: ids that are no whole numbers.
-            ValueError: ids that are no tokens, or on another device.
-        """
-        if input_ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"MambaLM: input_ids must be int32 or int64, got {input_ids.dtype}")
-        if input_ids.device != (device := self.embedding.weight.device):
-            raise ValueError(f"MambaLM: input_ids must be on {device}, got {input_ids.device}")
-        try:
-            hidden = self.embedding(input_ids)
-        except IndexError as error:
-            raise ValueError(
-                f"MambaLM: token ids must be between 0 and {self.embedding.num_embeddings - 1}, "
-                f"got {int(input_ids.min())} to {int(input_ids.max())}"
-            ) from error
-        wide = self.residual_in_fp32 and hidden.dtype != torch.float64
-        return hidden.float() if wide else hidden
-
-    def _layer_caches(self, cache: LMCache | None) -> tuple[Any, ...]:
-        expect_cache(cache)
-        if cache is None:
-            return (None,) * len(self.layers)
-        if len(cache.layers) != len(self.layers):
-            raise ValueError(f"MambaLM: the cache must have {len(self.layers)} layers, got {len(cache.layers)}")
-        return cache.layers
+    hidden_states: tuple[Float[Tensor, "b t d"], ...] = ()
 
 
 class MambaLM(nn.Module):
@@ -152,13 +88,16 @@ class MambaLM(nn.Module):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "b t"],
+        input_ids: Int[Tensor, "b t"] | None = None,
         cache: LMCache | None = None,
         labels: Int[Tensor, "b t"] | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
         *,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        inputs_embeds: Float[Tensor, "b t d"] | None = None,
         targets: Int[Tensor, "b t"] | None = None,
+        hidden_states: Sequence[int] = (),
         logits: Literal["all", "last", "none"] = "all",
         path: SsdPath | None = None,
     ) -> LMOutput:
@@ -172,7 +111,11 @@ class MambaLM(nn.Module):
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row. One cache row per sequence, in the order of the rows.
+            inputs_embeds: in place of token ids, what the embedding would make of them.
             targets: in place of labels, what each position's logits are held against, as it is.
+            hidden_states: passes after which the residual stream is returned too; -1 is the last, before its norm.
             logits: of every token, of the last (real) token of each row or packed sequence, or none. A loss without all
                 logits is computed a few tokens at a time: they are most of the memory of training.
             path: the scan's algorithm; the default if not given.
@@ -184,25 +127,42 @@ class MambaLM(nn.Module):
             TypeError: an argument of another type or dtype.
             ValueError: ids or labels out of range, or shapes that do not go together.
         """
-        expect_ids(input_ids)
+        given = expect_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
+        if seq_idx is not None:
+            _, bounds = end_to_end("MambaLM", given, seq_idx, cu_seqlens, mask)
+            tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "targets": targets}
+            packed = {name: None if x is None else x.flatten(0, 1).unsqueeze(0) for name, x in tensors.items()}
+            found = self(
+                cache=cache, cu_seqlens=bounds, hidden_states=hidden_states, logits=logits, path=path, **packed
+            )
+            return _in_rows(found, given.shape[0], logits)
         padding = None
         if mask is not None:
-            padding = Padding.of("MambaLM", mask, input_ids.shape[0], input_ids.shape[1], input_ids.device)
-        wanted = _targets(input_ids, labels, targets, cu_seqlens, padding)
+            padding = Padding.of("MambaLM", mask, given.shape[0], given.shape[1], given.device)
+        wanted = find_targets(given.shape[:2], given.device, labels, targets, cu_seqlens, padding)
         if logits not in ("all", "last", "none"):
             raise ValueError(f'MambaLM: logits must be "all", "last" or "none", got {logits!r}')
-        hidden_btd, new = self.backbone(input_ids, cache, path=path, cu_seqlens=cu_seqlens, mask=padding)
+        hidden_btd, new, *streams = self.backbone(
+            input_ids,
+            cache,
+            inputs_embeds=inputs_embeds,
+            wanted=self.backbone.wanted(hidden_states) if hidden_states else None,
+            path=path,
+            cu_seqlens=cu_seqlens,
+            mask=padding,
+        )
+        streams = tuple(streams[0]) if streams else ()
         found = None
         if logits != "none":
-            found = self.lm_head(hidden_btd if logits == "all" else _last(hidden_btd, cu_seqlens, padding))
+            found = self.lm_head(hidden_btd if logits == "all" else last_hidden(hidden_btd, cu_seqlens, padding))
         if wanted is None:
-            return LMOutput(found, None, new)
+            return LMOutput(found, None, new, None, streams)
         expect_targets(wanted, self.lm_head.out_features)
         if found is not None and logits == "all":
             nats = logits_nats(found.flatten(0, 1), wanted)
         else:
             nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), wanted)
-        return LMOutput(found, nats / (wanted != IGNORED_LABEL).sum().clamp(min=1), new, nats)
+        return LMOutput(found, nats / (wanted != IGNORED_LABEL).sum().clamp(min=1), new, nats, streams)
 
     def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
         """Run over one token a row. `anymamba.decoder(model)` does the same in one call to the compiled kernels.
@@ -224,18 +184,13 @@ class MambaLM(nn.Module):
         """Describe `step` after the embedding to the compiled kernels, which may refuse."""
         program.expect_plain(self, MambaLM)
         backbone = program.child(self, "backbone", Backbone)
-        if not program.number(backbone, "residual_in_fp32") and program.dtype != program.wide:
-            program.refuse("the residual stream is narrower than float32")
-        layers = program.child(backbone, "layers", nn.ModuleList)
-        for name in layers._modules:
-            program.child(layers, name, ResidualLayer).record(program, 0)
-        width = program.input_width
-        hidden = program.norm(0, program.child(backbone, "norm_f", RMSNorm), width)
+        backbone.record(program)
+        width, hidden = program.input_width, backbone.record_norm(program)
         program.linear(hidden, self, "lm_head", width, self.lm_head.out_features, to=-1)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """The cache of a fresh start."""
-        return LMCache(tuple(layer.mixer.init_cache(batch_size) for layer in self.backbone.layers))  # type: ignore[union-attr, operator]
+        return self.backbone.init_cache(batch_size)  # type: ignore[return-value]
 
     def tie_weights(self) -> None:
         """Make the head the embedding, if the config says so."""
@@ -305,8 +260,12 @@ class MambaLM(nn.Module):
         warn_if_undecided(str(source), model.config, 'ssm_cfg={"a_activation": "softplus"}, or "heavy_tail" to agree')
         return model
 
-    def save_pretrained(self, directory: str | os.PathLike[str], *, format: str = "official") -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str], *, format: str | None = None) -> None:
         """Write config and weights in one of `anymamba.models.formats`.
+
+        Args:
+            directory: is made if it does not exist.
+            format: "official" if not given, or "anymamba" for stacks that the official config cannot express.
 
         Raises:
             ValueError: the format cannot hold the model, or its weights do not fit its config; nothing is written.
@@ -320,7 +279,7 @@ class MambaLM(nn.Module):
         name: str,
         *,
         companions: str | os.PathLike[str] | None = None,
-        format: str = "official",
+        format: str | None = None,
         private: bool | None = None,
         token: str | None = None,
     ) -> str:
@@ -353,54 +312,14 @@ class MambaLM(nn.Module):
         return generate(self, input_ids, max_new_tokens, **options)
 
     def _initialise(self) -> None:
-        """Embedding N(0, 0.02); projections into the residual stream divided by √layers; their biases zero."""
+        """Embedding N(0, 0.02), and the stack as every stack."""
         nn.init.normal_(self.backbone.embedding.weight, std=0.02)
-        for name, parameter in self.backbone.named_parameters():
-            if name.endswith(("out_proj.weight", "fc2.weight")):
-                bound = 1 / math.sqrt(parameter.shape[1] * self.config.n_layer)
-                nn.init.uniform_(parameter, -bound, bound)
-            elif name.endswith(("in_proj.bias", "out_proj.bias")):
-                nn.init.zeros_(parameter)
+        self.backbone.initialise()
 
 
-def _last(hidden_btd: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
-    """The hidden state of the last real token of each row, (b, 1, d), or packed sequence, (z, 1, d)."""
-    if cu_seqlens is not None:
-        return hidden_btd[0, cu_seqlens[1:].long() - 1].unsqueeze(1)
-    if padding is None:
-        return hidden_btd[:, -1:]
-    last_b1 = (padding.lengths - 1).clamp(min=0).unsqueeze(1)
-    if padding.order is not None:
-        last_b1 = padding.order.gather(1, last_b1)
-    return hidden_btd.gather(1, last_b1.unsqueeze(-1).expand(-1, 1, hidden_btd.shape[2]))
-
-
-def _targets(
-    input_ids: Tensor,
-    labels: Tensor | None,
-    targets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    padding: Padding | None,
-) -> Tensor | None:
-    """What each position's logits are held against, (b·t,)."""
-    if labels is not None and targets is not None:
-        raise ValueError("MambaLM: labels and targets exclude each other, got both")
-    for name, given in (("labels", labels), ("targets", targets)):
-        if given is not None:
-            expect_labels(name, given, input_ids)
-    found = targets if labels is None else _next_labels(labels, cu_seqlens, padding)
-    return None if found is None else found.flatten()
-
-
-def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
-    """The label of the next real token of each position's sequence, (b, t)."""
-    if padding is not None:
-        if padding.order is not None:
-            labels_bt = labels_bt.gather(1, padding.order)
-        labels_bt = labels_bt.masked_fill(~padding.front, IGNORED_LABEL)
-    targets_bt = F.pad(labels_bt[:, 1:], (0, 1), value=IGNORED_LABEL)
-    if cu_seqlens is not None:
-        targets_bt[0, cu_seqlens[1:].long() - 1] = IGNORED_LABEL
-    if padding is None or padding.order is None:
-        return targets_bt
-    return torch.empty_like(targets_bt).scatter_(1, padding.order, targets_bt)
+def _in_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
+    """What a packed row of all rows gave, as those rows; the last tokens' logits are of each sequence."""
+    hidden = tuple(x.view(rows, -1, x.shape[2]) for x in output.hidden_states)
+    if logits != "all" or output.logits is None:
+        return output._replace(hidden_states=hidden)
+    return output._replace(logits=output.logits.view(rows, -1, output.logits.shape[2]), hidden_states=hidden)

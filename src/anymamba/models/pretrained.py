@@ -19,7 +19,7 @@ from anymamba.ground.narrow import CODES, WeightFormat, expect_format
 from anymamba.models import gguf
 from anymamba.models.activation import with_block_options
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.formats import FORMATS, Format, format_named
+from anymamba.models.formats import FORMATS, Format, format_named, usual_format
 from anymamba.models.hub import fetch, is_repository_id
 from anymamba.models.lm import MambaLM
 from anymamba.models.narrow import (
@@ -181,12 +181,12 @@ def expect_weights(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype
     return format
 
 
-def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str = "official") -> None:
+def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | None = None) -> None:
     """Write config and weights, a tied head once (`MambaLM.save_pretrained` has the contract).
 
     The config comes last, so that a directory with a config is complete.
     """
-    adapter, target = format_named(format), Path(directory)
+    adapter, target = format_named(format or usual_format(model.config)), Path(directory)
     tensors = {adapter.their_key(name): x for name, x in _stored_state(model, adapter).items()}
     raw = {**adapter.write_config(model.config, model.dtype), **written_format(model)}
     expect_no_other(target, adapter)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from anymamba.models.formats import usual_format
 from anymamba.models.hub import expect_repository_id, push
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import copy_companions, save_model
@@ -34,13 +35,13 @@ def push_model(
     name: str,
     *,
     companions: str | os.PathLike[str] | None = None,
-    format: str = "official",
+    format: str | None = None,
     private: bool | None = None,
     token: str | None = None,
 ) -> str:
     """Write a model to a repository of the hub (`MambaLM.push_to_hub` has the contract)."""
     expect_repository_id(name)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, format = sum(p.numel() for p in model.parameters()), format or usual_format(model.config)
     with TemporaryDirectory() as temporary:
         directory = Path(temporary)
         save_model(model, directory, format)

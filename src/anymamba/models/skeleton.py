@@ -25,10 +25,11 @@ _MAKERS = frozenset({"empty", "zeros", "ones", "full", *_DRAWS})
 _FIRST_LAYER = "backbone.layers.0."
 
 
-class _WithoutValues(TorchFunctionMode):
+class WithoutValues(TorchFunctionMode):
     """Leaves out what fills or draws a tensor, and refuses one of more than `most` elements before it is made."""
 
     def __init__(self, most: int | None) -> None:
+        """Set the limit; None: there is none."""
         super().__init__()
         self._most = most
 
@@ -46,7 +47,7 @@ class _WithoutValues(TorchFunctionMode):
 
 def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None, weights: WeightFormat | None = None) -> MambaLM:
     """The model of `config` with parameters of undefined values, on the CPU, its `weights` in a narrow format."""
-    with _WithoutValues(None):
+    with WithoutValues(None):
         model = MambaLM(config, device="cpu", dtype=dtype)
         if weights is not None:
             make_room(model, weights)
@@ -56,15 +57,17 @@ def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None, weights: W
 def expected_shapes(
     config: MambaLMConfig, most: int | None = None, weights: WeightFormat | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of `config`'s model; one layer is built and stands for all.
+    """The names and shapes of the tensors of `config`'s model; one layer is built for all, if they are alike.
 
     Raises:
         ValueError: one of them has more than `most` elements.
     """
-    with _WithoutValues(most):
-        model = MambaLM(dataclasses.replace(config, n_layer=1), device="cpu")
+    with WithoutValues(most):
+        model = MambaLM(config if config.stack else dataclasses.replace(config, n_layer=1), device="cpu")
     if weights is not None:
         make_room(model, weights)
+    if config.stack:
+        return {name: tuple(x.shape) for name, x in model.state_dict().items()}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, x in model.state_dict().items():
         rest = name.removeprefix(_FIRST_LAYER)

@@ -97,6 +97,18 @@ def discretise(
     return results
 
 
+def stationary_weight(dt: Tensor, rates: Tensor) -> Tensor:
+    """Σ_k dt exp(k dt A) = dt / (1 - exp(dt A)): the weight, over all steps so far, of a token that repeats forever.
+
+    Args:
+        dt: step sizes, at least 0.
+        rates: A, below 0, of a shape that goes with theirs.
+    """
+    product = dt * rates
+    still = product == 0  # a step size that underflowed; the limit there is -1/A
+    return torch.where(still, -1 / rates, -dt / torch.expm1(product.masked_fill(still, -1)))
+
+
 def heavy_tail(x: Tensor) -> Tensor:
     """`1 + x` for x ≥ 0, `1 / (1 - x)` below: positive, smooth, decaying like 1/|x| where softplus decays like e^x."""
     return F.relu(x) + 1 / (1 - x.clamp(max=0))

@@ -54,7 +54,8 @@ def recompute_layers(model: nn.Module) -> None:
         ValueError: the model has none.
     """
     for layer in _layers(model, "precision.activation_checkpointing"):
-        forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        draws = layer.dropout > 0  # which must be the same when they are computed again
+        forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=draws)
         layer.forward = forward  # type: ignore[method-assign]
 
 

@@ -295,7 +295,9 @@ class Trainer(Generic[T]):
 
     def _evaluate(self, display: Display) -> dict[str, float]:
         display.evaluating()
+        self.model.eval()  # a model with dropout is judged without
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
+        self.model.train()
         self.solved = found.solved
         display.report(found.text)
         display.score(found.values)

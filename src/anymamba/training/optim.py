@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,51 @@ def _embeddings(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if id(p) in weights}
 
 
+class PlanRow(NamedTuple):
+    """Who moves a parameter, or a part of one.
+
+    Attributes:
+        name: of the parameter, with the part in brackets.
+        shape: of it.
+        owner: "Muon" or "AdamW".
+        decayed: whether weight decay applies.
+        share: of all parameters of the model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    owner: str
+    decayed: bool
+    share: float
+
+
+def plan(model: nn.Module, config: OptimiserSection | None = None) -> list[PlanRow]:
+    """Who moves what: a row for each parameter, or part of one, in the order of the optimisers' groups.
+
+    Args:
+        model: as it will be trained.
+        config: of the optimiser; Muon's defaults if not given.
+    """
+    return Optimiser(model, config or OptimiserSection(kind="muon")).plan()
+
+
+def plan_table(rows: list[PlanRow]) -> str:
+    """A plan for a reader: layers that are alike share a row, and the last rows add up what each optimiser moves."""
+    merged: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        name = re.sub(r"(^|\.)\d+\.", r"\1*.", row.name)
+        merged.setdefault((name, row.shape, row.owner, row.decayed), []).append(row.share)
+    lines = [("parameter", "shape", "times", "moved by", "decayed", "share")]
+    for (name, shape, owner, decayed), shares in merged.items():
+        size = " x ".join(map(str, shape)) or "1"
+        lines.append((name, size, str(len(shares)), owner, "yes" if decayed else "no", f"{sum(shares):.1%}"))
+    for owner in ("Muon", "AdamW"):
+        share = sum(row.share for row in rows if row.owner == owner)
+        lines.append(("all", "", str(sum(row.owner == owner for row in rows)), owner, "", f"{share:.1%}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
 class Optimiser:
     """AdamW; or Muon for the hidden matrices, cut into their parts, and AdamW for the rest.
 
@@ -71,9 +117,12 @@ class Optimiser:
             for name in hidden_matrices(model):
                 weight = decayed.pop(name)
                 for key, part, begin, is_matrix in _cut(model, name, weight):
-                    (matrices if is_matrix else decayed)[key] = part
+                    is_taken = any(_is_named(key, chosen) for chosen in config.muon_without)
+                    (matrices if is_matrix and not is_taken else decayed)[key] = part
                     if part is not weight:
                         self._parts.append((part, weight, begin))
+            _expect_named(config.muon_without, [*matrices, *decayed])
+        self._decayed = {*decayed, *matrices} if config.weight_decay else set()
         adam = torch.optim.AdamW(
             [
                 {"params": list(decayed.values()), "weight_decay": config.weight_decay},
@@ -93,6 +142,16 @@ class Optimiser:
             self._optimisers.append(muon)
             self._owned |= {name: (x, muon.state) for name, x in matrices.items()}
         self._groups = [(group, group["lr"]) for optimiser in self._optimisers for group in optimiser.param_groups]
+
+    def plan(self) -> list[PlanRow]:
+        """Who moves what."""
+        total, adam = sum(x.numel() for x, _ in self._owned.values()), self._optimisers[0].state
+        return [
+            PlanRow(
+                name, tuple(x.shape), "AdamW" if state is adam else "Muon", name in self._decayed, x.numel() / total
+            )
+            for name, (x, state) in self._owned.items()
+        ]
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -154,6 +213,20 @@ def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Ten
     for part in parts:
         yield f"{name}[{part.name}]", weight.detach()[begin : begin + part.rows], begin, part.is_matrix
         begin += part.rows
+
+
+def _is_named(key: str, chosen: str) -> bool:
+    """Whether "mixer.in_proj[z]" or "dt_proj" names a part, as "backbone.layers.0.mixer.in_proj.weight[z]"."""
+    name = key.replace(".weight", "")
+    return f".{name}".endswith(f".{chosen}") or f".{name.partition('[')[0]}".endswith(f".{chosen}")
+
+
+def _expect_named(chosen: Iterable[str], keys: list[str]) -> None:
+    """Refuse names of parts that there are not; those of a default may be of another family."""
+    usual = OptimiserSection().muon_without
+    if strange := [name for name in chosen if name not in usual and not any(_is_named(key, name) for key in keys)]:
+        known = ", ".join(dict.fromkeys(key.replace(".weight", "").rpartition(".")[2] for key in keys))
+        raise ValueError(f"optimiser.muon_without must name projections or their parts, as {known}, got {strange[0]!r}")
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:

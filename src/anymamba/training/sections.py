@@ -55,6 +55,10 @@ class ModelSection:
         default_factory=dict,
         metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
     )
+    stack: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "table of how layers are put together: '{n_virtual = 12, streams = 2}'", "free": False},
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -88,6 +92,7 @@ class ModelSection:
             d_intermediate=self.d_intermediate or 0,
             tie_embeddings=self.tie_embeddings is not False,
             ssm_cfg={"layer": family, **sizes, **self.block},
+            stack=self.stack,
         )
 
     def expect(self, found: MambaLMConfig) -> None:
@@ -103,6 +108,7 @@ class ModelSection:
             "d_model": (self.d_model or (depth and 64 * depth), found.d_model),
             "d_intermediate": (self.d_intermediate, found.d_intermediate),
             "tie_embeddings": (self.tie_embeddings, found.tie_embeddings),
+            "stack": (self.stack or None, found.stack),
             **{
                 name: (value, getattr(block, name, None))
                 for name, value in {"d_state": self.d_state, "headdim": self.headdim, **self.block}.items()
@@ -172,6 +178,9 @@ class OptimiserSection:
         None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
     )
     momentum: float = option(0.95, "of Muon")
+    muon_without: tuple[str, ...] = option(
+        ("dt_proj",), "projections, or parts of them (in_proj[z]), that AdamW moves all the same"
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -1,16 +1,23 @@
 """Checkpoint formats: one adapter each, between the format's config and keys and ours."""
 
+from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import Format as Format
 from anymamba.models.formats.codestral import CodestralFormat
 from anymamba.models.formats.fla import FlaFormat
 from anymamba.models.formats.official import OfficialFormat
+from anymamba.models.formats.own import OwnFormat
 from anymamba.models.formats.transformers import TransformersFormat
 
 # In the order in which a directory is tried.
 FORMATS: dict[str, Format] = {
-    f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat())
+    f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat(), OwnFormat())
 }
 READ_ONLY = frozenset({"fla"})  # nobody can ask for these to be written
+
+
+def usual_format(config: MambaLMConfig) -> str:
+    """The format that a model is written in where none is named: the official one, if it can hold the model."""
+    return OwnFormat.name if config.stack else OfficialFormat.name
 
 
 def format_named(name: str) -> Format:

@@ -54,8 +54,17 @@ def read_float(value: Any) -> Any:
 
 def require(where: str, config: MambaLMConfig, wanted: dict[str, Any]) -> None:
     """Raise unless the config and its blocks have the values that a format cannot express otherwise."""
+    expect_plain_stack(where, config)
     block = config.block_config()
     found = {name: getattr(config, name) if hasattr(config, name) else getattr(block, name) for name in wanted}
     if wrong := {name: value for name, value in found.items() if value != wanted[name]}:
         expected = {name: wanted[name] for name in wrong}
         raise ValueError(f"{where} cannot hold this model: it needs {expected}, got {wrong}")
+
+
+def expect_plain_stack(where: str, config: MambaLMConfig) -> None:
+    """Raise unless the layers are put together as officially, which is all that other formats can express."""
+    if config.stack:
+        raise ValueError(
+            f'{where} cannot hold this model: it has no {", ".join(config.stack)}; format="anymamba" holds every stack'
+        )

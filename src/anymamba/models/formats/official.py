@@ -17,7 +17,7 @@ from anymamba.blocks.config import ignored_options
 from anymamba.blocks.mamba3 import Mamba3Config
 from anymamba.models.activation import FIELD, UNDECIDED
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.formats.base import read_float
+from anymamba.models.formats.base import expect_plain_stack, read_float
 
 _UNKNOWN = "unknown_ssm_cfg"  # under which entries of `ssm_cfg` are kept that nobody knows
 
@@ -30,8 +30,8 @@ class OfficialFormat:
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
     def recognises(self, raw: dict[str, Any]) -> bool:
-        """By its field `d_model`."""
-        return "d_model" in raw
+        """By its field `d_model`, where the model type is not ours."""
+        return "d_model" in raw and raw.get("model_type") != "anymamba_lm"
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
         """The fields are ours; infinities may be spelled in two ways."""
@@ -44,6 +44,10 @@ class OfficialFormat:
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """All fields, and those of `extra` that belong to no other format: the official reader accepts no others."""
+        expect_plain_stack("the official format", config)
+        return self._written(config)
+
+    def _written(self, config: MambaLMConfig) -> dict[str, Any]:
         raw = config.to_dict()
         undecided, unknown = raw.pop(UNDECIDED, False), raw.pop(_UNKNOWN, {})
         raw["ssm_cfg"] = {**unknown, **raw["ssm_cfg"]}

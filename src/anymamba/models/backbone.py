@@ -1,0 +1,115 @@
+"""The trunk of a language model: an embedding and a stack, with the official names.
+
+Letters: b batch, t time, d d_model, z packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from anymamba.ground.padding import Padding
+from anymamba.models.cache import LMCache
+from anymamba.models.checks import expect_cache
+from anymamba.models.config import MambaLMConfig
+from anymamba.models.layers import ResidualLayer, RMSNorm
+from anymamba.models.stack import Stack
+from anymamba.scan import SsdPath
+
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.program import Program
+
+
+class Backbone(Stack):
+    """A stack with an embedding: residual layers and the last norm after it."""
+
+    CACHE = LMCache
+
+    def __init__(
+        self, config: MambaLMConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create the parameters, the embedding before the layers: their order is a checkpoint's and a seed's."""
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, device=device, dtype=dtype)
+        self._build(config.stack_config(), device=device, dtype=dtype)
+
+    @property
+    def residual_in_fp32(self) -> bool:
+        """Whether the residual stream is float32 at least."""
+        return self.config.residual_in_fp32
+
+    def forward(  # type: ignore[override]  # a stack's takes what the embedding gives
+        self,
+        input_ids: Int[Tensor, "b *t"] | None,
+        cache: LMCache | None = None,
+        *,
+        inputs_embeds: Float[Tensor, "b t d"] | None = None,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Padding | None = None,
+        wanted: Sequence[int] | None = None,
+    ) -> Any:
+        """The hidden states after the last norm, of a sequence (b, t, d) or a token (b, d); arguments as for `MambaLM`.
+
+        With `wanted` passes, the residual stream after each of them comes third.
+        """
+        expect_cache(cache)
+        x = inputs_embeds
+        if x is None:
+            assert input_ids is not None
+            x = self.embed(input_ids)
+        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens)
+        return (y, new) if wanted is None else (y, new, hidden)
+
+    def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
+        """The residual stream before the first layer.
+
+        Raises:
+            TypeError: ids that are no whole numbers.
+            ValueError: ids that are no tokens, or on another device.
+        """
+        return self._stream(embedded("MambaLM", self.embedding, input_ids))
+
+    def record(self, program: Program) -> None:
+        """Describe all passes of a token to the compiled kernels, which may refuse; slot 0 is the residual stream."""
+        c, last = self.config, self.n_passes - 1
+        if not c.residual_in_fp32 and program.dtype != program.wide:
+            program.refuse("the residual stream is narrower than float32")
+        if c.streams:
+            program.refuse("gated residual streams have no compiled step")
+        if self.training and c.dropout:
+            program.refuse("dropout has no compiled step: model.eval() switches it off")
+        layers = program.child(self, "layers", nn.ModuleList)
+        names = list(layers._modules)
+        for v, index in enumerate(self._layer_of_pass):
+            ignored = (v == 0 and c.ignore_first_residual) or (v == last and c.ignore_last_residual)
+            program.child(layers, names[index], ResidualLayer).record(program, 0, added=not ignored)
+
+    def record_norm(self, program: Program) -> int:
+        """Describe the last norm of a token; the slot of its result."""
+        return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
+
+
+def embedded(where: str, embedding: nn.Embedding, input_ids: Any) -> Tensor:
+    """The embeddings of token ids.
+
+    Raises:
+        TypeError: ids that are no whole numbers.
+        ValueError: ids that are no tokens, or on another device.
+    """
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{where}: input_ids must be int32 or int64, got {input_ids.dtype}")
+    if input_ids.device != (device := embedding.weight.device):
+        raise ValueError(f"{where}: input_ids must be on {device}, got {input_ids.device}")
+    try:
+        found: Tensor = embedding(input_ids)
+    except IndexError as error:
+        raise ValueError(
+            f"{where}: token ids must be between 0 and {embedding.num_embeddings - 1}, "
+            f"got {int(input_ids.min())} to {int(input_ids.max())}"
+        ) from error
+    return found

@@ -1,0 +1,127 @@
+"""A masked language model on the bidirectional stack, and the embeddings of texts that it gives.
+
+    logits = embeddingᵀ stack(embedding[ids]) + bias        embedding of a text: the mean over its tokens, of length 1
+
+Letters: b batch, t time, d d_model, v vocabulary, z sequences: rows, or packed ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.models.classifier import mean_of_sequences
+from anymamba.models.loss import IGNORED_LABEL
+from anymamba.models.sequence import SequenceModel
+from anymamba.models.sequence_config import SequenceConfig
+
+
+class MaskedLMOutput(NamedTuple):
+    """What the model says of masked tokens.
+
+    Attributes:
+        logits: of the token at each position, (b, t, v).
+        loss: mean negative log-likelihood of the labels that count, if there were any.
+    """
+
+    logits: Float[Tensor, "b t v"]
+    loss: Float[Tensor, ""] | None
+
+
+class MaskedLM(SequenceModel):
+    """Reads in both directions and says which token stands at each position.
+
+    model = MaskedLM(vocab_size=257, bidirectional=True, stack={"d_model": 64, "n_layer": 4})
+    hidden, labels = mask_tokens(ids, mask_id=256)
+    loss = model(hidden, labels).loss
+    vectors = model.embed(ids, mask=lengths)
+    """
+
+    MODEL_TYPE: ClassVar[str] = "anymamba_masked_lm"
+
+    def expect_config(self, config: SequenceConfig) -> None:
+        """Tokens come in, and are seen from both sides.
+
+        Raises:
+            ValueError: numbers come in, or the stack is not bidirectional.
+        """
+        if config.vocab_size is None or not config.bidirectional:
+            found = f"vocab_size = {config.vocab_size}, bidirectional = {config.bidirectional}"
+            raise ValueError(f"MaskedLM: vocab_size and bidirectional=True must be given, got {found}")
+
+    def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
+        """A bias a token; the head's weight is the embedding."""
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size or 0, **factory))
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        labels: Int[Tensor, "b t"] | None = None,
+        *,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> MaskedLMOutput:
+        """Logits of every position.
+
+        Args:
+            input_ids: token ids, some of them masked.
+            labels: the true tokens where they count, -100 elsewhere: they are held against the same position.
+            cu_seqlens: boundaries of packed sequences.
+            mask: of padded batches, as for a block; labels at the padding do not count.
+
+        Raises:
+            ValueError: shapes or ids that do not fit.
+        """
+        hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
+        logits = F.linear(hidden, self.embedding.weight, self.bias)
+        if labels is None:
+            return MaskedLMOutput(logits, None)
+        if labels.shape != input_ids.shape:
+            raise ValueError(f"MaskedLM: labels must have shape {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
+        if padding is not None:
+            labels = labels.masked_fill(~padding.real(), IGNORED_LABEL)
+        return MaskedLMOutput(
+            logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        )
+
+    def embed(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        *,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> Float[Tensor, "z d"]:
+        """A vector of length 1 for each sequence: the mean over its real tokens."""
+        hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
+        return F.normalize(mean_of_sequences(hidden, cu_seqlens, padding), dim=-1)
+
+
+def mask_tokens(
+    input_ids: Int[Tensor, "b t"],
+    mask_id: int,
+    *,
+    share: float = 0.15,
+    generator: torch.Generator | None = None,
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Hide tokens for a masked language model to find.
+
+    Args:
+        input_ids: token ids.
+        mask_id: the token that stands for a hidden one.
+        share: of the tokens that are hidden.
+        generator: of the draws.
+
+    Returns:
+        The ids with some hidden, and labels: the true tokens there, -100 elsewhere.
+
+    Raises:
+        ValueError: a share that is none.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"mask_tokens: share must be above 0 and at most 1, got {share}")
+    hidden = torch.rand(input_ids.shape, generator=generator, device=input_ids.device) < share
+    return input_ids.masked_fill(hidden, mask_id), input_ids.masked_fill(~hidden, IGNORED_LABEL)

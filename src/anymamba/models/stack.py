@@ -1,0 +1,333 @@
+"""A stack of residual layers without an embedding: (b, t, d) in and out, with caches like a block's.
+
+    h = x        h <- layer(h) for every pass        y = norm_f(h)
+
+Letters: b batch, t time, d d_model, z packed sequences, V passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anymamba.blocks.block import states_at
+from anymamba.ground import finite
+from anymamba.ground.checks import (
+    check_cu_seqlens,
+    expect_alone,
+    expect_like,
+    expect_shape,
+    expect_steps,
+    expect_tensor,
+)
+from anymamba.ground.numerics import is_autocast
+from anymamba.ground.padding import Padding
+from anymamba.ground.sequences import bounds_of
+from anymamba.models import fingerprint
+from anymamba.models.cache import StackCache
+from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.models.passes import Passes
+from anymamba.models.stack_config import StackConfig
+from anymamba.scan import SsdPath
+
+
+class Stack(Passes):
+    """Residual layers of any family, also mixed, passed through in any order, with one cache a pass.
+
+    Args:
+        config: a `StackConfig`; its fields may be given as keywords instead.
+        device: of the parameters.
+        dtype: of the parameters (blocks keep some in float32, as officially).
+    """
+
+    CACHE: type[StackCache] = StackCache
+
+    def __init__(
+        self,
+        config: StackConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create and initialise the parameters."""
+        super().__init__()
+        self._build(stack_config(type(self).__name__, StackConfig, config, fields), device=device, dtype=dtype)
+        self.initialise()
+
+    def _build(self, config: StackConfig, **factory: Any) -> None:
+        """Create the parameters."""
+        self.config = config
+        self.layers = nn.ModuleList(ResidualLayer(config, i, **factory) for i in range(config.n_layer))
+        self.norm_f = make_norm(config, **factory) if config.final_norm else nn.Identity()
+        is_plain = config.n_virtual is None and isinstance(config.schedule, str)
+        self._schedule = None if is_plain else config.layers_of_passes()
+        self._build_gates(factory)
+
+    def initialise(self) -> None:
+        """Divide the projections into the residual stream by √passes; their biases are zero."""
+        initialise_residual(self, self.n_passes)
+
+    @property
+    def _layer_of_pass(self) -> Sequence[int]:
+        """The layer of each pass; without a schedule, all layers that there are now."""
+        return range(len(self.layers)) if self._schedule is None else self._schedule
+
+    @property
+    def n_passes(self) -> int:
+        """V."""
+        return len(self._layer_of_pass)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """`prefill` without the new cache."""
+        return self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask)[0]
+
+    def prefill(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], StackCache]:
+        """Run over a sequence of any length, from any cache to a new one.
+
+        Args:
+            x: inputs.
+            cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
+            path: the scan's algorithm; the default if not given.
+            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row. One cache row per sequence, in the order of the rows.
+            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+                rows that are padded at the end. Outputs at the padding are zero.
+
+        Returns:
+            y, and the cache after the last real token of each row.
+
+        Raises:
+            ValueError: shapes or devices that do not fit.
+            TypeError: dtypes that do not fit, or something that is no tensor.
+        """
+        if seq_idx is not None:
+            rows, bounds = end_to_end(f"{type(self).__name__}.prefill", x, seq_idx, cu_seqlens, mask)
+            y, new = self.prefill(rows, cache, path=path, cu_seqlens=bounds)
+            return y.view_as(x), new
+        padding = self._check("prefill", x, cu_seqlens, mask)
+        y, new, _ = self._run(x, cache, padding, path=path, cu_seqlens=cu_seqlens)
+        return y, new
+
+    def hidden_states(
+        self,
+        x: Float[Tensor, "b t d"],
+        passes: Sequence[int],
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+    ) -> list[Float[Tensor, "b t d"]]:
+        """The residual stream after some of the passes, before the last norm.
+
+        Args:
+            x: inputs.
+            passes: 0 to V - 1, or counted from the end: -1 is the last.
+            cache: as for `prefill`, like the rest.
+            path: the scan's algorithm.
+            cu_seqlens: boundaries of packed sequences.
+            mask: of padded batches.
+        """
+        padding = self._check("hidden_states", x, cu_seqlens, mask)
+        return self._run(x, cache, padding, self.wanted(passes), path=path, cu_seqlens=cu_seqlens)[2]
+
+    def states_at(
+        self,
+        x: Float[Tensor, "b t d"],
+        positions: Sequence[int],
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], list[StackCache]]:
+        """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
+
+        Raises:
+            ValueError: a position that does not exist.
+        """
+        self._check_input("states_at", x, "b t d")
+        return states_at(self, x, positions, cache, path=path)
+
+    def step(self, x: Float[Tensor, "b d"], cache: StackCache | None = None) -> tuple[Float[Tensor, "b d"], StackCache]:
+        """Run over one token: a sequence of one step.
+
+        Args:
+            x: inputs.
+            cache: what the rows continue from; a fresh start if not given. It is not changed.
+
+        Returns:
+            y, and the new cache.
+        """
+        self._check_input("step", x, "b d")
+        y, new, _ = self._run(x, cache, None)
+        return y, new
+
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats forever, in closed form: each layer's input is constant.
+
+        Raises:
+            NotImplementedError: a family among the layers has no closed form.
+        """
+        self._check_input("step_infinite", x, "b d")
+
+        def run(v: int, h: Tensor, added: bool) -> Tensor:
+            layer: Any = self.layers[self._layer_of_pass[v]]
+            found: Tensor = layer.step_infinite(h, added=added)
+            return found
+
+        return self._out(self._walk(self._stream(x), self.n_passes, run)[0], x.dtype)
+
+    def init_cache(self, batch_size: int) -> StackCache:
+        """The cache of a fresh start."""
+        mixers: list[Any] = [self.layers[i].mixer for i in self._layer_of_pass]
+        return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers))
+
+    def fingerprint(self) -> str:
+        """A name for these weights in this dtype, which state files have."""
+        return fingerprint.fingerprint(self, self.config)
+
+    def has_fingerprint(self, name: str) -> bool:
+        """Whether `name` is this stack's fingerprint."""
+        return name == self.fingerprint()
+
+    def wanted(self, passes: Sequence[int]) -> list[int]:
+        """The numbers of passes, each counted from the first.
+
+        Raises:
+            ValueError: there is no such pass.
+        """
+        n = self.n_passes
+        if wrong := [v for v in passes if not -n <= v < n]:
+            raise ValueError(f"{type(self).__name__}: passes must be {-n} to {n - 1}, got {wrong[0]}")
+        return [v % n for v in passes]
+
+    def _run(
+        self, x: Tensor, cache: StackCache | None, padding: Padding | None, wanted: Sequence[int] = (), **options: Any
+    ) -> tuple[Tensor, StackCache, list[Tensor]]:
+        """All passes and the last norm, on checked inputs (b, t, d) or (b, d)."""
+        old, new = self._pass_caches(cache), []
+        dtype, residual = x.dtype, self._stream(x)
+        if padding is not None:
+            residual, options["mask"] = padding.compact(residual), padding.cleaned()
+
+        def run(v: int, h: Tensor, added: bool) -> Tensor:
+            index = self._layer_of_pass[v]
+            layer = self.layers[index]
+            with finite.within(f"layers.{index}"):
+                if self.config.checkpointing and torch.is_grad_enabled():
+                    h, made = checkpoint(layer, h, old[v], added=added, use_reentrant=False, **options)
+                else:
+                    h, made = layer(h, old[v], added=added, **options)
+            new.append(made)
+            return h
+
+        h, hidden = self._walk(residual, self.n_passes, run, wanted)
+        y = self._out(h, dtype)
+        if padding is not None:
+            y, hidden = padding.restore(y), [padding.restore(x) for x in hidden]
+        return y, self.CACHE(tuple(new)), hidden
+
+    def _stream(self, x: Tensor) -> Tensor:
+        """The residual stream that begins with `x`, float32 or wider if the config says so."""
+        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
+
+    def _out(self, h: Tensor, dtype: torch.dtype) -> Tensor:
+        y: Tensor = self.norm_f(h)
+        return y if self.config.final_norm else y.to(dtype)
+
+    def _pass_caches(self, cache: Any) -> tuple[Any, ...]:
+        where = type(self).__name__
+        if cache is None:
+            return (None,) * self.n_passes
+        if not isinstance(cache, self.CACHE):
+            raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
+        if len(cache.layers) != self.n_passes:
+            raise ValueError(f"{where}: the cache must have {self.n_passes} layers, got {len(cache.layers)}")
+        return cache.layers
+
+    def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
+        """Refuse what no block could run over; how the rows are padded."""
+        self._check_input(name, x, "b t d")
+        return check_batch(f"{type(self).__name__}.{name}", x, cu_seqlens, mask)
+
+    def _check_input(self, name: str, x: Any, letters: str) -> None:
+        mixer: Any = self.layers[0].mixer
+        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer._like())
+
+
+def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
+    """The config that a model is made from: one, or its fields.
+
+    Raises:
+        TypeError: both, or a config of another kind.
+        ValueError: unknown fields, or values that cannot work.
+    """
+    if config is not None and fields:
+        raise TypeError(f"{where}: give a config or its fields, not both; got also {sorted(fields)}")
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"{where}: config must be a {kind.__name__}, got {type(config).__name__}")
+    return kind.from_dict(fields) if config is None else config
+
+
+def initialise_residual(model: nn.Module, passes: int) -> None:
+    """Projections into the residual stream divided by √passes; the biases of projections zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("out_proj.weight", "fc2.weight")):
+            bound = 1 / math.sqrt(parameter.shape[1] * passes)
+            nn.init.uniform_(parameter, -bound, bound)
+        elif name.endswith(("in_proj.bias", "out_proj.bias")):
+            nn.init.zeros_(parameter)
+
+
+def check_input(where: str, x: Any, letters: str, width: int, like: Tensor) -> None:
+    """Refuse an input of another shape, or whose dtype or device is not that of `like`."""
+    sizes = {"d": width}
+    expect_shape(where, "x", x, letters, sizes)
+    expect_steps(where, sizes.get("t", 1))
+    expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+
+
+def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    """Rows (b, t, ...) of packed sequences as one row (1, b t, ...), and the boundaries of its sequences."""
+    expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
+    expect_tensor(where, "x", x)
+    if x.ndim < 2:
+        raise ValueError(f"{where}: expected (b, t, ...), got {tuple(x.shape)}")
+    b, t = x.shape[:2]
+    return x.reshape(1, b * t, *x.shape[2:]), bounds_of(where, seq_idx, b, t, x.device)
+
+
+def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:
+    """Refuse boundaries or a mask that do not fit (b, t, ...); how the rows are padded."""
+    b, t = x.shape[:2]
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
+        check_cu_seqlens(where, cu_seqlens, b, t, x.device)
+        return None
+    return None if mask is None else Padding.of(where, mask, b, t, x.device)

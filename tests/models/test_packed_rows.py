@@ -1,0 +1,71 @@
+"""Several packed rows by `seq_idx`, and the states at chosen positions of a prefill."""
+
+import pytest
+import torch
+
+from anymamba import BidirectionalStack
+from tests.blocks.families import make_block
+from tests.models.cases import small_lm
+from tests.models.test_stack import MIXED, WIDTH, make
+from tests.support import assert_all_near, assert_near
+
+SEQ_IDX = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 2, 2, 2, 2], [7, 8, 8, 7, 7, 7]])
+CUTS = [(0, 0, 3), (0, 3, 6), (1, 0, 2), (1, 2, 6), (2, 0, 1), (2, 1, 3), (2, 3, 6)]
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2 groups", "mamba3", "stack"])
+def test_packed_rows_equal_their_sequences_alone(kind):
+    model = make("virtual") if kind == "stack" else make_block(kind)
+    x = torch.randn(3, 6, WIDTH, dtype=torch.float64)
+    y, cache = model.prefill(x, seq_idx=SEQ_IDX)
+    alone = [model.prefill(x[row : row + 1, begin:end]) for row, begin, end in CUTS]
+    for (row, begin, end), (expected, _) in zip(CUTS, alone, strict=True):
+        assert_near(y[row, begin:end], expected[0], 1e-10)
+    assert_all_near(cache.tensors(), type(cache).cat([c for _, c in alone]).tensors(), 1e-10)
+    assert torch.equal(model(x, seq_idx=SEQ_IDX), y)
+
+
+def test_packed_rows_in_both_directions():
+    model = BidirectionalStack(d_model=WIDTH, **{**MIXED, "n_layer": 2, "layer_cfgs": []}, dtype=torch.float64)
+    x = torch.randn(3, 6, WIDTH, dtype=torch.float64)
+    y = model(x, seq_idx=SEQ_IDX)
+    for row, begin, end in CUTS:
+        assert_near(y[row, begin:end], model(x[row : row + 1, begin:end])[0], 1e-10)
+
+
+def test_a_language_model_takes_packed_rows_with_labels():
+    model = small_lm("Mamba3", torch.float64)
+    ids = torch.randint(61, (3, 6))
+    found = model(ids, labels=ids, seq_idx=SEQ_IDX, hidden_states=[0])
+    alone = [model(ids[row : row + 1, begin:end], labels=ids[row : row + 1, begin:end]) for row, begin, end in CUTS]
+    for (row, begin, end), expected in zip(CUTS, alone, strict=True):
+        assert_near(found.logits[row, begin:end], expected.logits[0], 1e-10)
+    assert_near(found.nats, sum(output.nats for output in alone), 1e-10)
+    assert found.hidden_states[0].shape == (3, 6, 32)
+    last = model(ids, seq_idx=SEQ_IDX, logits="last").logits
+    assert_near(last[:, 0], torch.stack([output.logits[0, -1] for output in alone]), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3 quaternion", "stack"])
+def test_states_at_positions_are_those_of_shorter_prefills(kind):
+    model = make("streams") if kind == "stack" else make_block(kind)
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    positions = [4, 9, 1, 4]
+    y, states = model.states_at(x, positions)
+    assert_near(y, model(x), 1e-10)
+    for position, state in zip(positions, states, strict=True):
+        assert_all_near(state.tensors(), model.prefill(x[:, :position])[1].tensors(), 1e-10)
+    with pytest.raises(ValueError, match="positions must be 1 to t = 9, got 10"):
+        model.states_at(x, [10])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("model", [lambda: make_block("mamba2"), lambda: make("Mamba2")])
+def test_bad_seq_idx(model):
+    model, x = model(), torch.randn(3, 6, WIDTH, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"seq_idx must have shape \(b=3, t=6\)"):
+        model.prefill(x, seq_idx=SEQ_IDX[:2])
+    with pytest.raises(TypeError, match="seq_idx must be a tensor of int32 or int64"):
+        model.prefill(x, seq_idx=SEQ_IDX.float())
+    with pytest.raises(ValueError, match="seq_idx and cu_seqlens and mask exclude each other, got also mask"):
+        model.prefill(x, seq_idx=SEQ_IDX, mask=torch.tensor([6, 6, 6]))
