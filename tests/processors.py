@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -185,13 +185,14 @@ def main(arguments: list[str] | None = None) -> int:
     here = probe()
     print(f"torch {here['torch']} with {here['aten']}, kernels with {here['isa']}, {platform.machine()}", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = list(pool.map(lambda row: run(row, row.quick if options.quick else row.tests), rows))
+        waiting = [pool.submit(run, row, row.quick if options.quick else row.tests) for row in rows]
+        outcomes = []
+        for task in as_completed(waiting):
+            outcomes.append(outcome := task.result())
+            print(f"{outcome.name:18} {outcome.result:8} {outcome.line}", flush=True)
     for outcome in outcomes:
         if outcome.result == "failed":
             print(f"\n{outcome.name}\n{outcome.output}")
-    print()
-    for outcome in outcomes:
-        print(f"{outcome.name:18} {outcome.result:8} {outcome.line}")
     return int(any(outcome.result == "failed" for outcome in outcomes))
 
 

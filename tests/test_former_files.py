@@ -57,7 +57,7 @@ def test_a_generation_continues(saved):
 
 def test_a_run_resumes(tmp_path):
     directory = shutil.copytree(FIXTURES / "run", tmp_path / "run")
-    assert resume(directory, {}, silent).run()
+    assert resume(directory, report=silent).run()
     found, expected = (read_metrics(path) for path in (directory / "metrics.csv", FIXTURES / "run-expected.csv"))
     assert [row.step for row in found] == [row.step for row in expected] == list(range(1, 9))
     for row, then in zip(found, expected, strict=True):
