@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-checked test-unchecked asan fuzz lint format bench clean
+.PHONY: demo test test-checked test-unchecked test-processors test-processors-quick test-arm wheels asan fuzz lint format bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,6 +32,25 @@ test-checked: $(VENV)/.installed
 test-unchecked: $(VENV)/.installed
 	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code of the same functions
 	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
+
+# What a processor can change, with every set of vector instructions that torch, MKL and the kernels have here, and with
+# 1, 2 and 3 threads. The quick part takes at most 4 minutes on two idle cores.
+test-processors: $(VENV)/.installed
+	$(BIN)/python -m tests.processors
+
+test-processors-quick: $(VENV)/.installed
+	$(BIN)/python -m tests.processors --quick
+
+# On an emulated Arm processor. Needs root and Debian's apt; about 20 minutes a directory. TESTS names some of them.
+test-arm:
+	tests/arm/run.sh $(TESTS)
+
+# For x86-64 and, with g++-aarch64-linux-gnu, for 64-bit Arm: both serve every Python.
+wheels: $(VENV)/.installed
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	_PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64-linux-gnu.cmake \
+	  $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	ls -l dist
 
 # The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.
 asan: $(VENV)/.installed

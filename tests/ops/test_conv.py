@@ -69,7 +69,7 @@ def test_packed_sequences_start_from_their_own_windows(cu_dtype):
     for row in range(3):
         part = slice(bounds[row], bounds[row + 1])
         alone, last_alone = conv(x[:, part], windows[row : row + 1])
-        assert torch.equal(out[:, part], alone)
+        assert_near(out[:, part], alone, FLOOR[torch.float64])
         assert torch.equal(last[row : row + 1], last_alone)
 
 

@@ -95,6 +95,13 @@ def test_bad_input_says_what_was_expected_and_what_came(change, message):
         ssd(**inputs)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D"])
+def test_an_input_that_is_no_tensor_is_refused(name):
+    with pytest.raises(TypeError, match=f"ssd: {name} must be a tensor, got list"):
+        ssd(**{**make_inputs(d=(4,)), name: [1.0, 2.0]})
+
+
 def test_every_input_must_be_on_one_device(unchecked):
     x, dt, a, b = torch.randn(1, 4, 2, 3), torch.rand(1, 4, 2), -torch.rand(2), torch.randn(1, 4, 1, 5)
     with pytest.raises(ValueError, match="D must be on cpu, got meta"):

@@ -5,6 +5,7 @@ import torch
 
 from anymamba.training.language import begin
 from anymamba.training.report import read_metrics
+from tests.support import LOSSES_FLOOR
 from tests.training.cases import silent, tiny, write_corpus
 
 GOLDEN = {
@@ -54,4 +55,4 @@ def test_losses_are_those_of_the_list(tmp_path, family):
     set_parameters(trainer.model)
     trainer.run()
     losses = [row.loss for row in read_metrics(tmp_path / "run" / "metrics.csv")]
-    assert losses == pytest.approx(GOLDEN[family], rel=1e-9)
+    assert losses == pytest.approx(GOLDEN[family], rel=LOSSES_FLOOR)

@@ -202,7 +202,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
         ValueError: nobody could load them with that config.
     """
     state, weights = model.state_dict(), weight_format(model)
-    if weights is not None and adapter.name != "official":
+    if weights is not None and adapter.name not in ("official", "anymamba"):
         raise ValueError(
             f"save_pretrained: the {adapter.name} format cannot hold weights in {weights}; the official one can"
         )

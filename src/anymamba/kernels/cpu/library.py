@@ -34,7 +34,7 @@ class Library(NamedTuple):
 
     handle: ctypes.CDLL | None
     reason: str
-    isa: str = ""  # the vector instructions in use: baseline, avx2 or avx512
+    isa: str = ""  # the vector instructions in use: baseline, avx2 or avx512 (`wide` in a build for tests)
     mistaken: bool = False  # the reason is a mistake in the environment, and nothing is computed with it
     threads: bool = False  # whether it was built with OpenMP; without, it runs on one thread
 
@@ -67,7 +67,9 @@ def _load() -> Library:
     if not _is_ours(handle):
         return Library(None, f"{path} is of another version: reinstall the package")
     handle.anymamba_isa.restype, handle.anymamba_has_threads.restype = ctypes.c_char_p, ctypes.c_bool
-    return Library(handle, "", handle.anymamba_isa().decode(), threads=handle.anymamba_has_threads())
+    if not (isa := handle.anymamba_isa().decode()):
+        return Library(None, f"{path} was built for other processors than this one")
+    return Library(handle, "", isa, threads=handle.anymamba_has_threads())
 
 
 def _is_ours(handle: ctypes.CDLL) -> bool:

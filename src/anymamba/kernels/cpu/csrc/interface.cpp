@@ -1,5 +1,5 @@
 // The C interface, and the choice of the instruction set.
-#ifdef ANYMAMBA_X86
+#if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 #include <pthread.h>
@@ -8,62 +8,63 @@
 #include <cstring>
 
 #include "variant.h"
+#include "variants.h"
 
-namespace baseline {
-extern const Kernels kernels;
-}
-#ifdef ANYMAMBA_X86
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-#endif
+#define ANYMAMBA_DECLARE(isa)    \
+  namespace isa {                \
+  extern const Kernels kernels;  \
+  }
+ANYMAMBA_VARIANTS(ANYMAMBA_DECLARE)
+#undef ANYMAMBA_DECLARE
 
 namespace {
 
 bool forked = false;
 
-struct Choice {
+struct Variant {
   const char* name;
   const Kernels* kernels;
 };
 
-#ifdef ANYMAMBA_X86
+// What this library was built with, narrow to wide.
+const Variant variants[] = {
+#define ANYMAMBA_VARIANT(isa) {#isa, &isa::kernels},
+    ANYMAMBA_VARIANTS(ANYMAMBA_VARIANT)
+#undef ANYMAMBA_VARIANT
+};
+
+#if defined(__x86_64__)
 // Conversions of half precision; not every compiler's __builtin_cpu_supports knows their name.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
 }
-#endif
 
-Choice widest() {
-#ifdef ANYMAMBA_X86
+bool processor_has(const char* isa) {
   __builtin_cpu_init();
+  if (!std::strcmp(isa, "baseline")) return true;
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-  if (has_avx512) return {"avx512", &avx512::kernels};
-  if (has_avx2) return {"avx2", &avx2::kernels};
-#endif
-  return {"baseline", &baseline::kernels};
+  if (std::strcmp(isa, "avx512")) return has_avx2;
+  return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
 }
-
-// ANYMAMBA_ISA narrows the choice; it cannot widen it beyond what the processor has.
-Choice choose() {
-  const Choice best = widest();
-  const char* wanted = std::getenv("ANYMAMBA_ISA");
-  if (!wanted) return best;
-  if (!std::strcmp(wanted, "baseline")) return {"baseline", &baseline::kernels};
-#ifdef ANYMAMBA_X86
-  if (!std::strcmp(wanted, "avx2") && std::strcmp(best.name, "baseline")) return {"avx2", &avx2::kernels};
+#else
+bool processor_has(const char*) { return true; }
 #endif
+
+// The widest that the processor has; ANYMAMBA_ISA narrows the choice. Nothing where the processor has none of them.
+Variant choose() {
+  const char* wanted = std::getenv("ANYMAMBA_ISA");
+  Variant best = {"", nullptr};
+  for (const Variant& variant : variants) {
+    if (processor_has(variant.name)) best = variant;
+    if (wanted && !std::strcmp(wanted, variant.name)) break;
+  }
   return best;
 }
 
-const Choice& choice() {
-  static const Choice chosen = choose();
+const Variant& choice() {
+  static const Variant chosen = choose();
   return chosen;
 }
 
@@ -89,6 +90,7 @@ bool anymamba_has_threads() {
 #endif
 }
 
+// Empty where this processor has none of the instruction sets that the library was built with.
 const char* anymamba_isa() { return choice().name; }
 
 // 0: done. 1: out of memory.

@@ -39,7 +39,7 @@ inline Vec<float> load_wide(const BFloat16* source) { return (Vec<float>)(load_h
 inline Vec<float> load_wide(const Float16* source) {
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
-#elif defined(__F16C__) && defined(__AVX2__)
+#elif defined(__F16C__) && defined(__AVX2__) && !defined(ANYMAMBA_WIDE)
 inline Vec<float> load_wide(const Float16* source) {
   return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
@@ -68,7 +68,9 @@ inline Vec<T> load_wide_first(const W* source, int64_t count) {
 // A vector that stays in its register; the compiler would load it anew for each use.
 template <typename T>
 inline Vec<T> kept(Vec<T> x) {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(ANYMAMBA_WIDE)
+  // Two registers: no operand of an instruction.
+#elif defined(__x86_64__) || defined(__i386__)
   asm("" : "+x"(x));
 #elif defined(__aarch64__)
   asm("" : "+w"(x));

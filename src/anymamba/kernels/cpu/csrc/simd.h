@@ -10,7 +10,7 @@
 
 namespace ANYMAMBA_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(ANYMAMBA_WIDE)
 constexpr int kVectorBytes = 64;
 constexpr int kTileRows = 8;
 #elif defined(__AVX2__)

@@ -1,0 +1,200 @@
+"""The part of the suite that a processor can change, once for every kind of processor that this one can play.
+
+    python -m tests.processors            every row
+    python -m tests.processors --quick    a few rows and tests: at most 4 minutes on two idle cores
+
+A row is a set of variables: which vector instructions torch, MKL and our kernels use, and how many threads. A row that
+this processor cannot play is skipped, with the reason. Exits with 1 if a row failed.
+"""
+
+import argparse
+import functools
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WIDE = ROOT / "build" / "wide" / "libanymamba_cpu.so"
+
+NUMERIC = (
+    *("tests/kernels", "tests/scan", "tests/ops", "tests/blocks", "tests/models", "tests/generation"),
+    *("tests/training/test_golden.py", "tests/training/test_loop.py", "tests/training/test_optim.py"),
+    "tests/test_former_files.py",
+)
+KERNELS = (
+    *("tests/kernels", "tests/scan", "tests/ops", "tests/blocks", "tests/generation/test_decoder.py"),
+    *("tests/training/test_golden.py", "tests/test_former_files.py"),
+)
+QUICK = (
+    *("tests/blocks/test_golden.py", "tests/models/test_lm.py", "tests/ops", "tests/test_former_files.py"),
+    *("tests/training/test_golden.py", "tests/generation/test_decoder.py", "tests/scan/test_selective.py"),
+)
+QUICK_KERNELS = (*QUICK, "tests/kernels")
+
+
+@functools.cache
+def probe(**variables: str) -> dict[str, str]:
+    """What torch and our kernels say that they use in a process with these variables."""
+    code = (
+        "import torch; from anymamba.kernels.cpu.library import LIBRARY;"
+        "print(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.backends.mkl.is_available(),"
+        " LIBRARY.isa or 'none', sep='|')"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("ATEN_CPU_CAPABILITY", "ANYMAMBA_ISA")}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, **variables}, capture_output=True, text=True, check=True
+    )
+    return dict(zip(("torch", "aten", "mkl", "isa"), found.stdout.strip().split("|"), strict=True))
+
+
+def no_aten(wanted: str) -> Callable[[], str]:
+    """torch believes the variable, whatever the processor has: what it would choose itself is the limit."""
+    order = ["DEFAULT", "AVX2", "AVX512"]
+
+    def reason() -> str:
+        has = probe()["aten"]
+        if has in order and order.index(wanted) <= order.index(has):
+            return ""
+        return f"torch has {has} here, not {wanted}"
+
+    return reason
+
+
+def no_mkl() -> str:
+    return "" if probe()["mkl"] == "True" else "this torch has no MKL"
+
+
+def no_isa(wanted: str) -> Callable[[], str]:
+    def reason() -> str:
+        found = probe(ANYMAMBA_ISA=wanted)["isa"]
+        return "" if found == wanted else f"the kernels have {found} here, not {wanted}"
+
+    return reason
+
+
+def no_wide() -> str:
+    """Builds AVX-512's vectors for AVX2, which takes about a minute."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"the wide variant is for x86-64, this is {platform.machine()}"
+    if not shutil.which("cmake"):
+        return "there is no cmake to build it"
+    for command in (
+        ["cmake", "-S", str(ROOT), "-B", str(WIDE.parent), "-DANYMAMBA_VARIANTS=wide"],
+        ["cmake", "--build", str(WIDE.parent)],
+    ):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found = probe(ANYMAMBA_LIBRARY=str(WIDE))["isa"]
+    return "" if found == "wide" else "this processor has no AVX2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of processor.
+
+    Args:
+        name: what the table calls it.
+        variables: the environment that makes this processor play it.
+        missing: why it cannot be played here; empty where it can.
+        tests: what is run in `make test-processors`.
+        quick: what is run with `--quick`; nothing: not part of it.
+    """
+
+    name: str
+    variables: dict[str, str]
+    missing: Callable[[], str] = lambda: ""
+    tests: tuple[str, ...] = NUMERIC
+    quick: tuple[str, ...] = field(default=())
+
+
+ROWS = (
+    Row(name="torch default", variables={"ATEN_CPU_CAPABILITY": "default"}, missing=no_aten("DEFAULT"), quick=QUICK),
+    Row(name="torch avx2", variables={"ATEN_CPU_CAPABILITY": "avx2"}, missing=no_aten("AVX2")),
+    Row(name="torch avx512", variables={"ATEN_CPU_CAPABILITY": "avx512"}, missing=no_aten("AVX512")),
+    Row(name="MKL compatible", variables={"MKL_CBWR": "COMPATIBLE"}, missing=no_mkl, quick=QUICK),
+    Row(name="MKL avx2", variables={"MKL_CBWR": "AVX2"}, missing=no_mkl),
+    Row(
+        name="kernels baseline",
+        variables={"ANYMAMBA_ISA": "baseline"},
+        missing=no_isa("baseline"),
+        tests=KERNELS,
+        quick=QUICK_KERNELS,
+    ),
+    Row(name="kernels avx2", variables={"ANYMAMBA_ISA": "avx2"}, missing=no_isa("avx2"), tests=KERNELS),
+    Row(name="kernels avx512", variables={"ANYMAMBA_ISA": "avx512"}, missing=no_isa("avx512"), tests=KERNELS),
+    Row(
+        name="kernels wide",
+        variables={"ANYMAMBA_LIBRARY": str(WIDE)},
+        missing=no_wide,
+        tests=KERNELS,
+        quick=QUICK_KERNELS,
+    ),
+    Row(name="1 thread", variables={"ANYMAMBA_TEST_THREADS": "1"}),
+    Row(name="2 threads", variables={"ANYMAMBA_TEST_THREADS": "2"}),
+    Row(name="3 threads", variables={"ANYMAMBA_TEST_THREADS": "3"}, quick=QUICK),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a row ended: passed, failed or skipped, and in one line how or why."""
+
+    name: str
+    result: str
+    line: str
+    output: str = ""
+
+
+def run(row: Row, tests: tuple[str, ...]) -> Outcome:
+    """The tests in a process with the row's variables."""
+    if reason := row.missing():
+        return Outcome(name=row.name, result="skipped", line=reason)
+    start = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, **row.variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    output = found.stdout.strip()
+    summary = re.sub(r" in [\d.]+s.*", "", output.splitlines()[-1].strip("= ")) if output else "no output"
+    line = f"{summary} in {time.monotonic() - start:.0f} s"
+    result = "passed" if found.returncode == 0 else "failed"
+    return Outcome(name=row.name, result=result, line=line, output=output)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.processors", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the part that CI runs")
+    parser.add_argument("--only", metavar="TEXT", help="rows whose name contains this")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="rows at the same time")
+    options = parser.parse_args(arguments)
+    rows = [row for row in ROWS if (not options.quick or row.quick) and (options.only or "") in row.name]
+    if not rows:
+        parser.error(f"expected one of {', '.join(row.name for row in ROWS)}, got {options.only!r}")
+    here = probe()
+    print(f"torch {here['torch']} with {here['aten']}, kernels with {here['isa']}, {platform.machine()}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = [pool.submit(run, row, row.quick if options.quick else row.tests) for row in rows]
+        outcomes = []
+        for task in as_completed(waiting):
+            outcomes.append(outcome := task.result())
+            print(f"{outcome.name:18} {outcome.result:8} {outcome.line}", flush=True)
+    for outcome in outcomes:
+        if outcome.result == "failed":
+            print(f"\n{outcome.name}\n{outcome.output}")
+    return int(any(outcome.result == "failed" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
