@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from anymamba import keep_freed_memory
-from benchmarks import generation, kernels, mamba1, mamba2, mamba3, training
+from benchmarks import generation, kernels, mamba1, mamba2, mamba3, training, transformers
 from benchmarks.harness import Case, CaseResult, Contender, DisagreementError, time_case
 from benchmarks.machine import describe_machine
 from benchmarks.memory import measure_here, measure_in_child
 from benchmarks.report import Report, write_atomically
 
-CASES = {case.name: case for module in (mamba1, mamba2, mamba3, kernels, generation, training) for case in module.CASES}
+_MODULES = (mamba1, mamba2, mamba3, kernels, generation, training, transformers)
+CASES = {case.name: case for module in _MODULES for case in module.CASES}
 
 EXIT_DISAGREEMENT = 1
 EXIT_USAGE = 2
