@@ -185,6 +185,14 @@ def test_accelerate_s_hooks_are_left_to_transformers():
     assert "accelerate has hooks" in report(fast).layers[0].last_fallback
 
 
+def test_a_forward_of_somebody_else_is_reported():
+    _, fast = pair("mamba2")
+    mixer = fast.backbone.layers[0].mixer
+    mixer.forward = mixer.forward
+    assert [layer.accelerated for layer in report(fast).layers] == [False, True]
+    assert "forward of its own" in report(fast).layers[0].reason
+
+
 def test_the_report_is_a_line_a_mixer():
     _, fast = pair("bamba")
     lines = str(report(fast)).splitlines()

@@ -64,6 +64,8 @@ class AcceleratedMixer(nn.Module):
     conv1d: nn.Conv1d
     in_proj: nn.Module
     out_proj: nn.Module
+    ssm_in_multiplier: float
+    mup_vector: Tensor
     A_log: nn.Parameter
     D: nn.Parameter
 
@@ -151,7 +153,7 @@ class AcceleratedMixer(nn.Module):
         """Describe one token to the compiled kernels, from slot `x` to the output."""
         width = self.projected_width()
         if self.ARCHITECTURE.scaled:
-            x = program.scale(x, self.hidden_size, factor=float(self.ssm_in_multiplier))  # type: ignore[arg-type]
+            x = program.scale(x, self.hidden_size, factor=float(self.ssm_in_multiplier))
         projected = program.linear(x, self, "in_proj", self.hidden_size, width)
         if self.ARCHITECTURE.scaled:
             program.scale(projected, width, weight=program.buffer(self, "mup_vector", 1, 1, width), to=projected)

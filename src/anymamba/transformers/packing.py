@@ -166,24 +166,25 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packing | None:
     """The packing in the arguments of a model: `seq_idx`, `cu_seq_lens_q`, or `position_ids` that restart."""
-    given = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs} if args else kwargs
+    given: dict[str, Any] = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs} if args else kwargs
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2 or tokens.device.type != "cpu":
         return None
-    (b, t), mask = tokens.shape[:2], given.get("attention_mask")
+    b, t = tokens.shape[:2]
+    mask: Any = given.get("attention_mask")
+    positions: Any = given.get("position_ids")
     if isinstance(given.get("seq_idx"), Tensor):
         two_axes = isinstance(mask, Tensor) and mask.ndim == 2
         return Packing.of_ids(given["seq_idx"], mask[:, -t:] if two_axes else None)
     if isinstance(given.get("cu_seq_lens_q"), Tensor) and b == 1:
         return Packing.of_bounds(given["cu_seq_lens_q"], t)
-    positions = given.get("position_ids")
     # transformers' attention reads positions the same way: only where there is no mask.
     is_read = isinstance(positions, Tensor) and positions.ndim == 2 and mask is None
     return Packing.of_positions(positions, b) if is_read and positions.shape[1] == t else None
 
 
 @functools.cache
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
+def _names(kind: Any) -> tuple[str, ...]:
     """The arguments of a model's forward, in order."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 

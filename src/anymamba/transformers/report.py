@@ -65,16 +65,14 @@ def report(model: nn.Module) -> Report:
 
 
 def _layer(name: str, mixer: nn.Module) -> LayerReport:
-    kind = type(mixer).__name__
+    kind, reason = type(mixer).__name__, ""
     if not isinstance(mixer, AcceleratedMixer):
         reason = REFUSED.get(mixer, "it was not accelerated")
-        return LayerReport(
-            name=name, mixer=kind, accelerated=False, sequence="transformers", token="transformers", reason=reason
-        )
-    device = mixer.conv1d.weight.device.type
-    fallback = FALLBACKS.get(mixer, "")
-    if device != "cpu":
+    elif (device := mixer.conv1d.weight.device.type) != "cpu":
         reason = f"its weights are on {device}, not on a CPU"
+    elif "forward" in mixer.__dict__:
+        reason = "somebody has given this module a forward of its own"
+    if reason or not isinstance(mixer, AcceleratedMixer):
         return LayerReport(
             name=name, mixer=kind, accelerated=False, sequence="transformers", token="transformers", reason=reason
         )
@@ -88,5 +86,5 @@ def _layer(name: str, mixer: nn.Module) -> LayerReport:
         sequence=f"anymamba, {operators}",
         token="operators" if recorded.program is None else whole,
         reason=recorded.reason,
-        last_fallback=fallback,
+        last_fallback=FALLBACKS.get(mixer, ""),
     )

@@ -126,9 +126,8 @@ class Program:
         if x is None and optional:
             return kind()
         dtypes = (self.wide,) if self.wide == torch.float64 else _NARROW
-        if type(x) is not kind_of or x.device != _CPU or x.dtype not in dtypes:
+        if x is None or type(x) is not kind_of or x.device != _CPU or x.dtype not in dtypes:
             self.refuse(f"{name} must be a {kind_of.__name__.lower()} in memory, of one of {dtypes}")
-        assert x is not None
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
         self._parameters.append(x)
