@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-checked test-unchecked test-processors test-processors-quick test-arm wheels asan fuzz lint format bench clean
+.PHONY: demo test test-checked test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz lint format bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,6 +51,21 @@ wheels: $(VENV)/.installed
 	_PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64-linux-gnu.cmake \
 	  $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	ls -l dist
+
+# The drop-in for transformers on the oldest and the newest version that it takes, each in an environment of its own
+# that finds everything else in the first one.
+TRANSFORMERS ?= 5.16.0 latest
+SITE := import site; print(site.getsitepackages()[0])
+test-transformers: $(VENV)/.installed
+	set -e; for version in $(TRANSFORMERS); do \
+	  environment=build/transformers-$$version; \
+	  $(BIN)/python -m venv $$environment; \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
+	    > "$$($$environment/bin/python -c '$(SITE)')/shared.pth"; \
+	  $$environment/bin/pip install --quiet --upgrade \
+	    "transformers$$(test $$version = latest && echo '<6' || echo ==$$version)"; \
+	  $$environment/bin/python -m pytest tests/transformers tests/tracing/test_transformers.py; \
+	done
 
 # The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.
 asan: $(VENV)/.installed

@@ -1,0 +1,60 @@
+"""The architectures of transformers: which mixers there are, and in what they differ.
+
+All mixers of a kind name their sizes alike. What differs is described here, one entry for each mixer; the forwards
+(`mamba1.py`, `mamba2.py`) are shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A mixer of transformers.
+
+    Attributes:
+        folder: of the model below `transformers.models`.
+        kind: the forward that computes it.
+        inner_norms: Mamba-1's RMS norms of dt, B and C.
+        scaled: the input is scaled by `ssm_in_multiplier`, and its projection by `mup_vector`.
+        norm_switch: the attribute that says whether there is a norm before `out_proj`; empty where there always is.
+    """
+
+    folder: str
+    kind: Literal["mamba1", "mamba2"]
+    inner_norms: Literal["none", "weightless", "weighted"] = "none"
+    scaled: bool = False
+    norm_switch: str = ""
+
+
+ARCHITECTURES = {
+    "MambaMixer": Architecture(folder="mamba", kind="mamba1"),
+    "FalconMambaMixer": Architecture(folder="falcon_mamba", kind="mamba1", inner_norms="weightless"),
+    "JambaMambaMixer": Architecture(folder="jamba", kind="mamba1", inner_norms="weighted"),
+    "Mamba2Mixer": Architecture(folder="mamba2", kind="mamba2"),
+    "BambaMixer": Architecture(folder="bamba", kind="mamba2"),
+    "GraniteMoeHybridMambaLayer": Architecture(folder="granitemoehybrid", kind="mamba2"),
+    "NemotronHMamba2Mixer": Architecture(folder="nemotron_h", kind="mamba2"),
+    "Zamba2MambaMixer": Architecture(folder="zamba2", kind="mamba2"),
+    "FalconH1Mixer": Architecture(folder="falcon_h1", kind="mamba2", scaled=True, norm_switch="mamba_rms_norm"),
+}
+
+# Mixers that have a forward of their own to keep, with the reason.
+NOT_COVERED = {
+    "ZambaMambaMixer": "Zamba-1 has several heads, each with inner projections of its own: no kernel has them",
+}
+
+
+def own_class(name: str) -> type[Any]:
+    """transformers' own class of a mixer in `ARCHITECTURES`."""
+    folder = ARCHITECTURES[name].folder
+    found: type[Any] = getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+    return found
+
+
+def is_of_transformers(kind: type[Any]) -> bool:
+    """Whether a class is one of transformers' models."""
+    return kind.__module__.startswith("transformers.models.")

@@ -1,0 +1,65 @@
+"""What is asked of transformers before its mixers are exchanged: its version, and the same outputs."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from anymamba.transformers.classes import own_class_of
+from anymamba.transformers.mixer import AcceleratedMixer, Options
+
+FLOOR = (5, 16)
+TOKENS = 7
+# Largest difference from transformers' own forward, relative to its largest output.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+def require_transformers() -> None:
+    """Raise `ImportError` unless there is a transformers that this package knows."""
+    needs = f"anymamba.transformers needs transformers >= {FLOOR[0]}.{FLOOR[1]}"
+    try:
+        version = str(import_module("transformers").__version__)
+    except ModuleNotFoundError as missing:
+        if missing.name != "transformers":
+            raise
+        raise ImportError(f"{needs}, which is not installed: pip install 'anymamba[interop]'") from None
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if found < FLOOR:
+        raise ImportError(f"{needs}, found {version}: pip install --upgrade 'anymamba[interop]'")
+
+
+@torch.no_grad()
+def difference(mixer: AcceleratedMixer) -> str:
+    """How an accelerated mixer differs from transformers' own forward on a few tokens; empty if it does not."""
+    weight = mixer.conv1d.weight
+    if weight.device.type != "cpu":
+        return ""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1, TOKENS, mixer.hidden_size, generator=generator).to(weight.dtype)
+    if mixer.not_covered(x):
+        return ""
+    try:
+        expected = own_class_of(mixer).forward(mixer, x)
+        options, mixer._anymamba = mixer._anymamba, Options()
+        try:
+            found = type(mixer).forward(mixer, x)
+        finally:
+            mixer._anymamba = options
+    except Exception as error:
+        return f"the comparison with transformers' own forward failed: {_first_line(error)}"
+    if found.shape != expected.shape:
+        return f"its output has shape {tuple(found.shape)}, transformers' own {tuple(expected.shape)}"
+    if not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
+        return "" if bool((torch.isfinite(found) == torch.isfinite(expected)).all()) else "its outputs are not finite"
+    gap = (found.double() - expected.double()).abs().max().item()
+    size = expected.double().abs().max().item()
+    if gap <= TOLERANCE.get(weight.dtype, 5e-2) * size:
+        return ""
+    return f"its outputs differ from transformers' own by {gap:.2g}, where the largest is {size:.2g}"
+
+
+def _first_line(error: Any) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

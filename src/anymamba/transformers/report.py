@@ -1,0 +1,90 @@
+"""Which layer of a model runs how, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from anymamba.kernels.cpu.library import LIBRARY
+from anymamba.transformers import tokens
+from anymamba.transformers.mixer import FALLBACKS, AcceleratedMixer
+from anymamba.transformers.swap import REFUSED, mixers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """How one mixer runs.
+
+    Attributes:
+        name: of the module.
+        mixer: the class that transformers has for it.
+        accelerated: whether it runs on this library's operators.
+        sequence: who computes sequences.
+        token: how one token is computed.
+        reason: why something runs otherwise than it could; empty where nothing does.
+        last_fallback: why it last ran transformers' own forward all the same; empty if it never did.
+    """
+
+    name: str
+    mixer: str
+    accelerated: bool
+    sequence: str
+    token: str
+    reason: str = ""
+    last_fallback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How the mixers of a model run; as text, a line for each."""
+
+    layers: tuple[LayerReport, ...]
+
+    def __str__(self) -> str:
+        """A table."""
+        accelerated = sum(layer.accelerated for layer in self.layers)
+        lines = [f"{accelerated} of {len(self.layers)} mixers are accelerated"]
+        for layer in self.layers:
+            notes = [f"sequences: {layer.sequence}", f"a token: {layer.token}"]
+            notes += [f"because {layer.reason}"] if layer.reason else []
+            notes += [f"last fell back because {layer.last_fallback}"] if layer.last_fallback else []
+            lines.append(f"  {layer.name or '(itself)'} ({layer.mixer}): " + "; ".join(notes))
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """Look at the mixers of a model, accelerated or not.
+
+    Raises:
+        TypeError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report: model must be a torch module, got {type(model).__name__}")
+    return Report(layers=tuple(_layer(name, mixer) for name, mixer in mixers(model)))
+
+
+def _layer(name: str, mixer: nn.Module) -> LayerReport:
+    kind, reason = type(mixer).__name__, ""
+    if not isinstance(mixer, AcceleratedMixer):
+        reason = REFUSED.get(mixer, "it was not accelerated")
+    elif (device := mixer.conv1d.weight.device.type) != "cpu":
+        reason = f"its weights are on {device}, not on a CPU"
+    elif "forward" in mixer.__dict__:
+        reason = "somebody has given this module a forward of its own"
+    if reason or not isinstance(mixer, AcceleratedMixer):
+        return LayerReport(
+            name=name, mixer=kind, accelerated=False, sequence="transformers", token="transformers", reason=reason
+        )
+    recorded = tokens.recorded(mixer)
+    whole = "one call" if recorded.is_whole else "one call, projections apart"
+    operators = "compiled" if LIBRARY.handle is not None else "portable"
+    return LayerReport(
+        name=name,
+        mixer=kind,
+        accelerated=True,
+        sequence=f"anymamba, {operators}",
+        token="operators" if recorded.program is None else whole,
+        reason=recorded.reason,
+        last_fallback=FALLBACKS.get(mixer, ""),
+    )
