@@ -49,8 +49,8 @@ def turns(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Float[T
     """By how much each token turns the states of Mamba-3, in radians; arguments as for `half_lives`.
 
     Returns:
-        (b, t, h, s): for each pair of states that turns in its plane; for quaternions the size of the turn of each block
-        of four.
+        (b, t, h, s): for each pair of states that turns in its plane; for quaternions the size of the turn of each
+        block of four.
 
     Raises:
         ValueError: states of this block do not turn.
@@ -74,8 +74,8 @@ class StateMeasures(NamedTuple):
     Attributes:
         norm: of each head's state (p × n), the root of the sum of its squares.
         rank: how many directions it uses, the participation ratio (Σ σ²)² / Σ σ⁴ of its singular values: from 1 to the
-            smaller of p and n, and 0 for an empty state. A channel of Mamba-1 is a single direction, so its rank is that
-            of all channels together (i × n), (b, t, 1).
+            smaller of p and n, and 0 for an empty state. A channel of Mamba-1 is a single direction, so its rank is
+            that of all channels together (i × n), (b, t, 1).
         read: what is read from the state, the norm of y over a head's width and ranks.
         skip: what passes beside it, the norm of D v.
     """
@@ -99,7 +99,8 @@ def state_measures(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -
         read_bhpr = torch.einsum("bhpn,brhn->bhpr", state_bhpn, terms.q[:, t])
         found.append((state_bhpn.flatten(2).norm(dim=-1), rank_bh, read_bhpr.flatten(2).norm(dim=-1)))
     skip_bth = terms.skip.movedim(3, 2).flatten(3).norm(dim=-1)
-    return StateMeasures(*(torch.stack(parts, 1) for parts in zip(*found, strict=True)), skip_bth)
+    norm_bth, rank_bth, read_bth = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+    return StateMeasures(norm_bth, rank_bth, read_bth, skip_bth)
 
 
 def effective_rank(matrix: Float[Tensor, "*batch p n"]) -> Float[Tensor, "*batch"]:

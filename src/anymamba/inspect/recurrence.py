@@ -106,9 +106,9 @@ def _mamba1(block: Mamba1, x: Tensor, cache: Mamba1Cache) -> Recurrence:
 
 def _mamba2(block: Mamba2, x: Tensor, cache: Mamba2Cache) -> Recurrence:
     inputs, gates, _ = block.scan_inputs(x, cache)
-    wide, x_btrhp = inputs.dt.dtype, inputs.x.unsqueeze(2).to(inputs.dt.dtype)
+    c, wide, x_btrhp = block.config, inputs.dt.dtype, inputs.x.unsqueeze(2).to(inputs.dt.dtype)
     k_btrhn, q_btrhn = (
-        shared.to(wide).unsqueeze(2).repeat_interleave(block.nheads // block.ngroups, dim=3)
+        shared.to(wide).unsqueeze(2).repeat_interleave(c.nheads // c.ngroups, dim=3)
         for shared in (inputs.B, inputs.C)
     )
     return Recurrence(
