@@ -108,8 +108,7 @@ def _mamba2(block: Mamba2, x: Tensor, cache: Mamba2Cache) -> Recurrence:
     inputs, gates, _ = block.scan_inputs(x, cache)
     c, wide, x_btrhp = block.config, inputs.dt.dtype, inputs.x.unsqueeze(2).to(inputs.dt.dtype)
     k_btrhn, q_btrhn = (
-        shared.to(wide).unsqueeze(2).repeat_interleave(c.nheads // c.ngroups, dim=3)
-        for shared in (inputs.B, inputs.C)
+        shared.to(wide).unsqueeze(2).repeat_interleave(c.nheads // c.ngroups, dim=3) for shared in (inputs.B, inputs.C)
     )
     return Recurrence(
         v=x_btrhp,
