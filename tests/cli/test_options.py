@@ -10,7 +10,7 @@ from anymamba.models.formats import FORMATS
 from anymamba.training.values import hint
 from tests.support import in_another_process
 
-COMMANDS = ("train", "generate", "eval", "convert", "push", "info")
+COMMANDS = ("train", "generate", "eval", "inspect", "convert", "push", "info")
 
 
 @pytest.mark.parametrize(
