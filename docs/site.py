@@ -1,8 +1,8 @@
 """The documentation site: a hook of mkdocs that lays out its pages from the documents of the repository.
 
-The documents stay where they are and link to each other as they do on the file system. `make site` copies them, and what
-they link to, into build/site-pages in the same tree, adds the pages of the API, and builds build/site. Strictly: a link
-to something that is not there is an error.
+The documents stay where they are and link to each other as they do on the file system. `make site` copies them, and
+what they link to, into build/site-pages in the same tree, adds the pages of the API, and builds build/site. A link to
+something that is not there is an error.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ def draw_parity(model: MambaLM) -> None:
     values = torch.linalg.svd(torch.einsum("tpn,n->tp", still, direction)).Vh[0]
     u, w = torch.einsum("tpn,p->tn", still, values).unbind(-1)
     seen = torch.polar(torch.hypot(u, w), torch.atan2(w, u) - turned)
+    # Every 1 writes the same again, which moves the middle about which the state turns.
+    seen = seen - (seen[odd[0] == 1].mean() + seen[odd[0] == 0].mean()) / 2
     figure, axes = plt.subplots(2, 12, figsize=(10, 2.6))
     for t, place in enumerate(axes.flatten()):
         colour, size = (PLUS if odd[0, t] else MINUS), seen.abs().max().item()
@@ -61,7 +63,7 @@ def draw_parity(model: MambaLM) -> None:
         place.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
         place.axis("off")
     figure.suptitle(
-        "A pair of states after each bit: it turns by half a circle at a 1; orange: odd so far, blue: even",
+        "A pair of states after each bit, from its middle (orange: odd so far, blue: even)",
         fontsize=10.5, fontweight="bold", x=0.125, ha="left",
     )  # fmt: skip
     save(figure, "turning.png")
