@@ -26,7 +26,8 @@ API = {
     "scan": (
         "Scans",
         "anymamba.scan.scan.scan anymamba.scan.ssd.ssd anymamba.scan.selective.selective_scan "
-        "anymamba.scan.trapezoid.trapezoid_scan anymamba.scan.rotated.rotated_trapezoid_scan anymamba.scan.path.SsdPath",
+        "anymamba.scan.trapezoid.trapezoid_scan anymamba.scan.rotated.rotated_trapezoid_scan "
+        "anymamba.scan.path.SsdPath",
     ),
     "models": (
         "Language models",
