@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from anymamba import Mamba2, SsdPath
+from anymamba.blocks.block import Block
 from anymamba.inspect import by_rows, carried, dual_matrix, from_rows, recurrence, values
 from tests.blocks.families import ALGORITHMS, OPTIONS, PATHWAYS, make_block, random_cache
 from tests.support import FLOOR, assert_near
@@ -74,8 +75,8 @@ def test_rows_are_pairs_of_a_token_and_a_rank():
 
 def test_what_cannot_be_is_refused():
     block = Mamba2(d_model=16, d_state=8, headdim=8)
-    with pytest.raises(TypeError, match="must be a Mamba1, Mamba2 or Mamba3, got Linear"):
-        dual_matrix(torch.nn.Linear(2, 2), torch.randn(1, 2, 2))
+    with pytest.raises(TypeError, match="must be a Mamba1, Mamba2 or Mamba3, got Block"):
+        dual_matrix(Block(block.config), torch.randn(1, 2, 16))
     with pytest.raises(ValueError, match="x"):
         dual_matrix(block, torch.randn(1, 2, 15))
     with pytest.raises(ValueError, match="at least one step"):
