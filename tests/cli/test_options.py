@@ -42,7 +42,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
     [
         (["generat"], "generat: no such command; did you mean generate?"),
         (["--verbose", "generat"], "generat: no such command; did you mean generate?"),
-        (["toast"], "toast: no such command; known are train, generate, eval, convert, push, info"),
+        (["toast"], "toast: no such command; known are train, generate, eval, inspect, convert, push, info"),
         ([], "the following arguments are required: COMMAND (anymamba --help shows the options)"),
         (
             ["generate", "m", "--dtype", "int8"],
