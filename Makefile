@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-checked test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz lint format bench clean
+.PHONY: demo test test-checked test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -96,6 +96,20 @@ $(VENV)/.bench: $(VENV)/.installed
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
+
+# The pictures of docs/learn: trains two small models (runs/learn keeps one) and measures, a few minutes in all.
+figures: $(VENV)/.installed
+	for name in duality chunks selection turning; do $(BIN)/python docs/learn/figures/$$name.py || exit 1; done
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
+# The documentation as pages in build/site, which open without a server. A broken link is an error.
+site: $(VENV)/.docs
+	mkdir -p build/site-pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)"' build/site --include='*.html'
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

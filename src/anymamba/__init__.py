@@ -10,6 +10,7 @@ from anymamba.version import __version__ as __version__
 _IS_COMMAND = PurePath(*sys.orig_argv[1:2]).stem == "anymamba" or sys.orig_argv[1:3] == ["-m", "anymamba"]
 
 if TYPE_CHECKING or not _IS_COMMAND:
+    from anymamba import inspect as inspect
     from anymamba.blocks.mamba1 import Mamba1 as Mamba1
     from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
     from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config

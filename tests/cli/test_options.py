@@ -10,7 +10,7 @@ from anymamba.models.formats import FORMATS, READ_ONLY
 from anymamba.training.values import hint
 from tests.support import in_another_process
 
-COMMANDS = ("train", "generate", "eval", "convert", "push", "info")
+COMMANDS = ("train", "generate", "eval", "inspect", "convert", "push", "info")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
     [
         (["generat"], "generat: no such command; did you mean generate?"),
         (["--verbose", "generat"], "generat: no such command; did you mean generate?"),
-        (["toast"], "toast: no such command; known are train, generate, eval, convert, push, info"),
+        (["toast"], "toast: no such command; known are train, generate, eval, inspect, convert, push, info"),
         ([], "the following arguments are required: COMMAND (anymamba --help shows the options)"),
         (
             ["generate", "m", "--dtype", "int8"],

@@ -109,6 +109,18 @@ class Mamba1Cache(_Mamba1CacheFields, SavedTree):
     STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
 
 
+class SelectiveInputs(NamedTuple):
+    """The tensors of `anymamba.selective_scan`, in its order."""
+
+    x: Float[Tensor, "b t i"]
+    dt: Float[Tensor, "b t i"]
+    A: Float[Tensor, "i n"]
+    B: Float[Tensor, "b t n"]
+    C: Float[Tensor, "b t n"]
+    D: Float[Tensor, " i"]
+    z: Float[Tensor, "b t i"]
+
+
 class StepProjection(nn.Linear):
     """A projection to step sizes before their softplus. Its bias is added in float32 or wider.
 
@@ -191,15 +203,21 @@ class Mamba1(Block):
         self, x: Tensor, cache: Mamba1Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Mamba1Cache]:
         """The formulas at the top of this file."""
+        inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens)
+        y_bti, ssm = selective_scan(*inputs, initial_state=cache.ssm, path=path, cu_seqlens=cu_seqlens)
+        return self.out_proj(y_bti), Mamba1Cache(window, ssm)
+
+    def scan_inputs(
+        self, x: Tensor, cache: Mamba1Cache, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[SelectiveInputs, Tensor]:
+        """What the scan is given, and the window after the last token; arguments as for `mix`."""
         x_bti, z_bti = self.in_proj(x).chunk(2, dim=-1)
         x_bti, window = self.conv1d(x_bti, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
         if lengths is not None:
             dt_bti = dt_bti.masked_fill(is_padding(lengths, x.shape[1]).unsqueeze(-1), -math.inf)
         rates = -torch.exp(self.A_log.to(cache.ssm.dtype))
-        options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
-        y_bti, ssm = selective_scan(x_bti, dt_bti, rates, b_btn, c_btn, self.D, z_bti, **options)
-        return self.out_proj(y_bti), Mamba1Cache(window, ssm)
+        return SelectiveInputs(x_bti, dt_bti, rates, b_btn, c_btn, self.D, z_bti), window
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form.

@@ -119,6 +119,17 @@ class Mamba2Cache(_Mamba2CacheFields, SavedTree):
     STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
 
 
+class SsdInputs(NamedTuple):
+    """The tensors of `anymamba.ssd`, in its order."""
+
+    x: Float[Tensor, "b t h p"]
+    dt: Float[Tensor, "b t h"]
+    A: Float[Tensor, " h"]
+    B: Float[Tensor, "b t g n"]
+    C: Float[Tensor, "b t g n"]
+    D: Float[Tensor, "*h_or_hp"]
+
+
 class Mamba2(Block):
     """The Mamba-2 block. Parameter names, shapes and initialisation are the official ones.
 
@@ -208,15 +219,21 @@ class Mamba2(Block):
         self, x: Tensor, cache: Mamba2Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Mamba2Cache]:
         """The formulas at the top of this file."""
+        inputs, gates, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens)
+        y_bthp, ssm = ssd(*inputs, initial_state=cache.ssm, path=path, cu_seqlens=cu_seqlens)
+        return self.output(y_bthp, gates), Mamba2Cache(window, ssm)
+
+    def scan_inputs(
+        self, x: Tensor, cache: Mamba2Cache, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
+        """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
         xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth, lengths)
         x_bthp, b_btgn, c_btgn = self._heads(xbc_btv)
         rates = -torch.exp(self.A_log.to(dt_bth.dtype))
         skip = self.D.unflatten(0, (-1, self.headdim)) if self.config.D_has_hdim else self.D
-        options: dict[str, Any] = {"initial_state": cache.ssm, "path": path, "cu_seqlens": cu_seqlens}
-        y_bthp, ssm = ssd(x_bthp, dt_bth, rates, b_btgn, c_btgn, skip, **options)
-        return self._output(y_bthp, z_bti, z0, x0), Mamba2Cache(window, ssm)
+        return SsdInputs(x_bthp, dt_bth, rates, b_btgn, c_btgn, skip), (z0, x0, z_bti), window
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form.
@@ -233,10 +250,12 @@ class Mamba2(Block):
         read_bh = (b_bgn.to(wide) * c_bgn.to(wide)).sum(-1).repeat_interleave(c.nheads // c.ngroups, dim=1) * weight_bh
         skip = self.D.to(wide).view(c.nheads, -1)
         y_bhp = x_bhp.to(wide) * (read_bh.unsqueeze(-1) + skip)
-        return self._output(*(v.unsqueeze(1) for v in (y_bhp.to(x_bhp.dtype), z_bi, z0, x0))).squeeze(1)
+        gates = tuple(v.unsqueeze(1) for v in (z0, x0, z_bi))
+        return self.output(y_bhp.to(x_bhp.dtype).unsqueeze(1), gates).squeeze(1)
 
-    def _output(self, y_bthp: Tensor, z_bti: Tensor, z0: Tensor, x0: Tensor) -> Tensor:
-        """Gate and norm, the MLP channels beside it, project to (b, t, d)."""
+    def output(self, y_bthp: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
+        """What follows the scan: gate, norm and projection to (b, t, d)."""
+        z0, x0, z_bti = gates
         y_bti = y_bthp.flatten(2)
         y_bti = self.norm(y_bti, z_bti) if self.config.rmsnorm else y_bti * F.silu(z_bti)
         if self.mlp_width:

@@ -51,7 +51,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="anymamba", description="Mamba-1, Mamba-2 and Mamba-3 on any machine.")
     parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (_add_train, _add_generate, _add_eval, _add_convert, _add_push, _add_info):
+    for add in (_add_train, _add_generate, _add_eval, _add_inspect, _add_convert, _add_push, _add_info):
         add(commands)
     return parser, dict(commands.choices)
 
@@ -220,6 +220,24 @@ def _add_eval(commands: Any) -> None:
     )
     _add_model(parser)
     parser.add_argument("files", metavar="FILE", nargs="+", help='a text, or a directory of texts; "-": stdin')
+
+
+def _add_inspect(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "inspect",
+        help="a page that shows what a model does with a text",
+        description="Write one HTML page that shows what a model does with a text: the matrix of each head's scan, how "
+        "long it remembers, what its state holds, and how likely each token was. It opens in any browser, without a "
+        "network.",
+    )
+    _add_model(parser)
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="the text (default: stdin)")
+    text.add_argument("--file", metavar="FILE", help="the text of a file")
+    parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=_WHOLE, default=256, metavar="N", help="of the text, at most (default: %(default)s)"
+    )
 
 
 def _add_convert(commands: Any) -> None:

@@ -154,7 +154,7 @@ class BidirectionalStack(Passes):
     ) -> tuple[Tensor, list[Tensor]]:
         c, where = self.config, f"{type(self).__name__}.{name}"
         mixer: Any = self.layers[0].mixer
-        check_input(where, x, "b t d", c.d_model, mixer._like())
+        check_input(where, x, "b t d", c.d_model, mixer.activation_like())
         padding = check_batch(where, x, cu_seqlens, mask)
         options: dict[str, Any] = {"path": path, "cu_seqlens": cu_seqlens}
         h = x.float() if c.residual_in_fp32 and x.dtype != torch.float64 else x

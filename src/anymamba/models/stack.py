@@ -277,7 +277,7 @@ class Stack(Passes):
 
     def _check_input(self, name: str, x: Any, letters: str) -> None:
         mixer: Any = self.layers[0].mixer
-        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer._like())
+        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.activation_like())
 
 
 def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:

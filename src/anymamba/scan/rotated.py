@@ -93,7 +93,9 @@ def rotated_trapezoid_scan(
         raise ValueError(f"{where}: value_weight must be given for more than one rank, got none for {k.shape[2]}")
     expect_at_most_zero(where, "log_decay", log_decay, " (a decay is at most 1)")
     with without_autocast(x.device):
-        pending = with_pending(state, _values(previous_x, value_weight), previous_k, first_of(kappa, cu_seqlens))
+        pending = with_pending(
+            state, values_of_ranks(previous_x, value_weight), previous_k, first_of(kappa, cu_seqlens)
+        )
         y, state, last_k, turned = _operator(
             x,
             k,
@@ -120,7 +122,7 @@ def rotated_trapezoid_scan(
     return y, state, where_real(lengths, last_k, previous_k), where_real(lengths, turned, start)
 
 
-def _values(x: Tensor, weight_hrp: Tensor | None) -> Tensor:
+def values_of_ranks(x: Tensor, weight_hrp: Tensor | None) -> Tensor:
     """(..., h, p) -> (..., r, h, p)."""
     v = x.unsqueeze(-3)
     return v if weight_hrp is None else v * weight_hrp.transpose(0, 1).to(v.dtype)
@@ -150,7 +152,7 @@ def _definition(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     turned = running_rotation(rotation, rate, step, start, cu_seqlens)
     k_btrhn, q_btrhn = rotate(rotation, k, k_bias, turned), rotate(rotation, q, q_bias, turned)
-    v_btrhp = _values(x, value_weight)
+    v_btrhp = values_of_ranks(x, value_weight)
     y, state = trapezoid(
         v_btrhp,
         k_btrhn,

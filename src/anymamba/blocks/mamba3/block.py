@@ -21,7 +21,7 @@ queries turn), `scan/trapezoid.py` (the recurrence), `scan/rotated.py` (the recu
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -41,6 +41,23 @@ from anymamba.scan import SsdPath, rotated_trapezoid_scan
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.program import Program
+
+
+class RotatedInputs(NamedTuple):
+    """The tensors of `anymamba.rotated_trapezoid_scan`, in its order."""
+
+    x: Float[Tensor, "b t h p"]
+    k: Float[Tensor, "b t r g n"]
+    q: Float[Tensor, "b t r g n"]
+    k_bias: Float[Tensor, "h r n"]
+    q_bias: Float[Tensor, "h r n"]
+    rate: Float[Tensor, "b t c"]
+    step: Float[Tensor, "b t h"]
+    log_decay: Float[Tensor, "b t h"]
+    gamma: Float[Tensor, "b t h"]
+    kappa: Float[Tensor, "b t h"]
+    D: Float[Tensor, " h"]
+    value_weight: Float[Tensor, "h r p"] | None
 
 
 class Mamba3(Block):
@@ -136,11 +153,27 @@ class Mamba3(Block):
         self, x: Tensor, cache: Mamba3Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Mamba3Cache]:
         """The formulas at the top of this file."""
-        c: Mamba3Config = self.config
+        inputs, z_bthp = self.scan_inputs(x, lengths=lengths)
+        y_btrhp, ssm, k, rotation = rotated_trapezoid_scan(
+            *inputs,
+            state=cache.ssm,
+            previous_k=cache.k,
+            previous_x=cache.v,
+            start=cache.rotation,
+            rotation=self.config.rotation_kind,
+            path=path,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+        )
+        last_x = last_of(inputs.x, cu_seqlens, lengths, cache.v)
+        return self.output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
+
+    def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
+        """What the scan is given, and the gate that `output` needs; arguments as for `mix`."""
         z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(self.in_proj(x))
         dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretise(raw, lengths)
         step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
-        y_btrhp, ssm, k, rotation = rotated_trapezoid_scan(
+        inputs = RotatedInputs(
             x_bthp,
             self.B_norm(k_btrgn),
             self.C_norm(q_btrgn),
@@ -152,18 +185,9 @@ class Mamba3(Block):
             gamma_bth,
             kappa_bth,
             self.D,
-            self.mimo_x if c.is_mimo else None,
-            state=cache.ssm,
-            previous_k=cache.k,
-            previous_x=cache.v,
-            start=cache.rotation,
-            rotation=c.rotation_kind,
-            path=path,
-            lengths=lengths,
-            cu_seqlens=cu_seqlens,
+            self.mimo_x if self.config.is_mimo else None,
         )
-        last_x = last_of(x_bthp, cu_seqlens, lengths, cache.v)
-        return self._output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
+        return inputs, z_bthp
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form.
@@ -188,7 +212,7 @@ class Mamba3(Block):
             v_brhp = v_brhp * self.mimo_x.to(wide).transpose(0, 1)
         y_brhp = torch.einsum("brhn,bqhn,bqhp->brhp", q_brhn, k_sum_brhn, v_brhp)
         y_brhp = torch.addcmul(y_brhp, self.D.to(wide).unsqueeze(-1), v_brhp).to(x_b1hp.dtype)
-        return self._output(y_brhp.unsqueeze(1), z_b1hp).squeeze(1)
+        return self.output(y_brhp.unsqueeze(1), z_b1hp).squeeze(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """(b, t, ...) -> z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); turn (b, t, c)."""
@@ -226,8 +250,8 @@ class Mamba3(Block):
             step_bth = step_bth.masked_fill(is_padding(lengths, dt_bth.shape[1]).unsqueeze(-1), 0)
         return step_bth, rate_s.expand(*dt_bth.shape[:2], -1)
 
-    def _output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
-        """Gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
+    def output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
+        """What follows the scan: gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
         c: Mamba3Config = self.config
         if not c.is_outproj_norm:
             weights = (self.mimo_z, self.mimo_o) if c.is_mimo else ()

@@ -1,0 +1,78 @@
+"""Time and memory of the three portable algorithms over the chunk length, measured here and now.
+
+python docs/learn/figures/chunks.py       # measures, draws chunks.png and prints the table of the page
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from style import ACCENT, MINUS, PLUS, plt, save
+
+from anymamba import SsdPath, ssd
+
+LENGTHS = (16, 32, 64, 128, 256, 512)
+ALGORITHMS = {"minimal": PLUS, "serial": MINUS, "serial_recalculated": ACCENT}
+T, HEADS, WIDTH, STATE = 2048, 8, 64, 64
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    """What a block of d_model 256 gives its scan for a text of 2,048 tokens."""
+    torch.manual_seed(0)
+    made = {
+        "x": torch.randn(1, T, HEADS, WIDTH),
+        "dt": 0.1 * torch.rand(1, T, HEADS),
+        "A": -torch.rand(HEADS),
+        "B": torch.randn(1, T, 1, STATE),
+        "C": torch.randn(1, T, 1, STATE),
+    }
+    return {name: tensor.requires_grad_() for name, tensor in made.items()}
+
+
+def measure(path: SsdPath, repeats: int = 2) -> tuple[float, float]:
+    """Milliseconds of forward and backward, the least of some, and MiB that are kept between the two."""
+    given, kept = inputs(), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y, _ = ssd(**given, path=path)
+    y.sum().backward()
+    times = []
+    for _ in range(repeats):
+        began = perf_counter()
+        y, _ = ssd(**given, path=path)
+        y.sum().backward()
+        times.append(perf_counter() - began)
+    return 1e3 * min(times), sum(kept.values()) / 2**20
+
+
+def draw() -> None:
+    """Measure, print and draw."""
+    torch.set_num_threads(1)
+    found = {name: [measure(SsdPath(name, length)) for length in LENGTHS] for name in ALGORITHMS}
+    print("| chunk length | " + " | ".join(map(str, LENGTHS)) + " |\n|---" * 1 + "|---" * len(LENGTHS) + "|")
+    for name, pairs in found.items():
+        print(f"| `{name}`, ms | " + " | ".join(f"{time:.0f}" for time, _ in pairs) + " |")
+    for name, pairs in found.items():
+        print(f"| `{name}`, MiB kept | " + " | ".join(f"{size:.0f}" for _, size in pairs) + " |")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
+    titles = ("Time of forward and backward, ms", "Kept from forward to backward, MiB")
+    for i, (place, title) in enumerate(zip(axes, titles, strict=True)):
+        for name, colour in ALGORITHMS.items():
+            place.plot(LENGTHS, [pair[i] for pair in found[name]], "o-", color=colour, label=name, ms=4)
+        place.set_xscale("log", base=2)
+        place.set_yscale("log")
+        place.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+        place.set_xlabel("chunk length")
+        place.set_title(title)
+        place.grid(axis="y", color="#e3e1dc", lw=0.7)
+    axes[0].legend()
+    save(figure, "chunks.png")
+
+
+if __name__ == "__main__":
+    draw()

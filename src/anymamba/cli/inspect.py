@@ -1,0 +1,39 @@
+"""`anymamba inspect`: a page that shows what a model does with a text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from anymamba.cli.common import decode_text, load, read_file, readable_bytes, stdin_bytes
+from anymamba.ground.files import replacing
+from anymamba.inspect.page import page
+from anymamba.inspect.report import report_data
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, look, write the page."""
+    target = Path(args.out)
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ValueError(
+            f"--out {args.out}: {'it is a directory' if target.is_dir() else 'there is no such directory'}"
+        )
+    model, tokenizer = load(args)
+    if args.prompt is not None:
+        text = decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
+    elif args.file is not None:
+        text = decode_text(args.file, read_file(args.file), tokenizer)
+    else:
+        text = decode_text("stdin", stdin_bytes().read(), tokenizer)
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise ValueError("the text is empty: pass --prompt, --file, or a text on stdin")
+    name = Path(args.model).name or args.model
+    content = page(report_data(model, tokenizer, ids[: args.tokens], name=name, whole=len(ids))).encode("utf-8")
+    with replacing(target) as temporary:
+        temporary.write_bytes(content)
+    cut = f", the first {args.tokens} of {len(ids)} tokens" if len(ids) > args.tokens else ""
+    print(f"{target}: {readable_bytes(len(content))}{cut}", file=sys.stderr)
