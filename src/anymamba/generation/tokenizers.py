@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end: list[int]
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text."""
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text; with the tokens that belong before the first text of a sequence, if asked for."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; bytes that are no character become U+FFFD."""
@@ -46,7 +46,7 @@ class ByteTokenizer:
     vocab_size = 256
     end: list[int] = []  # noqa: RUF012
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The bytes of a text. What came from undecodable bytes of a file or terminal goes back to these bytes."""
         return list(text.encode("utf-8", errors="surrogateescape"))
 
@@ -97,10 +97,21 @@ class FileTokenizer:
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return said or [special[token] for token in _USUAL_ENDS if token in special][:1]
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without tokens that the file would add around it."""
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places in the text
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text.
+
+        Args:
+            text: any.
+            add_special_tokens: with those that the file's post-processor puts around the first text of a sequence, but
+                for an end token after it: the text is to be continued.
+        """
+        # The fast way is the one without the places of tokens in the text.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
+        if add_special_tokens:
+            added: list[int] = encoding.special_tokens_mask
+            while ids and added.pop() and ids[-1] in self.end:
+                ids.pop()
         return ids
 
     def decode(self, ids: list[int]) -> str:
