@@ -121,6 +121,9 @@ class Renderer:
         return f"it ended the process that it ran in (exit code {code}): too much time or memory"
 
 
+_shared = Renderer()
+
+
 def renderer() -> Renderer:
     """The one that everybody in this process shares."""
     return _shared
@@ -131,7 +134,6 @@ def _renew() -> None:
     _shared = Renderer()
 
 
-_renew()
 atexit.register(lambda: _shared.close())
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)  # the parent's child is not ours
