@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import math
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.block import Block
 from anymamba.blocks.config import IGNORED_OPTIONS
-from anymamba.models.families import family
+from anymamba.models.families import FAMILIES, family
 
 # Entries of `ssm_cfg` that tune the official kernels. They are kept and written back, and change no result.
 # `chunk_size` is among them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
@@ -88,7 +90,8 @@ class MambaLMConfig:
         fields = {f.name: f for f in dataclasses.fields(self.family.CONFIG)}
         given = {k: v for k, v in self.ssm_cfg.items() if k != "layer" and k not in _KERNEL_OPTIONS}
         if unknown := sorted(set(given) - set(fields)):
-            raise ValueError(f"MambaLMConfig: ssm_cfg has entries that {self.layer} does not know: {unknown}")
+            near = _meant(unknown[0], fields)
+            raise ValueError(f"MambaLMConfig: ssm_cfg has entries that {self.layer} does not know: {unknown}{near}")
         values = {name: _typed(f'ssm_cfg["{name}"]', value, fields[name]) for name, value in given.items()}
         return self.family.CONFIG(**{**values, "d_model": self.d_model})
 
@@ -104,6 +107,28 @@ class MambaLMConfig:
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
         return {**values, **extra}
+
+
+def expect_fields(fields: dict[str, Any]) -> None:
+    """Refuse names that are no fields of a `MambaLMConfig`.
+
+    Raises:
+        TypeError: one is not; with the one that was probably meant, or where it belongs.
+    """
+    known = [f.name for f in dataclasses.fields(MambaLMConfig)]
+    for name, value in fields.items():
+        if name in known:
+            continue
+        of_blocks = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)}
+        if name in of_blocks | {"layer"}:
+            raise TypeError(f"MambaLM: {name} is a field of the blocks: give ssm_cfg={{{name!r}: {value!r}, ...}}")
+        raise TypeError(f"MambaLM has no field {name!r}{_meant(name, [*known, 'device', 'dtype'])}")
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """A hint at the names that are like another."""
+    near = difflib.get_close_matches(name, list(known))
+    return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def _typed(name: str, value: Any, field: dataclasses.Field[Any]) -> Any:

@@ -18,6 +18,8 @@ from anymamba.ops.rotation import Rotation
 class Mamba3Config:
     """Sizes and options of a Mamba-3 block, named as in the official implementation."""
 
+    LAST_POSITION: ClassVar[str] = "mimo_rank"
+
     d_model: int  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
     expand: int | float = 2  # E / D
