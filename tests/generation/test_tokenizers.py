@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anymamba.generation import ByteTokenizer, FileTokenizer, TextStream, load_tokenizer
+from anymamba.generation import ByteTokenizer, FileTokenizer, Pipeline, TextStream, load_tokenizer
 from anymamba.generation.tokenizers import write_end
-from tests.generation.cases import TEXT, bare
+from anymamba.training.corpus import encode
+from tests.generation.cases import TEXT, bare, with_beginning
 from tests.models.cases import small_lm
 
 
@@ -87,6 +89,39 @@ class TestEnd:
         written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
         write_end(FileTokenizer(file), tmp_path)
         assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
+
+
+class TestSpecialTokens:
+    def test_they_are_added_where_they_are_asked_for(self, tmp_path):
+        tokenizer = with_beginning(tmp_path, "<s>", "</s>", end="</s>")
+        begin, end = tokenizer._id("<s>"), tokenizer._id("</s>")
+        plain = tokenizer.encode("ab")
+        assert begin not in plain
+        # A text that is continued has no end, but one that it spells itself.
+        assert tokenizer.encode("ab", add_special_tokens=True) == [begin, *plain]
+        assert tokenizer.encode("ab</s>", add_special_tokens=True) == [begin, *plain, end]
+        assert tokenizer.encode("", add_special_tokens=True) == [begin]
+        assert tokenizer.encode("") == []
+
+    def test_a_tokenizer_without_any_adds_none(self, byte_level):
+        for tokenizer in (FileTokenizer(byte_level / "tokenizer.json"), ByteTokenizer()):
+            assert tokenizer.encode(TEXT, add_special_tokens=True) == tokenizer.encode(TEXT)
+
+    def test_a_pipeline_begins_with_them_unless_told_otherwise(self, tmp_path):
+        tokenizer = with_beginning(tmp_path, "<s>", "</s>", end="</s>")
+        model = small_lm(vocab_size=tokenizer.vocab_size)
+        text = Pipeline(model, tokenizer)
+        for add in (True, False):
+            ids = torch.tensor([tokenizer.encode("Hello", add_special_tokens=add)])
+            expected = model.generate(ids, 9, stop=tokenizer.end).rows()[0]
+            assert text("Hello", 9, add_special_tokens=add).tokens == expected
+            assert "".join(text.stream("Hello", 9, add_special_tokens=add)) == tokenizer.decode(expected)
+        assert text("Hello", 9) == text("Hello", 9, add_special_tokens=True)
+
+    def test_a_model_is_trained_as_it_is_asked(self, tmp_path):
+        tokenizer = with_beginning(tmp_path, "<s>", "</s>", end="</s>")
+        begin, end = tokenizer._id("<s>"), tokenizer._id("</s>")
+        assert encode("name", b"ab", tokenizer).tolist() == [begin, *tokenizer.encode("ab"), end]
 
 
 def test_no_half_character_is_given(byte_level):

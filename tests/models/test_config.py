@@ -1,8 +1,9 @@
 import dataclasses
+import pydoc
 
 import pytest
 
-from anymamba import MambaLMConfig
+from anymamba import MambaLM, MambaLMConfig
 from tests.models.cases import FAMILIES, GOLDEN
 
 SMALL = {"d_model": 32, "n_layer": 2, "ssm_cfg": FAMILIES["Mamba2"]}
@@ -90,3 +91,31 @@ def test_golden_configs_survive_a_round_trip():
 
     raw = read_json(GOLDEN / "lm_mamba2" / "config.json")
     assert MambaLMConfig.from_dict(raw).to_dict() == raw
+
+
+class TestFieldsOfTheModel:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"layer": "Mamba3"}, r"layer is a field of the blocks: give ssm_cfg=\{'layer': 'Mamba3', ...\}"),
+            ({"d_state": 16}, "d_state is a field of the blocks: give ssm_cfg"),
+            ({"d_modl": 16}, "MambaLM has no field 'd_modl'; did you mean d_model"),
+            ({"n_layers": 2}, "MambaLM has no field 'n_layers'; did you mean n_layer"),
+            ({"colour": 2}, "MambaLM has no field 'colour'$"),
+        ],
+    )
+    def test_a_misspelt_one_is_met_with_the_one_that_was_meant(self, fields, message):
+        with pytest.raises(TypeError, match=message):
+            MambaLM(**fields)
+
+    def test_a_misspelt_one_of_a_block_too(self):
+        with pytest.raises(ValueError, match=r"does not know: \['d_stat'\]; did you mean d_state"):
+            MambaLM(d_model=16, n_layer=1, vocab_size=8, ssm_cfg={"layer": "Mamba3", "d_stat": 8})
+
+    def test_help_lists_them_with_their_defaults(self):
+        text = pydoc.render_doc(MambaLM, renderer=pydoc.plaintext)
+        for field in dataclasses.fields(MambaLMConfig):
+            assert f"{field.name}: " in text
+            if isinstance(field.default, int) and field.name != "fused_add_norm":
+                line = next(line for line in text.splitlines() if f"  {field.name}: " in line)
+                assert str(field.default) in line

@@ -17,13 +17,22 @@ def ignored_options(kind: type[Any]) -> frozenset[str]:
     return IGNORED_OPTIONS | getattr(kind, "IGNORED", frozenset())
 
 
-def make_config(kind: type[_Config], config: _Config | int | None, fields: dict[str, Any]) -> _Config:
+def make_config(
+    kind: type[_Config], config: _Config | int | None, fields: dict[str, Any], positional: tuple[Any, ...] = ()
+) -> _Config:
     """The config that a block is made from: one, or `d_model` and fields.
 
+    Args:
+        kind: of config; its `LAST_POSITION` is the last field that has the position of the official block.
+        config: one, or d_model.
+        fields: by name.
+        positional: those after d_model.
+
     Raises:
-        TypeError: both were given, or unknown fields.
+        TypeError: both were given, unknown fields, or more positions than there are.
     """
     name = kind.__name__
+    fields = _with_positions(kind, fields, positional)
     if isinstance(config, kind):
         if fields:
             raise TypeError(f"{name}: give a config or its fields, not both; got also {sorted(fields)}")
@@ -38,6 +47,18 @@ def make_config(kind: type[_Config], config: _Config | int | None, fields: dict[
     if "d_model" not in fields:
         raise TypeError(f"{name}: d_model must be given")
     return kind(**fields)
+
+
+def _with_positions(kind: Any, fields: dict[str, Any], positional: tuple[Any, ...]) -> dict[str, Any]:
+    """Fields by name, those that were given by their position among them."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    order = names[1 : names.index(getattr(kind, "LAST_POSITION", names[0])) + 1]
+    if len(positional) > len(order):
+        last = f"; give those after {order[-1]} by name" if order else "; give fields by name"
+        raise TypeError(f"{kind.__name__}: at most {1 + len(order)} positions, got {1 + len(positional)}{last}")
+    if twice := [name for name in order[: len(positional)] if name in fields]:
+        raise TypeError(f"{kind.__name__}: {twice[0]} was given twice, by its position and by its name")
+    return {**dict(zip(order, positional, strict=False)), **fields}
 
 
 def expect_sizes(config: Any) -> None:

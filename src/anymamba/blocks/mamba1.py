@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 class Mamba1Config:
     """Sizes and options of a Mamba-1 block, named as in the official implementation."""
 
+    LAST_POSITION: ClassVar[str] = "bias"
+
     d_model: int  # D, width of the residual stream
     d_state: int = 16  # N, states of a channel
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
@@ -139,6 +141,7 @@ class Mamba1(Block):
 
     Args:
         config: a `Mamba1Config`, or d_model, with the other fields of `Mamba1Config` as keywords.
+        positional: the fields after d_model, in the order of the official block.
         device: of the parameters.
         dtype: of the parameters (A_log and D are float32 or wider, as officially).
     """
@@ -150,13 +153,13 @@ class Mamba1(Block):
     def __init__(
         self,
         config: Mamba1Config | int | None = None,
-        *,
+        *positional: Any,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
-        super().__init__(make_config(Mamba1Config, config, fields))
+        super().__init__(make_config(Mamba1Config, config, fields, positional))
         c: Mamba1Config = self.config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dt_rank = c.dt_width  # a number, where the config may say "auto"

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 class Mamba2Config:
     """Sizes and options of a Mamba-2 block, named as in the official implementation."""
 
+    LAST_POSITION: ClassVar[str] = "chunk_size"
+
     d_model: int  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
@@ -135,6 +137,7 @@ class Mamba2(Block):
 
     Args:
         config: a `Mamba2Config`, or d_model, with the other fields of `Mamba2Config` as keywords.
+        positional: the fields after d_model, in the order of the official block.
         device: of the parameters.
         dtype: of the parameters (D is float32 or wider, as officially).
     """
@@ -149,13 +152,13 @@ class Mamba2(Block):
     def __init__(
         self,
         config: Mamba2Config | int | None = None,
-        *,
+        *positional: Any,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
-        super().__init__(make_config(Mamba2Config, config, fields))
+        super().__init__(make_config(Mamba2Config, config, fields, positional))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         c: Mamba2Config = self.config
         heads, width = c.nheads, c.ssm_width

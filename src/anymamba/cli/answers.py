@@ -8,7 +8,7 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from anymamba.cli.common import Progress, decode_text, load, read_file, stdin_bytes
+from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
 from anymamba.generation.text import Completion, Pipeline
 from anymamba.generation.tokenizers import Tokenizer
 
@@ -27,15 +27,19 @@ def answer_file(args: argparse.Namespace) -> None:
     entries = _entries("stdin" if args.prompts == "-" else args.prompts, content, tokenizer)
     # A lone surrogate, from bytes that are no text, stays what it is in JSON.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    prompts, template = [entry["prompt"] for entry in entries], chat_template(args, tokenizer)
+    if template is not None:
+        prompts = [template.render([*system_message(args), {"role": "user", "content": text}]) for text in prompts]
     printed = _Answers(entries)
     try:
         for batch in Pipeline(model, tokenizer).batches(
-            [entry["prompt"] for entry in entries],
+            prompts,
             args.max_new_tokens,
             n=args.samples,
-            stop=args.stop,
+            stop=[*args.stop, *(template.stop if template else ())],
             logprobs=args.logprobs,
             ignore_end=args.ignore_end,
+            add_special_tokens=args.special_tokens and template is None,
             batch_size=args.batch_size,
             temperature=args.temperature,
             top_k=args.top_k,

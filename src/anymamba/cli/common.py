@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from anymamba.cli import options
+from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.evidence import decide_activation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.ground.devices import find_device
@@ -42,6 +43,31 @@ def tell_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
         warn_if_undecided("no tokenizer to decide with", model.config, "--block a_activation=softplus")
     elif (found := decide_activation(model, tokenizer)) is not None:
         print(f"anymamba: {'' if found.taken else 'warning: '}{found}", file=sys.stderr)
+
+
+def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that the arguments of `generate` ask for, or that --interactive finds; none for plain text.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if args.chat and args.load_state:
+        raise ValueError("--chat begins a conversation, and cannot continue from --load-state")
+    wanted = args.chat if args.chat is not None else None if args.interactive and not args.load_state else False
+    template = None
+    if wanted is not False:
+        where = tokenizer.path if isinstance(tokenizer, FileTokenizer) else resolve(args.model)
+        template = ChatTemplate.from_directory(where)
+    if template is None or (template.is_plain and not wanted):
+        if args.system is not None:
+            raise ValueError("--system begins a conversation: it needs --chat")
+        return None
+    return template
+
+
+def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
+    """What --system says, as a message."""
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def name_end(model: MambaLM, source: Path) -> None:

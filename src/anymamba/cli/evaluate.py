@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
     for path in files:
         with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
             done = sum(sizes[: len(scores)])
-            scores.append(_score(_named(path), file, model, tokenizer, progress, done))
+            found = _score(_named(path), file, model, tokenizer, args.special_tokens, progress, done)
+            scores.append(found)
     progress.close()
     total = _Score(*(sum(values) for values in zip(*scores, strict=True)))
     if not total.predicted:
@@ -116,18 +117,21 @@ def _print_table(rows: list[tuple[str, _Score]]) -> None:
         print("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
 
 
-def _score(where: str, file: Any, model: MambaLM, tokenizer: Tokenizer, progress: Progress, done: int) -> _Score:
-    """Score a text; `done` bytes of others have been scored before it."""
-    size = first_bytes = 0
+def _score(
+    where: str, file: Any, model: MambaLM, tokenizer: Tokenizer, special: bool, progress: Progress, done: int
+) -> _Score:
+    """Score a text, after special tokens if asked for; `done` bytes of others have been scored before it."""
+    size, first_bytes, begin = 0, 0, True
+    leads = special and bool(tokenizer.encode("", add_special_tokens=True))  # a token without bytes stands before it
 
     def pieces() -> Iterator[list[int]]:
-        nonlocal first_bytes, size
+        nonlocal first_bytes, size, begin
         for text in _blocks(where, file, tokenizer):
-            ids = tokenizer.encode(text)
-            if not first_bytes and ids:
+            ids = tokenizer.encode(text, add_special_tokens=begin and special)
+            if begin and ids and not leads:
                 # A part of a character decodes to a replacement, which has other bytes than the text.
                 first_bytes = max(1, len(tokenizer.decode(ids[:1]).partition("\ufffd")[0].encode()))
-            size += len(text.encode("utf-8", errors="surrogateescape"))
+            size, begin = size + len(text.encode("utf-8", errors="surrogateescape")), begin and not ids
             yield ids
 
     found = Likelihood(0.0, 0, 0)

@@ -126,6 +126,15 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_special_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-special-tokens",
+        dest="special_tokens",
+        action="store_false",
+        help="do not begin with the tokens that the tokenizer puts before a text",
+    )
+
+
 def _add_train(commands: Any) -> None:
     """CONFIG, --out, --resume, and an option for every field of the config."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -187,6 +196,14 @@ def _add_generate(commands: Any) -> None:
         help="read prompts from stdin, one a line, and keep the state between them; an empty line continues the text, "
         "Ctrl-D leaves",
     )
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="the text is a message, to be answered in the model's chat template, or a plain one where there is none "
+        "(default: for --interactive, if the model has a template)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
+    _add_special_tokens(parser)
     parser.add_argument("--max-new-tokens", type=_WHOLE, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--temperature", type=_REAL, metavar="T", help="default: 0, the most likely token; 1 with a seed or filter"
@@ -219,6 +236,7 @@ def _add_eval(commands: Any) -> None:
         "one byte.",
     )
     _add_model(parser)
+    _add_special_tokens(parser)
     parser.add_argument("files", metavar="FILE", nargs="+", help='a text, or a directory of texts; "-": stdin')
 
 

@@ -118,6 +118,7 @@ class Pipeline:
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
         ignore_end: bool = False,
+        add_special_tokens: bool = True,
         batch_size: int = 16,
         **sampling: Any,
     ) -> Completion | list[Completion] | list[list[Completion]]:
@@ -130,6 +131,8 @@ class Pipeline:
             stop: texts before which a continuation ends.
             logprobs: also give the log-probability of each token, and of that many most likely ones.
             ignore_end: do not end at the tokenizer's end token.
+            add_special_tokens: before a prompt, those that the tokenizer puts before a text; not for the text of a chat
+                template, which has them.
             batch_size: rows that are computed together; it changes no result but for rounding.
             **sampling: temperature, top_k, top_p, min_p, repetition_penalty and seed, as for `anymamba.generate`.
 
@@ -149,6 +152,7 @@ class Pipeline:
                 stop=stop,
                 logprobs=logprobs,
                 ignore_end=ignore_end,
+                add_special_tokens=add_special_tokens,
                 batch_size=batch_size,
                 **sampling,
             )
@@ -166,6 +170,7 @@ class Pipeline:
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
         ignore_end: bool = False,
+        add_special_tokens: bool = True,
         batch_size: int = 16,
         **sampling: Any,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
@@ -182,7 +187,8 @@ class Pipeline:
             sampling = {"temperature": 1.0, **{name: x for name, x in sampling.items() if x is not None}}
         stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
         ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
-        for group in self._groups(expect_texts("prompt", prompts), max(1, batch_size // n)):
+        tokens_of = self._tokens(expect_texts("prompt", prompts), add_special_tokens)
+        for group in _groups(tokens_of, max(1, batch_size // n)):
             ids = [torch.tensor(key) for key in group]
             lengths = torch.tensor([len(row) for row in ids])
             state = start(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
@@ -200,6 +206,7 @@ class Pipeline:
         *,
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
+        add_special_tokens: bool = True,
         **sampling: Any,
     ) -> Iterator[str]:
         """Continue one text, piece by piece; the arguments are those of a call.
@@ -207,7 +214,7 @@ class Pipeline:
         Yields:
             Text, never half a character, and nothing of a stop text.
         """
-        (ids,) = next(self._groups(expect_texts("prompt", [prompt]), 1))
+        (ids,) = self._tokens(expect_texts("prompt", [prompt]), add_special_tokens)
         ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
         stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
         draft = _Draft(self.tokenizer, ends, stops)
@@ -220,16 +227,12 @@ class Pipeline:
         if piece := draft.finish():
             yield piece
 
-    def _groups(self, prompts: list[str], size: int) -> Iterator[dict[tuple[int, ...], list[int]]]:
-        """Prompts by their tokens, `size` at a time, with their places; equal ones together, to draw differently."""
-        places: dict[tuple[int, ...], list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            places.setdefault(tuple(self.tokenizer.encode(prompt)), []).append(place)
-        if () in places:
-            raise ValueError(f"a prompt must have at least one token, got none in prompt {places[()][0]}")
-        keys = list(places)
-        for begin in range(0, len(keys), size):
-            yield {key: places[key] for key in keys[begin : begin + size]}
+    def _tokens(self, prompts: list[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
+        """The tokens of each prompt."""
+        found = [tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)) for prompt in prompts]
+        if () in found:
+            raise ValueError(f"a prompt must have at least one token, got none in prompt {found.index(())}")
+        return found
 
     def _write(self, tokens: Any, drafts: list[_Draft], logprobs: int | None) -> None:
         """Run a stream until all drafts are complete."""
@@ -247,6 +250,16 @@ class Pipeline:
         logprobs = logits_v[: self.model.config.vocab_size].to("cpu", torch.float32).log_softmax(-1)
         ids = [token, *logprobs.topk(min(most, len(logprobs))).indices.tolist()]
         return [Choice(i, self.tokenizer.decode([i]), logprobs[i].item()) for i in ids]
+
+
+def _groups(prompts: list[tuple[int, ...]], size: int) -> Iterator[dict[tuple[int, ...], list[int]]]:
+    """Prompts by their tokens, `size` at a time, with their places; equal ones together, to draw differently."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, ids in enumerate(prompts):
+        places.setdefault(ids, []).append(place)
+    keys = list(places)
+    for begin in range(0, len(keys), size):
+        yield {key: places[key] for key in keys[begin : begin + size]}
 
 
 def expect_texts(name: str, texts: Sequence[str]) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 from anymamba.ground.files import read_json, write_json
 from anymamba.models import gguf
 from anymamba.models.hub import fetch, is_repository_id
+from anymamba.models.pretrained import COMPANIONS
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 # What tokenizers usually call the end of a text, the most certain first.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>")
 _REPLACEMENT = "\ufffd"
@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end: list[int]
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text."""
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text; with the tokens that belong before the first text of a sequence, if asked for."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; bytes that are no character become U+FFFD."""
@@ -48,7 +48,7 @@ class ByteTokenizer:
     vocab_size = 256
     end: list[int] = []  # noqa: RUF012
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The bytes of a text. What came from undecodable bytes of a file or terminal goes back to these bytes."""
         return list(text.encode("utf-8", errors="surrogateescape"))
 
@@ -99,10 +99,21 @@ class FileTokenizer:
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return said or [special[token] for token in _USUAL_ENDS if token in special][:1]
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without tokens that the file would add around it."""
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places in the text
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text.
+
+        Args:
+            text: any.
+            add_special_tokens: with those that the file's post-processor puts around the first text of a sequence, but
+                for an end token after it: the text is to be continued.
+        """
+        # The fast way is the one without the places of tokens in the text.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
+        if add_special_tokens:
+            added: list[int] = encoding.special_tokens_mask
+            while ids and added.pop() and ids[-1] in self.end:
+                ids.pop()
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -203,7 +214,7 @@ def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
         return path / "tokenizer.json"
     if path.exists() or path.suffix == ".json" or not is_repository_id(name):
         return path
-    return fetch(str(name), *_FILES, instead="a tokenizer.json") / _FILES[0]
+    return fetch(str(name), *COMPANIONS, instead="a tokenizer.json") / COMPANIONS[0]
 
 
 class TextStream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.block import Block
-from anymamba.models.families import family, family_name, make_block_config, typed
+from anymamba.models.families import FAMILIES, family, family_name, make_block_config, meant, typed
 from anymamba.models.stack_config import OF_THE_MODEL, StackConfig
 
 # Fields of a block that its fresh parameters depend on and nothing else: no part of a trained model.
@@ -109,3 +109,19 @@ class MambaLMConfig:
         if not values["stack"]:
             del values["stack"]
         return {**values, **extra}
+
+
+def expect_fields(fields: dict[str, Any]) -> None:
+    """Refuse names that are no fields of a `MambaLMConfig`.
+
+    Raises:
+        TypeError: one is not; with the one that was probably meant, or where it belongs.
+    """
+    known = [f.name for f in dataclasses.fields(MambaLMConfig)]
+    for name, value in fields.items():
+        if name in known:
+            continue
+        of_blocks = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)}
+        if name in of_blocks | {"layer"}:
+            raise TypeError(f"MambaLM: {name} is a field of the blocks: give ssm_cfg={{{name!r}: {value!r}, ...}}")
+        raise TypeError(f"MambaLM has no field {name!r}{meant(name, [*known, 'device', 'dtype'])}")

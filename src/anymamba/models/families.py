@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 from anymamba.blocks.block import Block
@@ -51,9 +53,16 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int) -> Any:
     kernels = ignored_options(kind) | {"chunk_size"}
     given = {k: v for k, v in ssm_cfg.items() if k != "layer" and k not in kernels}
     if unknown := sorted(set(given) - set(fields)):
-        raise ValueError(f"{where}: ssm_cfg has entries that {name} does not know: {unknown}")
+        near = meant(unknown[0], fields)
+        raise ValueError(f"{where}: ssm_cfg has entries that {name} does not know: {unknown}{near}")
     values = {key: typed(f'{where}: ssm_cfg["{key}"]', value, fields[key]) for key, value in given.items()}
     return kind(**{**values, "d_model": d_model})
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A hint at the names that are like another."""
+    near = difflib.get_close_matches(name, list(known))
+    return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def typed(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:

@@ -21,7 +21,7 @@ from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_inputs, expect_targets
-from anymamba.models.config import MambaLMConfig
+from anymamba.models.config import MambaLMConfig, expect_fields
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
 from anymamba.models.stack import end_to_end
 from anymamba.models.targets import find_targets, last_hidden
@@ -59,6 +59,19 @@ class MambaLM(nn.Module):
         config: a `MambaLMConfig`; its fields may be given as keywords instead.
         device: of the parameters.
         dtype: of the parameters (blocks keep some in float32, as officially).
+        d_model: width of the residual stream (default: 2560).
+        n_layer: how many layers (64).
+        vocab_size: how many tokens (50277).
+        ssm_cfg: "layer", the family of the blocks ("Mamba1", "Mamba2" or "Mamba3"), and fields of its config.
+        d_intermediate: width of a gated MLP after each block (0: none).
+        tie_embeddings: whether the head is the embedding (True).
+        pad_vocab_size_multiple: the embedding has a multiple of so many rows (8).
+        rms_norm: RMSNorm, or else LayerNorm (True).
+        residual_in_fp32: keep the residual stream in float32 (True).
+        fused_add_norm: of the official kernels; changes no result.
+        attn_layer_idx: attention layers, which are refused.
+        attn_cfg: of them.
+        extra: fields of a config file that are none of ours, which are written back.
     """
 
     def __init__(
@@ -78,6 +91,7 @@ class MambaLM(nn.Module):
                 f"MambaLM: config must be a MambaLMConfig, got {type(config).__name__}; MambaLMConfig.from_dict(...) "
                 "makes one of a table, MambaLM.from_pretrained(...) loads a directory"
             )
+        expect_fields(fields)
         self.config = config = config or MambaLMConfig(**fields)
         self.backbone = Backbone(config, device=device, dtype=dtype)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)

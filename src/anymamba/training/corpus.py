@@ -102,7 +102,7 @@ def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
     if isinstance(tokenizer, ByteTokenizer):
         return torch.tensor(bytearray(content), dtype=torch.uint8)
     try:
-        ids = tokenizer.encode(content.decode("utf-8")) + tokenizer.end[:1]
+        ids = tokenizer.encode(content.decode("utf-8"), add_special_tokens=True) + tokenizer.end[:1]
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     if (most := max(ids, default=0)) >= tokenizer.vocab_size:

@@ -61,7 +61,7 @@ def beginning(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 def sample(model: MambaLM, tokenizer: Tokenizer, prompt: str, config: TextEvaluationSection, seed: int) -> str:
     """The prompt and what the model writes after it."""
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt, add_special_tokens=True)
     if not ids or not config.sample_tokens:
         return ""
     ids_bt = torch.tensor([ids], device=model.device)

@@ -65,6 +65,7 @@ class Mamba3(Block):
 
     Args:
         config: a `Mamba3Config`, or d_model, with the other fields of `Mamba3Config` as keywords.
+        positional: the fields after d_model, in the order of the official block.
         device: of the parameters.
         dtype: of the parameters (dt_bias, D and the key and query biases are float32 or wider, as officially).
     """
@@ -79,13 +80,13 @@ class Mamba3(Block):
     def __init__(
         self,
         config: Mamba3Config | int | None = None,
-        *,
+        *positional: Any,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
-        super().__init__(make_config(Mamba3Config, config, fields))
+        super().__init__(make_config(Mamba3Config, config, fields, positional))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
         c: Mamba3Config = self.config

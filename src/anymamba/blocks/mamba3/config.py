@@ -20,6 +20,7 @@ class Mamba3Config:
 
     # Options of the official block that choose its kernels, or that it takes and does not use.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"fuse_pregate_headwise_norm", "dropout", "n_layer"})
+    LAST_POSITION: ClassVar[str] = "mimo_rank"
 
     d_model: int  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
