@@ -1,5 +1,6 @@
 """Generation: sampling, the loop, states, and text from tokens."""
 
+from anymamba.generation.chat import ChatTemplate as ChatTemplate
 from anymamba.generation.decoder import Decoder as Decoder
 from anymamba.generation.decoder import decoder as decoder
 from anymamba.generation.generate import Generation as Generation

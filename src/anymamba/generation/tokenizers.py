@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from anymamba.ground.files import read_json, write_json
 from anymamba.models.hub import fetch, is_repository_id
+from anymamba.models.pretrained import COMPANIONS
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 # What tokenizers usually call the end of a text, the most certain first.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>")
 _REPLACEMENT = "\ufffd"
@@ -196,7 +196,7 @@ def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
         return path / "tokenizer.json"
     if path.exists() or path.suffix == ".json" or not is_repository_id(name):
         return path
-    return fetch(str(name), *_FILES, instead="a tokenizer.json") / _FILES[0]
+    return fetch(str(name), *COMPANIONS, instead="a tokenizer.json") / COMPANIONS[0]
 
 
 class TextStream:

@@ -31,7 +31,13 @@ from anymamba.models.weights import (
 )
 
 # Files that go with the weights, whatever the format.
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 
 # Up to so many, what a config asks for is listed and compared with what the files hold, however little that is.
 _FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
@@ -204,7 +210,7 @@ def _fetch(name: str) -> Path:
     adapter, _ = _read_config(fetch(name, "*.json", instead=instead))
     for weights in adapter.weight_files:
         stem, suffix = weights.rsplit(".", 1)
-        directory = fetch(name, "*.json", weights, f"{stem}-*.{suffix}", instead=instead)
+        directory = fetch(name, "*.json", "*.jinja", weights, f"{stem}-*.{suffix}", instead=instead)
         if find_weights(directory, (weights,)):
             return directory
     raise ValueError(f"{name}: the repository has no weights in one of {', '.join(adapter.weight_files)}")

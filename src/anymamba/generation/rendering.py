@@ -1,0 +1,137 @@
+"""Chat templates are other people's programs: they run in a process of their own, which can be ended.
+
+`template_worker.py` is that process: jinja2's sandbox, with limits on time, memory and length.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MOST_CHARACTERS = 2**24  # of a template's text
+MOST_BYTES = 2**29  # of the process's memory
+MOST_SECONDS = 2.0  # of processor time
+_MOST_WAITING = 60.0  # seconds of any time, where nothing counts the processor's
+_WORKER = Path(__file__).with_name("template_worker.py")
+# The standard library and what is installed come first: no file of the current directory takes their place.
+_START = (
+    "import json, runpy, sys; sys.path += [p for p in json.loads(sys.argv[2]) if p not in sys.path]; "
+    "runpy.run_path(sys.argv[1], run_name='__main__')"
+)
+
+
+class Renderer:
+    """Renders templates in a child process, which starts with the first, and anew after one that went too far.
+
+    Threads take turns.
+    """
+
+    def __init__(
+        self, characters: int = MOST_CHARACTERS, memory: int = MOST_BYTES, seconds: float = MOST_SECONDS
+    ) -> None:
+        """Set the limits; nothing is started yet."""
+        self._limits = {"characters": characters, "bytes": memory, "seconds": seconds}
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(self, template: str, values: dict[str, Any]) -> str:
+        """The text of a template.
+
+        Args:
+            template: its source.
+            values: what it may use by name: plain data, as JSON has it.
+
+        Raises:
+            ValueError: it is no template, refuses the values, fails, or needs too much time or memory.
+        """
+        request = json.dumps({"template": template, "values": values}).encode() + b"\n"
+        with self._lock:
+            reply = self._ask(request)
+            found: dict[str, Any] = json.loads(reply) if reply.endswith(b"\n") else {"ended": True}
+            if found.get("ended"):
+                code = self._end(patience=5)
+                found.setdefault("problem", self._last_words(code))
+        if "problem" in found:
+            raise ValueError(found["problem"])
+        return str(found["text"])
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: bytes) -> bytes:
+        """The line that the child replies, or less if it ended."""
+        if self._child is not None and self._child.poll() is not None:
+            self._end()
+        child = self._child = self._child or self._start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        timer = threading.Timer(_MOST_WAITING, child.kill)
+        timer.start()
+        try:
+            with suppress(BrokenPipeError):
+                child.stdin.write(request)
+                child.stdin.flush()
+            return child.stdout.readline()
+        except BaseException:  # an interrupt: the reply to come would be taken for the next one's
+            self._end()
+            raise
+        finally:
+            timer.cancel()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, str(_WORKER), json.dumps(sys.path), json.dumps(self._limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is not meant for it
+        )
+
+    def _end(self, patience: float = 0.0) -> int:
+        """Wait for the child to end, or end it; its exit code."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        try:
+            code = child.wait(patience)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what was not written yet
+                    pipe.close()
+        return code
+
+    def _last_words(self, code: int) -> str:
+        """What a child without a reply died of."""
+        seconds = self._limits["seconds"]
+        if code == -getattr(signal, "SIGPROF", 0):
+            return f"it takes more than {seconds:g} s"
+        return f"it ended the process that it ran in (exit code {code}): too much time or memory"
+
+
+def renderer() -> Renderer:
+    """The one that everybody in this process shares."""
+    return _shared
+
+
+def _renew() -> None:
+    global _shared
+    _shared = Renderer()
+
+
+_renew()
+atexit.register(lambda: _shared.close())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)  # the parent's child is not ours
