@@ -6,7 +6,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "anymamba"
 
 # Top to bottom: a room imports only from itself and from those below it. A file beside the rooms is a room of its own.
-ROOMS = ["cli", "training", "generation", "models", "blocks", "scan", "ops", "kernels", "ground"]
+ROOMS = ["cli", "serving", "training", "generation", "models", "blocks", "scan", "ops", "kernels", "ground"]
 
 # What stands outside the rooms: it is imported by everyone, or imports everything.
 OUTSIDE = {"__init__", "__main__", "version"}

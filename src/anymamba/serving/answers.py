@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any
 
 from anymamba.generation.tokenizers import ByteTokenizer
@@ -39,6 +40,7 @@ class Answer:
         self._choices = [_Choice() for _ in range(wanted.rows)]
         self._offsets = [0] * wanted.rows  # characters of tokens that a stream has sent
         self._read = self._reused = 0
+        self._created = int(time.time())
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     def add(self, prompt: int, event: Event) -> list[dict[str, Any]]:
@@ -122,14 +124,16 @@ class Answer:
 
     def _frame(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self._chat else "text_completion"
-        service = self._service
-        return {"id": self._id, "object": kind, "created": service.created, "model": service.name, "choices": choices}
+        common = {"created": self._created, "model": self._service.name, "choices": choices}
+        return {"id": self._id, "object": kind, **common}
 
     def _usage(self) -> dict[str, Any]:
         prompt = self._read + self._reused
         echoed = 0
         if self._wanted.echo:
-            echoed = sum(len(p) if not isinstance(p, str) else len(self._tokenizer.encode(p)) for p in self._wanted.prompts)
+            echoed = sum(
+                len(p) if not isinstance(p, str) else len(self._tokenizer.encode(p)) for p in self._wanted.prompts
+            )
         written = sum(len(choice.tokens) for choice in self._choices) - echoed * self._wanted.n
         return {
             "prompt_tokens": prompt,

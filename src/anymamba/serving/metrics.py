@@ -52,7 +52,10 @@ class Metrics:
             lines.append(f"{name} {value}")
         for kind, numbers in (("counter", counters), ("gauge", {**gauges, **_process()})):
             for name, value in numbers.items():
-                lines += [f"# TYPE {name} {kind}", f"{name} {value:g}" if value != int(value) else f"{name} {int(value)}"]
+                lines += [
+                    f"# TYPE {name} {kind}",
+                    f"{name} {value:g}" if value != int(value) else f"{name} {int(value)}",
+                ]
         for what in ("first", "next"):
             lines += self._histogram(f"anymamba_{what}_token_seconds", what)
         return "\n".join(lines) + "\n"

@@ -17,7 +17,15 @@ from anymamba.serving.errors import ApiError, invalid
 
 _ROLES = ("system", "developer", "user", "assistant")
 # Fields of the API that change nothing here.
-_IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "prompt_cache_retention"}
+_IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+    "prompt_cache_retention",
+}
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
@@ -113,7 +121,9 @@ def parse_body(content: bytes) -> dict[str, Any]:
     try:
         value = parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise ApiError(400, f"the body must be a JSON object in UTF-8: {_short(str(error))}", code="invalid_json") from None
+        raise ApiError(
+            400, f"the body must be a JSON object in UTF-8: {_short(str(error))}", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
     return value
@@ -176,7 +186,9 @@ def _common(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, 
     include_usage = False
     if options is not None:
         if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
-            raise invalid("stream_options", f"stream_options must be an object with include_usage, got {_short(options)}")
+            raise invalid(
+                "stream_options", f"stream_options must be an object with include_usage, got {_short(options)}"
+            )
         if not stream:
             raise invalid("stream_options", "stream_options goes with stream: true")
         include_usage = _truth(options, "include_usage")
@@ -243,7 +255,9 @@ def _prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
     texts = isinstance(prompt, list) and all(isinstance(text, str) and _is_text(text) for text in prompt)
     ids = isinstance(prompt, list) and all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in prompt)
     if not prompt or not (texts or ids):
-        raise invalid("prompt", f"prompt must be a text, token ids, or a list of either, got {_short(body.get('prompt'))}")
+        raise invalid(
+            "prompt", f"prompt must be a text, token ids, or a list of either, got {_short(body.get('prompt'))}"
+        )
     if len(prompt) > limits.n:
         raise invalid("prompt", f"prompt may be a list of up to {limits.n}, got {len(prompt)}")
     if ids and not texts:
@@ -282,7 +296,9 @@ def _expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ApiError(400, f"there is no field {_short(name)}{hint}", param=_short(name), code="unknown_parameter")
         if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
-            raise ApiError(400, f"{name} is not supported, got {_short(value)}", param=name, code="unsupported_parameter")
+            raise ApiError(
+                400, f"{name} is not supported, got {_short(value)}", param=name, code="unsupported_parameter"
+            )
     asked = body.get("model", model)
     if asked is not None and not isinstance(asked, str):
         raise invalid("model", f"model must be a name, got {_short(asked)}")
@@ -339,7 +355,9 @@ def _kind(value: Any) -> str:
 def _short(value: Any) -> str:
     """A value as JSON, cut to a line; what cannot be shown, by its kind."""
     try:
-        text = json.dumps(value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value)))
+        text = json.dumps(
+            value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value))
+        )
     except (ValueError, RecursionError):
         text = reprlib.repr(value)
     return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
