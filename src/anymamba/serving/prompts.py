@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from anymamba.generation.state import GenerationState
@@ -25,7 +26,6 @@ class Prompt:
     Attributes:
         fixed_key: whether the rows' identity for sampling comes from the prompt, and not from a session.
         feeds_last: whether the state at the end is to have read every token.
-        kept: what is to be written to disk at the end.
     """
 
     fixed_key, feeds_last = True, False
@@ -34,7 +34,6 @@ class Prompt:
         """Nothing is looked up yet."""
         self.ids, self._store, self._segment = ids, store, segment_len
         self._reused = 0
-        self.kept: Kept | None = None
 
     def find(self) -> Start:
         """Where reading starts."""
@@ -56,16 +55,21 @@ class Prompt:
     def on_end(self, row: Row, state: GenerationState) -> None:
         """Keep nothing: a completion has no next turn."""
 
+    def settle(self) -> None:
+        """Do what is left to do once a row has ended, and may take a while."""
+
     @property
     def keeps_end(self) -> bool:
         """Whether the state at the end is kept."""
         return False
 
     def _find_exact(self) -> Start:
-        whole = self._store.get(ids_key("end", self.ids))
-        found = whole or self._store.longest("cut", array("i", self.ids).tobytes())
+        found = self._store.get(ids_key("end", self.ids))
         if found is None:
-            return Start(None, self.ids, 0)
+            cut = self._store.longest("cut", array("i", self.ids).tobytes())
+            if cut is None:
+                return Start(None, self.ids, 0)
+            found = cut[0]
         self._reused = found.tokens
         return Start(found.state, self.ids[found.tokens :], found.tokens)
 
@@ -95,14 +99,23 @@ class ChatPrompt(Prompt):
         text: the conversation as the template renders it.
         session: under which its state is kept for good, if it has a name.
         tokenizer: for the rest of the text.
+        render: the conversation with a reply at its end.
     """
 
     def __init__(
-        self, ids: list[int], store: StateStore, segment_len: int, text: str, session: Key | None, tokenizer: Tokenizer
+        self,
+        ids: list[int],
+        store: StateStore,
+        segment_len: int,
+        text: str,
+        session: Key | None,
+        tokenizer: Tokenizer,
+        render: Callable[[str], str],
     ) -> None:
         """Nothing is looked up yet."""
         super().__init__(ids, store, segment_len)
-        self._text, self._session, self._tokenizer = text, session, tokenizer
+        self._text, self._session, self._tokenizer, self._render = text, session, tokenizer, render
+        self._ends: list[tuple[Row, GenerationState]] = []
         self._exact, self._tokens = True, len(ids)
 
     @property
@@ -114,9 +127,9 @@ class ChatPrompt(Prompt):
         """Where the fewest tokens are left to read; of two equals, where the bits are those of a read from the start."""
         start = self._find_exact()
         content = self._text.encode()
-        turn = self._store.longest("text", content)
-        if turn is not None and start.ids:
-            length = next(key.length for key in turn.keys if key.kind == "text")
+        found = self._store.longest("text", content)
+        if found is not None and start.ids:
+            turn, length = found
             rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else []
             if len(rest) < len(start.ids):
                 start, self._exact = Start(turn.state, rest, turn.tokens), False
@@ -137,13 +150,33 @@ class ChatPrompt(Prompt):
             self._store.put(state, self._tokens, *exact, text_key(self._text))
 
     def on_end(self, row: Row, state: GenerationState) -> None:
-        """Keep the end of the turn under the text so far."""
-        if row.known_text is None:
-            return
-        tokens = self._tokens + row.written - (row.pending is not None)
-        keys = [text_key(self._text + row.known_text), *([] if self._session is None else [self._session])]
-        kept = self._store.put(state, tokens, *keys)
-        self.kept = kept if self._session is not None else None
+        """Remember the end of the turn, for `settle`."""
+        if row.known_text is not None:
+            self._ends.append((row, state))
+
+    def settle(self) -> None:
+        """Keep the ends of turns under the text so far, as it was written and as the template writes it again."""
+        while self._ends:
+            row, state = self._ends.pop()
+            assert row.known_text is not None
+            texts = {self._text + row.known_text}
+            if row.reason != "stop" and (again := self._rendered(row.text)) is not None:
+                texts.add(again)
+            keys = [*map(text_key, texts), *([] if self._session is None else [self._session])]
+            kept = self._store.put(state, self._tokens + row.written - (row.pending is not None), *keys)
+            if self._session is not None:
+                self._store.save(kept)
+
+    def _rendered(self, reply: str) -> str | None:
+        """The conversation up to the end of a reply, as the next turn's text will begin if only spaces differ."""
+        try:
+            text = self._render(reply)
+        except (ValueError, TypeError):  # some templates take no conversation that ends with a reply
+            return None
+        begin, bare = len(self._text), reply.strip()
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        fine = bare and text.startswith(self._text) and text.startswith(bare, begin)
+        return text[: begin + len(bare)] if fine else None
 
 
 class SessionPrompt(Prompt):
@@ -162,6 +195,7 @@ class SessionPrompt(Prompt):
         self._session, self._earlier = session, earlier
         self._tokens = len(ids) + (0 if earlier is None else earlier.tokens)
         self.fixed_key = earlier is None
+        self._kept: Kept | None = None
 
     @property
     def keeps_end(self) -> bool:
@@ -183,7 +217,12 @@ class SessionPrompt(Prompt):
 
     def on_end(self, row: Row, state: GenerationState) -> None:
         """Keep where it stands now."""
-        self.kept = self._store.put(state, self._tokens + row.written, self._session)
+        self._kept = self._store.put(state, self._tokens + row.written, self._session)
+
+    def settle(self) -> None:
+        """Write it to disk, if there is one."""
+        if self._kept is not None:
+            self._store.save(self._kept)
 
 
 def keep_callbacks(prompt: Prompt) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -123,7 +123,8 @@ class Service:
             for job in jobs:
                 job.cancel()
             self.open -= 1
-            self._busy.discard(session) if session is not None else None
+            if session is not None:
+                self._busy.discard(session)
 
     async def _events(
         self, prompts: list[Prompt], queue: asyncio.Queue[tuple[int, Event]], rows: int, began: float
@@ -142,8 +143,8 @@ class Service:
                 last[i, event.row] = now
             elif isinstance(event, Ended):
                 rows -= 1
-                if (kept := prompts[i].kept) is not None:
-                    await asyncio.to_thread(self.store.save, kept)
+                if prompts[i].keeps_end:
+                    await asyncio.to_thread(prompts[i].settle)
             yield i, event
 
     def prepare(self, wanted: Wanted, session: Key | None) -> list[Prompt]:
@@ -164,7 +165,7 @@ class Service:
         if wanted.messages is not None:
             text = self.render(wanted.messages)
             ids = self._encode(text, "messages")
-            return [ChatPrompt(ids, self.store, length, text, session, self.tokenizer)]
+            return [ChatPrompt(ids, self.store, length, text, session, self.tokenizer, self._after(wanted.messages))]
         prompts: list[Prompt] = []
         for prompt in wanted.prompts:
             ids = self._encode(prompt, "prompt", needed=earlier is None)
@@ -186,6 +187,12 @@ class Service:
         except (ValueError, TypeError) as error:
             message = f"the model's chat template does not take these messages: {' '.join(str(error).split())[:300]}"
             raise invalid("messages", message) from error
+
+    def _after(self, messages: list[dict[str, str]]) -> Callable[[str], str]:
+        """A conversation with a reply, as text."""
+        return lambda reply: self.template.render(
+            [*messages, {"role": "assistant", "content": reply}], add_generation_prompt=False
+        )
 
     def _encode(self, prompt: str | list[int], param: str, needed: bool = True) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

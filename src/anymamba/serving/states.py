@@ -2,11 +2,11 @@
 
 A state is kept under what it has read, by digest, so that its size does not depend on the length:
 
-- *cut*: the tokens of a prompt up to a multiple of the segment length. A longer prompt that continues from there is read
-  in the same segments as from the start, so it gives the same bits.
+- *cut*: the tokens of a prompt up to a multiple of the segment length. A longer prompt that continues from there is
+  read in the same segments as from the start, so it gives the same bits.
 - *end*: all tokens of a prompt, for the same prompt again: `n` samples, another try, a branch.
-- *text*: a conversation as the chat template renders it, up to the end of a prompt or of a reply. The state has read the
-  tokens that were really fed; a reply that is rendered again may be cut into others.
+- *text*: a conversation as the chat template renders it, up to the end of a prompt or of a reply. The state has read
+  the tokens that were really fed; a reply that is rendered again may be cut into others.
 - *session*: a name that a client chose.
 
 The least recently used go first when the bytes run out. With a directory, those that are pushed out of memory go to
@@ -134,8 +134,8 @@ class StateStore:
                 return found
         return self._from_file(key)
 
-    def longest(self, kind: Literal["cut", "text"], content: bytes) -> Kept | None:
-        """The state that has read the longest beginning of `content`."""
+    def longest(self, kind: Literal["cut", "text"], content: bytes) -> tuple[Kept, int] | None:
+        """The state that has read the longest beginning of `content`, and how many bytes that is."""
         with self._lock:
             lengths = {*self._lengths[kind], *([] if self.files is None else self.files.lengths(kind))}
         keys, digest, begin = [], hashlib.blake2b(digest_size=16), 0
@@ -145,7 +145,7 @@ class StateStore:
             keys.append(Key(kind, length, digest.copy().hexdigest()))
         for key in reversed(keys):
             if (found := self.get(key)) is not None:
-                return found
+                return found, key.length
         return None
 
     def save(self, kept: Kept) -> None:
