@@ -7,11 +7,11 @@ from tests.models.cases import small_lm
 from tests.serving.browser import Browser, chromium
 from tests.serving.running import Running
 
-WORDS = (
-    "the a of and to in is it that was river house morning light stone quiet people water small long under over never "
-    "again said went came saw through between garden window letter winter summer road night day, hand. eyes. door. "
-    "<b>bold</b> <script>document.title='owned'</script> &amp; because while old new friend voice far home rain sky first"
-).split()
+WORDS = """
+the a of and to in is it that was river house morning light stone quiet people water small long under over never again
+said went came saw through between garden window letter winter summer road night day, hand. eyes. door. because while
+old <b>bold</b> <script>document.title='owned'</script> &amp; new friend voice far home rain sky first
+""".split()  # noqa: SIM905
 SHOTS = os.environ.get("ANYMAMBA_SCREENSHOTS")  # a directory to put pictures in, to look at them
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no chromium to open the page with")
@@ -147,8 +147,9 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page):
     say(page, "far " * 40 + "x" * 200, 80)
     done(page, 2)
     assert page.run("document.documentElement.scrollWidth") <= 360
-    visible = "(() => { const r = document.getElementById('send').getBoundingClientRect(); return r.right <= 360 && r.bottom <= 640; })()"
-    assert page.run(visible)
+    corner = page.run("(({right, bottom}) => [right, bottom])(document.getElementById('send').getBoundingClientRect())")
+    assert corner[0] <= 360
+    assert corner[1] <= 640
     shot(page, "narrow")
     page.click("#open-settings")
     shot(page, "narrow-settings")

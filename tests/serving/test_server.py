@@ -271,7 +271,8 @@ class TestStates:
 
 def send(connection, body, path="/v1/completions", host="127.0.0.1"):
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
 
 

@@ -285,22 +285,22 @@ class Engine:
         self.steps += 1
         gone = []
         for i, place in enumerate(self._places):
-            try:
-                if self._advance(i, place, logits_bv[i : i + 1]):
-                    gone.append(i)
-            except Exception as error:  # of this job alone
-                self._fail(place.job, error)
+            if self._advance(i, place, logits_bv[i : i + 1]):
+                gone.append(i)
         self._leave(gone)
 
     def _advance(self, i: int, place: _Place, logits_1v: Tensor) -> bool:
         """Go on with a row whose pending token was fed; whether it is done."""
         row = place.row
         row.fed()
-        if row.reason is None:
-            self._take(place, logits_1v)
-            if row.reason is None or (row.must_feed and place.job.on_end is not None):
-                return False
-        self._end(place, "", lambda: row.state(self._slots.row(i), logits_1v.clone()))
+        try:
+            if row.reason is None:
+                self._take(place, logits_1v)
+                if row.reason is None or (row.must_feed and place.job.on_end is not None):
+                    return False
+            self._end(place, "", lambda: row.state(self._slots.row(i), logits_1v.clone()))
+        except Exception as error:  # of this job alone
+            self._fail(place.job, error)
         return True
 
     def _expire(self) -> None:

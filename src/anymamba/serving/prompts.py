@@ -124,7 +124,7 @@ class ChatPrompt(Prompt):
         return True
 
     def find(self) -> Start:
-        """Where the fewest tokens are left to read; of two equals, where the bits are those of a read from the start."""
+        """Where the fewest tokens are left to read; of equals, where the bits are those of a read from the start."""
         start = self._find_exact()
         content = self._text.encode()
         found = self._store.longest("text", content)

@@ -31,8 +31,8 @@ _SAMPLING = {
     "logit_bias",
 }  # fmt: skip
 _BOTH = {
-    "model", "max_tokens", "n", "stop", "stream", "stream_options", "session", "ignore_eos", "return_token_ids", "logprobs",
-    *_SAMPLING,
+    "model", "max_tokens", "n", "stop", "stream", "stream_options", "session", "ignore_eos", "return_token_ids",
+    "logprobs", *_SAMPLING,
 }  # fmt: skip
 _COMPLETION = _BOTH | {"prompt", "echo", "best_of", "suffix"}
 _CHAT = _BOTH | {
@@ -248,9 +248,7 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
 
 def _prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
     prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    elif isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt)):
         prompt = [prompt]
     texts = isinstance(prompt, list) and all(isinstance(text, str) and _is_text(text) for text in prompt)
     ids = isinstance(prompt, list) and all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in prompt)

@@ -72,7 +72,7 @@ def serve(
     connections: int = 1024,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Answer until SIGINT or SIGTERM; then finish running requests within `grace` seconds. A second Ctrl-C ends at once.
+    """Answer until SIGINT or SIGTERM, then finish running requests within `grace` seconds; another Ctrl-C ends at once.
 
     Args:
         service: that answers.

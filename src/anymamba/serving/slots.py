@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anymamba.generation.decoder import Decoder
+from anymamba.ground.operators import kernels_are_off
 from anymamba.kernels.cpu.program import MAX_ROWS
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -16,8 +17,8 @@ from anymamba.models.lm import MambaLM
 class Slots:
     """Places 0 to `used` - 1 of a cache, each with the state of one row.
 
-    The compiled kernels compute a row the same in any batch of up to `MAX_ROWS`. Where they do not run, the last bits of
-    a row depend on its batch, so there each row is stepped alone unless `together` asks for speed.
+    The compiled kernels compute a row the same in any batch of up to `MAX_ROWS`. Where they do not run, the last bits
+    of a row depend on its batch, so there each row is stepped alone unless `together` asks for speed.
 
     Args:
         model: the language model.
@@ -33,7 +34,8 @@ class Slots:
         if not 1 <= capacity <= MAX_ROWS:
             raise ValueError(f"rows must be between 1 and {MAX_ROWS}, got {capacity}")
         self.decoder, self.capacity, self.used = Decoder(model), capacity, 0
-        self.together = not self.decoder.reason if together is None else together
+        compiled = not self.decoder.reason and not kernels_are_off()
+        self.together = compiled if together is None else together
         self._model, self._cache = model, model.init_cache(1)
 
     def join(self, cache: LMCache) -> None:
