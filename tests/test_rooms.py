@@ -8,6 +8,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "anymamba"
 # Top to bottom: a room imports only from itself and from those below it. A file beside the rooms is a room of its own.
 ROOMS = [
     "cli",
+    "serving",
     "training",
     "transformers",
     "compat",

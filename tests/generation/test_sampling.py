@@ -5,6 +5,7 @@ import torch
 
 from anymamba.generation import Sampling
 from anymamba.generation.sampling import choose, row_key, split_keys, uniform
+from tests.models.cases import small_lm
 
 PROBABILITIES = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])
 GRID = [(i + 0.5) / 2000 for i in range(2000)]
@@ -86,6 +87,32 @@ def test_the_repetition_penalty_touches_seen_tokens_only():
     seen = torch.tensor([[True, True, False]])
     expected = torch.tensor([0.5, -2.0, 2.0]).softmax(-1)
     assert near(distribution(logits, seen, repetition_penalty=2.0), expected)
+
+
+def test_penalties_count_what_each_row_was_given():
+    logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(3, -1)
+    sampling = Sampling(temperature=0, presence_penalty=0.5, frequency_penalty=0.25)
+    assert choose(logits, sampling, [0] * 3, None, [{}, {0: 1}, {0: 3}]).tolist() == [0, 0, 1]
+    one = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    drawn = [choose(logits[:1], one, [u], None, [{0: 2, 2: 1}]).item() for u in GRID]
+    expected = torch.tensor([2.0 - 1.0, 1.0, -0.75]).softmax(-1)
+    assert near(torch.bincount(torch.tensor(drawn), minlength=3) / len(GRID), expected)
+
+
+def test_a_bias_is_added_to_the_logits_of_its_tokens():
+    expected = (PROBABILITIES.log() + torch.tensor([0, 0, 3.0, -100, 0])).softmax(-1)[0]
+    assert near(distribution(logit_bias={2: 3.0, 3: -100}), expected)
+    with pytest.raises(ValueError, match="tokens 0 to 4"):
+        choose(PROBABILITIES, Sampling(logit_bias={5: 1.0}), [0])
+
+
+def test_penalties_are_the_same_alone_and_in_a_batch():
+    model = small_lm()
+    options = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {3: 1.5}, "seed": 5, "stop": [7]}
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    together = model.generate(prompts, 20, **options).rows()
+    assert together == [model.generate(prompts[i : i + 1], 20, **options).rows()[0] for i in range(2)]
+    assert together != model.generate(prompts, 20, seed=5, stop=[7]).rows()
 
 
 def test_tokens_of_probability_zero_are_never_drawn():

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
+from anymamba.cli.serve_options import add_serve
 from anymamba.training.config import TrainingConfig
 from anymamba.training.values import choices, expect_known, is_list
 from anymamba.version import __version__
@@ -53,6 +54,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (_add_train, _add_generate, _add_eval, _add_inspect, _add_convert, _add_push, _add_info):
         add(commands)
+    add_serve(commands, _add_model, _WHOLE, _REAL)
     return parser, dict(commands.choices)
 
 

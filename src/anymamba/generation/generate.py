@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ class TokenStream:
         self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
         self._longest_stop = max(map(len, stop), default=0)
         self._stopped: list[_Stopped] = []
+        self._given: dict[int, Counter[int]] = {row: Counter() for row in self._rows}  # for penalties that count
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """Itself."""
@@ -123,10 +125,13 @@ class TokenStream:
         if self._sampling.temperature:
             pairs = zip(state.keys.tolist(), state.counts.tolist(), strict=True)
             uniforms = [uniform(self._seed, key, count) for key, count in pairs]
-        self._pending = choose(state.logits[:, :vocab], self._sampling, uniforms, state.seen[:, :vocab])
+        given = [self._given[row] for row in self._rows]
+        self._pending = choose(state.logits[:, :vocab], self._sampling, uniforms, state.seen[:, :vocab], given)
         tokens: list[int | None] = [None] * self._batch_size
         for row, token in zip(self._rows, self._pending.tolist(), strict=True):
             tokens[row] = token
+            if self._sampling.counts_tokens:
+                self._given[row][token] += 1
         self._set_stopped_aside(tokens)
         return tokens
 
@@ -197,7 +202,7 @@ def stream(
             that are padded at the end.
         cache: what the rows continue from: a cache of the model, or the state of an earlier generation.
         segment_len: tokens of a prompt that are computed at once.
-        sampling: how tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty and seed, as
+        sampling: how tokens are chosen: temperature, top_k, top_p, min_p, penalties, logit_bias and seed, as
             `anymamba.generation.Sampling` has them; greedy if none is given.
 
     Returns:
@@ -233,7 +238,7 @@ def generate(
         input_ids: prompts; may be left out to continue from a `GenerationState`.
         max_new_tokens: the most tokens to give each row.
         return_state: also return the state of the rows, which takes one more step of the model.
-        options: of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, repetition_penalty
+        options: of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, penalties, logit_bias
             and seed.
 
     Returns:

@@ -14,7 +14,7 @@ import hashlib
 import math
 import numbers
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ class Sampling:
     Attributes:
         repetition_penalty: above 1, makes tokens less likely that a row has had before: their logits are divided by it
             if positive, else multiplied.
+        presence_penalty: subtracted from the logits of tokens that a row has been given since generation began.
+        frequency_penalty: subtracted from them as many times as the row has been given the token.
+        logit_bias: added to the logits of these tokens.
         temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If not
             given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
         top_k: draw from the k most likely tokens only.
@@ -45,6 +48,9 @@ class Sampling:
     """
 
     repetition_penalty: int | float = 1.0
+    presence_penalty: int | float = 0.0
+    frequency_penalty: int | float = 0.0
+    logit_bias: Mapping[int, int | float] | None = None
     temperature: int | float | None = None
     top_k: int | None = None
     top_p: int | float = 1.0
@@ -53,15 +59,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse what is not a number, and values outside their ranges; decide what was left open."""
-        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) and not (value is None and name == "temperature"):
                 raise TypeError(f"{name} must be a number, got {value!r}")
         for name in ("top_k", "seed"):
             if (value := getattr(self, name)) is not None:
                 expect_integer(name, value)
+        _expect_bias(self.logit_bias)
         checks = (
             ("repetition_penalty", "positive", self.repetition_penalty > 0),
+            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
+            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
             ("temperature", "0 (greedy) or positive", self.temperature is None or 0 <= self.temperature < math.inf),
             ("top_k", "None or at least 1", self.top_k is None or self.top_k >= 1),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
@@ -73,6 +82,11 @@ class Sampling:
         if self.temperature is None:
             draws = self.seed is not None or self.top_k is not None or self.top_p != 1 or self.min_p != 0
             object.__setattr__(self, "temperature", 1.0 if draws else 0.0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it depends on how often a row has been given a token."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Sampling:
@@ -96,11 +110,23 @@ def expect_integer(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 
+def _expect_bias(bias: Any) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias must be a table of token ids and numbers, got {bias!r}")
+    for token, value in bias.items():
+        expect_integer("a token of logit_bias", token)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise TypeError(f"logit_bias must have finite numbers, got {value!r} for token {token}")
+
+
 def choose(
     logits: Float[Tensor, "b v"],
     sampling: Sampling,
     uniforms: Sequence[float],
     seen: Bool[Tensor, "b v"] | None = None,
+    given: Sequence[Mapping[int, int]] | None = None,
 ) -> Int[Tensor, " b"]:
     """Choose the next token of each row.
 
@@ -109,17 +135,19 @@ def choose(
         sampling: filters and temperature.
         uniforms: a number in [0, 1) for each row; not used for temperature 0.
         seen: True for tokens that the repetition penalty is meant for, (b, v).
+        given: for each row, the tokens that it has been given and how often, for the other penalties.
 
     Returns:
         Token ids (b,), on the CPU.
 
     Raises:
-        ValueError: a row's logits are not finite.
+        ValueError: a row's logits are not finite, or a bias is for a token that there is not.
     """
     logits = logits.to("cpu", torch.float32)
     if sampling.repetition_penalty != 1 and seen is not None:
         penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
+    logits = _biased(logits, sampling, given)
     largest, greedy = logits.max(dim=-1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
@@ -129,6 +157,25 @@ def choose(
     temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
     p_bv = ((logits - largest.unsqueeze(-1)) / temperature).softmax(-1)
     return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv.numpy(), uniforms, strict=True)])
+
+
+def _biased(
+    logits: Float[Tensor, "b v"], sampling: Sampling, given: Sequence[Mapping[int, int]] | None
+) -> Float[Tensor, "b v"]:
+    """The logits less the penalties for what rows have been given, and with the bias."""
+    bias, counts = sampling.logit_bias or {}, given if sampling.counts_tokens and given is not None else []
+    if bias and not 0 <= min(bias) <= max(bias) < logits.shape[1]:
+        raise ValueError(f"logit_bias must be for tokens 0 to {logits.shape[1] - 1}, got {min(bias)} to {max(bias)}")
+    if not bias and not any(counts):
+        return logits
+    logits = logits.clone()
+    for row, had in zip(logits, counts, strict=bool(counts)):
+        if had:
+            times = torch.tensor(list(had.values()), dtype=torch.float32)
+            row[list(had)] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    if bias:
+        logits[:, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
+    return logits
 
 
 # One row is too little work for torch's threads, so it is drawn with numpy.

@@ -243,6 +243,11 @@ class TextStream:
             self._kept, self._given = len(self._ids), len(self._tokenizer.decode(self._ids))
         return certain
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text of all tokens so far has been given: no character is incomplete."""
+        return self._kept == len(self._ids)
+
     def finish(self) -> str:
         """The rest, a character that stayed incomplete as U+FFFD."""
         text = self._tokenizer.decode(self._ids)[self._given :]

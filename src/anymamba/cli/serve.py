@@ -1,0 +1,94 @@
+"""`anymamba serve`: a model as an HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from anymamba.cli.common import load, readable_bytes
+
+_KEY = "ANYMAMBA_API_KEY"
+_MIB = 2**20
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, listen, answer until Ctrl-C."""
+    try:
+        import jinja2  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"to serve, install {error.name} (pip install 'anymamba[serve]')") from error
+    from anymamba.generation.chat import ChatTemplate
+    from anymamba.models.pretrained import resolve
+    from anymamba.serving.app import make_app
+    from anymamba.serving.requests import Limits
+    from anymamba.serving.server import serve
+    from anymamba.serving.service import Service
+    from anymamba.serving.states import StateStore
+
+    _expect_positive(args)
+    key = args.api_key if args.api_key is not None else os.environ.get(_KEY)
+    if key is not None and not key.strip():
+        raise ValueError(f"--api-key (or {_KEY}) must not be empty")
+    directory = resolve(args.model)
+    model, tokenizer = load(args)
+    template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)
+    limits = Limits(
+        body=args.max_body * _MIB,
+        prompt=args.max_prompt,
+        max_tokens=args.max_tokens,
+        n=args.max_n,
+        requests=args.max_requests,
+        seconds=args.request_seconds,
+        body_seconds=args.body_seconds,
+    )
+    states = None if args.states is None else Path(args.states)
+    service = Service(
+        model.eval(),
+        tokenizer,
+        template,
+        name=args.name or Path(args.model).absolute().name,
+        store=StateStore(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
+        limits=limits,
+        stops=template.stop,
+        engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
+    )
+
+    def ready(url: str) -> None:
+        _say(f"{service.name}: {readable_bytes(service.state_bytes)} a conversation, whatever its length")
+        if template.is_plain:
+            _say("the model has no chat template: conversations are written as User: ... Assistant: ...")
+        if args.host not in ("127.0.0.1", "::1", "localhost") and key is None:
+            _say("anyone who reaches this address can use the server; --api-key asks for a key")
+        print(f"listening on {url}", flush=True)
+
+    serve(
+        service,
+        lambda: make_app(
+            service, key=key, hosts=(args.host, *args.allow_host), origins=tuple(args.cors), verbose=args.verbose
+        ),
+        host="127.0.0.1" if args.host == "localhost" else args.host,
+        port=args.port,
+        grace=args.grace,
+        connections=args.max_connections,
+        ready=ready,
+    )
+    _say("stopped")
+
+
+def _expect_positive(args: argparse.Namespace) -> None:
+    for name in ("max_body", "max_prompt", "max_tokens", "max_n", "max_requests", "max_connections", "segment_len"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("request_seconds", "body_seconds", "grace", "stall", "state_memory", "state_disk"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(args, name)}")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port must be between 0 and {2**16 - 1}, got {args.port}")
+
+
+def _say(message: str) -> None:
+    print(f"anymamba: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""The options of `anymamba serve`; like all options, without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def add_serve(
+    commands: Any,
+    add_model: Callable[[argparse.ArgumentParser], None],
+    whole: Callable[[str], Any],
+    real: Callable[[str], Any],
+) -> None:
+    """MODEL, where to listen, who may ask, and what one request may take."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP, as OpenAI's API has them, and with a page to talk to the model",
+        description="Answer requests over HTTP: /v1/completions and /v1/chat/completions as OpenAI's clients send "
+        "them, and a page at / to talk to the model. A conversation takes the same memory at any length, and is not read "
+        "twice.",
+    )
+    add_model(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    parser.add_argument("--port", type=whole, default=8080, metavar="N", help="0: a free one (default: %(default)s)")
+    parser.add_argument("--name", help="of the model, for clients (default: its directory's)")
+    parser.add_argument(
+        "--chat-template", metavar="DIR", help="directory with the template (default: that of the model)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print a line for every request")
+    safety = parser.add_argument_group("who may ask")
+    safety.add_argument("--api-key", metavar="KEY", help="that clients must send (default: $ANYMAMBA_API_KEY, or none)")
+    safety.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="name by which the server may be reached"
+    )
+    safety.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="site whose pages may ask")
+    states = parser.add_argument_group("states that are kept")
+    states.add_argument("--states", metavar="DIR", help="keep them on disk, too: sessions survive a restart")
+    states.add_argument("--state-memory", type=whole, default=1024, metavar="MIB", help="default: %(default)s")
+    states.add_argument("--state-disk", type=whole, default=8192, metavar="MIB", help="default: %(default)s")
+    work = parser.add_argument_group("how work is divided")
+    work.add_argument("--rows", type=whole, default=64, metavar="N", help="decoded together, up to 64 (default)")
+    work.add_argument(
+        "--together",
+        action="store_true",
+        default=None,
+        help="decode together without the compiled kernels, too: faster, but last bits then depend on who else asks",
+    )
+    work.add_argument("--segment-len", type=whole, default=256, metavar="N", help="tokens read at once (default: 256)")
+    work.add_argument(
+        "--stall",
+        type=real,
+        default=0.1,
+        metavar="SECONDS",
+        help="that reading may hold up writing (default: %(default)s)",
+    )
+    _add_limits(parser, whole, real)
+
+
+def _add_limits(parser: argparse.ArgumentParser, whole: Callable[[str], Any], real: Callable[[str], Any]) -> None:
+    limits = parser.add_argument_group("limits")
+    for name, kind, default, unit, text in (
+        ("max-body", whole, 4, "MIB", "of a request"),
+        ("max-prompt", whole, 131_072, "N", "tokens of a prompt"),
+        ("max-tokens", whole, 4096, "N", "tokens of a reply"),
+        ("max-n", whole, 16, "N", "replies to a request"),
+        ("max-requests", whole, 256, "N", "at a time, waiting ones included; others get status 429"),
+        ("max-connections", whole, 1024, "N", "at a time"),
+        ("request-seconds", real, 600.0, "S", "for a request, after which its reply ends"),
+        ("body-seconds", real, 10.0, "S", "for a request to arrive"),
+        ("grace", real, 10.0, "S", "for running requests when the server is stopped"),
+    ):
+        limits.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text} (default: {default})")

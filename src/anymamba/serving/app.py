@@ -1,0 +1,294 @@
+"""The routes: bodies in, JSON or a stream of events out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from anymamba.serving.answers import Answer
+from anymamba.serving.door import Door
+from anymamba.serving.errors import ApiError
+from anymamba.serving.requests import Limits, Wanted, parse_body, read_chat, read_completion
+from anymamba.serving.service import Service
+from anymamba.serving.states import session_key
+from anymamba.version import __version__
+
+_DRAINED = 2**24  # bytes beyond the limit that are thrown away, so that clients that still send hear the answer
+_PAGE = {
+    "index.html": "text/html; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "chat.js": "text/javascript; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+
+
+def make_app(
+    service: Service,
+    *,
+    key: str | None = None,
+    hosts: tuple[str, ...] = (),
+    origins: tuple[str, ...] = (),
+    verbose: bool = False,
+) -> ASGIApp:
+    """The server as an ASGI application.
+
+    Args:
+        service: that answers; it must have been started.
+        key: as for `Door`.
+        hosts: as for `Door`.
+        origins: as for `Door`.
+        verbose: as for `Door`.
+    """
+    routes = Routes(service)
+    app = Starlette(
+        routes=[
+            Route("/", routes.page),
+            Route("/page/{name}", routes.page),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/sessions/{name:path}", routes.session, methods=["GET", "DELETE"]),
+        ],
+        exception_handlers={404: _not_found, 405: _wrong_method, ApiError: _api_error, Exception: _mistake},
+    )
+    seconds = service.limits.seconds + 30
+    return Door(app, key=key, hosts=hosts, origins=origins, seconds=seconds, metrics=service.metrics, verbose=verbose)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    closing = {"Connection": "close"} if error.status in (408, 413) else {}  # the rest is not waited for
+    content, headers = json.dumps(error.body()), {**error.headers, **closing}
+    return Response(content, error.status, headers, media_type="application/json")
+
+
+async def _not_found(request: Request, _: Exception) -> Response:
+    return await _api_error(request, ApiError(404, f"there is nothing at {request.url.path[:80]!r}", code="not_found"))
+
+
+async def _wrong_method(request: Request, _: Exception) -> Response:
+    message = f"{request.url.path[:80]} does not take {request.method}"
+    return await _api_error(request, ApiError(405, message, code="method_not_allowed"))
+
+
+async def _mistake(request: Request, _: Exception) -> Response:
+    # The door prints what happened: that is for the log, not for the client.
+    return await _api_error(
+        request, ApiError(500, "the server made a mistake; its log has more", code="internal_error")
+    )
+
+
+class Routes:
+    """What is answered at each path."""
+
+    def __init__(self, service: Service) -> None:
+        """Load the page."""
+        self._service = service
+        folder = files("anymamba.serving") / "page"
+        self._page = {name: (folder / name).read_bytes() for name in _PAGE}
+
+    async def page(self, request: Request) -> Response:
+        """The page, or a part of it."""
+        name = request.path_params.get("name", "index.html")
+        if name not in _PAGE:
+            raise ApiError(404, "there is no such part of the page", code="not_found")
+        return Response(self._page[name], media_type=_PAGE[name], headers={"Cache-Control": "no-cache"})
+
+    async def health(self, _: Request) -> Response:
+        """That the server is there, and how much it has to do."""
+        return _json(
+            {"status": "ok", "version": __version__, "requests": self._service.open, **self._service.engine.load}
+        )
+
+    async def metrics(self, _: Request) -> Response:
+        """Numbers for Prometheus."""
+        service, engine, store = self._service, self._service.engine, self._service.store
+        counters = {
+            "anymamba_read_tokens_total": engine.tokens_read,
+            "anymamba_written_tokens_total": engine.tokens_written,
+            "anymamba_steps_total": engine.steps,
+            "anymamba_state_hits_total": store.hits,
+            "anymamba_state_misses_total": store.misses,
+            "anymamba_state_evictions_total": store.evictions,
+        }
+        gauges = {f"anymamba_rows_{name}": float(value) for name, value in engine.load.items()}
+        gauges |= {
+            "anymamba_requests_open": float(service.open),
+            "anymamba_states": float(len(store)),
+            "anymamba_state_bytes": float(store.nbytes),
+        }
+        return Response(service.metrics.text(counters, gauges), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, _: Request) -> Response:
+        """The model."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model of a name."""
+        if (name := request.path_params["name"]) != self._service.name:
+            message = f"there is no model {name[:80]!r}; this server has {self._service.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": service.name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "anymamba",
+            "state_bytes": service.state_bytes,
+            "max_tokens": service.limits.max_tokens,
+        }
+
+    async def session(self, request: Request) -> Response:
+        """What is known of a session; DELETE forgets it."""
+        key = session_key(request.path_params["name"])
+        if request.method == "DELETE":
+            found = await asyncio.to_thread(self._service.store.remove, key)
+            if not found:
+                raise ApiError(404, "there is no such session", code="not_found")
+            return _json({"object": "session", "deleted": True})
+        with suppress(ValueError):
+            kept = await asyncio.to_thread(self._service.store.get, key)
+            if kept is not None:
+                return _json({"object": "session", "tokens": kept.tokens, "bytes": kept.state.nbytes})
+        raise ApiError(404, "there is no such session", code="not_found")
+
+    async def completions(self, request: Request) -> Response:
+        """A text and what follows it."""
+        return await self._answer(request, read_completion)
+
+    async def chat(self, request: Request) -> Response:
+        """A conversation and its next message."""
+        return await self._answer(request, read_chat)
+
+    async def _answer(self, request: Request, read: Callable[[dict[str, Any], Limits, int, str], Wanted]) -> Response:
+        service = self._service
+        content = await _body(request, service.limits)
+        body = await asyncio.to_thread(parse_body, content) if len(content) > 2**16 else parse_body(content)
+        wanted = read(body, service.limits, service.model.config.vocab_size, service.name)
+        events, answer = service.answer(wanted), Answer(service, wanted)
+        if not wanted.stream:
+            return await self._whole(request, events, answer)
+        # What is wrong with the prompt is said with a status, so the first event is waited for.
+        first = await _unless_gone(request, anext(events), service)
+        if first is None:
+            await events.aclose()
+            return Response(status_code=499)
+        return StreamingResponse(
+            self._stream(first, events, answer, wanted),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    async def _whole(self, request: Request, events: AsyncIterator[Any], answer: Answer) -> Response:
+        async def collect() -> dict[str, Any]:
+            async with aclosing(events) as found:  # type: ignore[type-var]
+                async for prompt, event in found:
+                    answer.add(prompt, event)
+            return answer.whole()
+
+        made = await _unless_gone(request, collect(), self._service)
+        return Response(status_code=499) if made is None else _json(made)
+
+    async def _stream(
+        self, first: tuple[int, Any], events: AsyncIterator[Any], answer: Answer, wanted: Wanted
+    ) -> AsyncIterator[bytes]:
+        done = False
+        try:
+            async with aclosing(events) as found:  # type: ignore[type-var]
+                for chunk in answer.add(*first):
+                    yield _event(chunk)
+                async for prompt, event in found:
+                    for chunk in answer.add(prompt, event):
+                        yield _event(chunk)
+            if wanted.include_usage:
+                yield _event(answer.last_chunk())
+            done = True
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            done = True
+            yield _event(error.body())
+        finally:
+            if not done:
+                self._service.metrics.count("anymamba_disconnects_total")
+
+
+async def _unless_gone(request: Request, work: Any, service: Service) -> Any:
+    """What `work` gives; None if the client goes away before."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        service.metrics.count("anymamba_disconnects_total")
+        return None
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    """The body, if it is JSON, not too long, and does not take too long."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, f"expected Content-Type application/json, got {kind[:80] or 'none'}", code="unsupported_type"
+        )
+    too_long = ApiError(413, f"a body may have {limits.body} bytes", code="body_too_large")
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and int(stated[:20]) > limits.body + _DRAINED:
+        raise too_long
+    content, size = bytearray(), 0
+
+    async def read() -> None:
+        nonlocal size
+        async for part in request.stream():
+            size += len(part)
+            if size > limits.body + _DRAINED:
+                return
+            if size <= limits.body:
+                content.extend(part)
+
+    try:
+        await asyncio.wait_for(read(), limits.body_seconds)
+        if size > limits.body:
+            raise too_long
+        return bytes(content)
+    except (asyncio.TimeoutError, TimeoutError):
+        if size > limits.body:
+            raise too_long from None
+        message = f"the body did not arrive within {limits.body_seconds:g} seconds"
+        raise ApiError(408, message, code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client went away before its body was whole", code="incomplete_body") from None
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"

@@ -1,0 +1,42 @@
+"""Errors as the API has them: a status, and a JSON object that says what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """What a client is told.
+
+    Attributes:
+        status: of HTTP.
+        message: one sentence.
+        param: the field that is wrong, if one is.
+        code: a word for programs.
+        headers: to send with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Say it."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """A field of the request that is wrong."""
+    return ApiError(400, message, param=param, code="invalid_value")

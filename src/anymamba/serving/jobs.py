@@ -1,0 +1,122 @@
+"""What the engine is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from anymamba.generation.state import GenerationState
+from anymamba.serving.rows import Piece, Reason, Row, RowPlan, Scored
+
+
+class Start(NamedTuple):
+    """Where reading starts.
+
+    Attributes:
+        state: what was read before, None for a fresh start.
+        ids: what is still to be read.
+        reused: tokens that the state has read.
+    """
+
+    state: GenerationState | None
+    ids: list[int]
+    reused: int
+
+
+class Began(NamedTuple):
+    """The prompt was read: so many tokens, after so many that a kept state had read; scores if they were asked for."""
+
+    read: int
+    reused: int
+    prompt_scores: list[list[Scored]]
+
+
+class Wrote(NamedTuple):
+    """A row has a new token."""
+
+    row: int
+    piece: Piece
+
+
+class Ended(NamedTuple):
+    """A row has ended, with the rest of its text; nothing more comes of it."""
+
+    row: int
+    reason: Reason
+    rest: str
+
+
+class Failed(NamedTuple):
+    """The job was given up; nothing more comes of it."""
+
+    error: BaseException
+
+
+Event = Began | Wrote | Ended | Failed
+
+
+class Job:
+    """One prompt and its continuations. The callbacks run in the engine's thread, except `emit`.
+
+    Args:
+        find: where reading starts; called when the job's turn has come, so that it sees the latest states.
+        plans: of the continuations.
+        keys: each continuation's identity for sampling; None to go on as the state has it.
+        emit: takes the events, in the thread of the engine's `deliver`.
+        deadline: on the clock of `time.monotonic`.
+        kept_at: whether the state after so many new tokens, not at the end, is wanted.
+        on_read: takes the states that are wanted, and that at the prompt's end, with the number of new tokens read.
+        on_end: takes a row and its last state.
+        score_prompt: how many most likely tokens are scored beside each token of the prompt; None for no scores.
+    """
+
+    def __init__(
+        self,
+        *,
+        find: Callable[[], Start],
+        plans: list[RowPlan],
+        keys: list[int] | None,
+        emit: Callable[[Event], None],
+        deadline: float = float("inf"),
+        kept_at: Callable[[int], bool] = lambda _: False,
+        on_read: Callable[[int, GenerationState], None] | None = None,
+        on_end: Callable[[Row, GenerationState], None] | None = None,
+        score_prompt: int | None = None,
+    ) -> None:
+        """Ask."""
+        self.find, self.plans, self.keys, self.emit, self.deadline = find, plans, keys, emit, deadline
+        self.kept_at, self.on_read, self.on_end, self.score_prompt = kept_at, on_read, on_end, score_prompt
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Give the job up at the next token."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was given up."""
+        return self._cancelled.is_set()
+
+
+class Reading:
+    """A job whose prompt is being read."""
+
+    def __init__(self, job: Job) -> None:
+        """Nothing was read yet, and where to start was not asked."""
+        self.job = job
+        self.start: Start | None = None
+        self.position = 0
+        self.state: GenerationState | None = None
+        self.scores: list[list[Scored]] = []
+        self.last_logits_1v: Tensor | None = None  # of the segment before, to score the first token of the next
+
+
+class Ready:
+    """A job whose prompt was read, and the next of its continuations that has no place yet."""
+
+    def __init__(self, job: Job, state: GenerationState) -> None:
+        """The first continuation is next."""
+        self.job, self.state, self.next = job, state, 0

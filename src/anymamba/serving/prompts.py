@@ -1,0 +1,235 @@
+"""A prompt on its way to the engine: what of it is read, from which state, and which states are kept on the way."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from anymamba.generation.state import GenerationState
+from anymamba.generation.tokenizers import Tokenizer
+from anymamba.serving.jobs import Start
+from anymamba.serving.rows import Row
+from anymamba.serving.states import Kept, Key, StateStore, ids_key, text_key
+
+
+class Prompt:
+    """A prompt of a completion: its result never depends on what is kept.
+
+    It starts from states that were read in the same segments, so it is bit for bit what a read from the start gives.
+
+    Args:
+        ids: its tokens, at least one.
+        store: of states.
+        segment_len: tokens that are read at once.
+
+    Attributes:
+        fixed_key: whether the rows' identity for sampling comes from the prompt, and not from a session.
+        feeds_last: whether the state at the end is to have read every token.
+    """
+
+    fixed_key, feeds_last = True, False
+
+    def __init__(self, ids: list[int], store: StateStore, segment_len: int) -> None:
+        """Nothing is looked up yet."""
+        self.ids, self._store, self._segment = ids, store, segment_len
+        self._reused = 0
+
+    def find(self) -> Start:
+        """Where reading starts."""
+        start = self._find_exact()
+        self._count(start)
+        return start
+
+    def kept_at(self, position: int) -> bool:
+        """Whether the state after so many new tokens is kept: at 1, 2, 4, 8 ... segments, and at the last whole one."""
+        segments, rest = divmod(self._reused + position, self._segment)
+        return not rest and (segments & (segments - 1) == 0 or segments == len(self.ids) // self._segment)
+
+    def on_read(self, position: int, state: GenerationState) -> None:
+        """Keep a state."""
+        read = self._reused + position
+        if position:
+            self._store.put(state, read, *self._exact_keys(read))
+
+    def on_end(self, row: Row, state: GenerationState) -> None:
+        """Keep nothing: a completion has no next turn."""
+
+    def settle(self) -> None:
+        """Do what is left to do once a row has ended, and may take a while."""
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether the state at the end is kept."""
+        return False
+
+    def _find_exact(self) -> Start:
+        found = self._store.get(ids_key("end", self.ids))
+        if found is None:
+            cut = self._store.longest("cut", array("i", self.ids).tobytes())
+            if cut is None:
+                return Start(None, self.ids, 0)
+            found = cut[0]
+        self._reused = found.tokens
+        return Start(found.state, self.ids[found.tokens :], found.tokens)
+
+    def _exact_keys(self, read: int) -> list[Key]:
+        keys = [ids_key("end", self.ids)] if read == len(self.ids) else []
+        return keys if read % self._segment else [*keys, ids_key("cut", self.ids[:read])]
+
+    def _count(self, start: Start) -> None:
+        if start.reused:
+            self._store.hits += 1
+        else:
+            self._store.misses += 1
+
+
+class ScoredPrompt(Prompt):
+    """A prompt whose every token is scored, so all of it is read."""
+
+    def find(self) -> Start:
+        """The start."""
+        return Start(None, self.ids, 0)
+
+
+class ChatPrompt(Prompt):
+    """A rendered conversation: it also starts from the end of its last turn, and keeps the end of this one.
+
+    Args:
+        text: the conversation as the template renders it.
+        session: under which its state is kept for good, if it has a name.
+        tokenizer: for the rest of the text.
+        render: the conversation with a reply at its end.
+    """
+
+    def __init__(
+        self,
+        ids: list[int],
+        store: StateStore,
+        segment_len: int,
+        text: str,
+        session: Key | None,
+        tokenizer: Tokenizer,
+        render: Callable[[str], str],
+    ) -> None:
+        """Nothing is looked up yet."""
+        super().__init__(ids, store, segment_len)
+        self._text, self._session, self._tokenizer, self._render = text, session, tokenizer, render
+        self._ends: list[tuple[Row, GenerationState]] = []
+        self._exact, self._tokens = True, len(ids)
+
+    @property
+    def keeps_end(self) -> bool:
+        """It does."""
+        return True
+
+    def find(self) -> Start:
+        """Where the fewest tokens are left to read; of equals, where the bits are those of a read from the start."""
+        start = self._find_exact()
+        content = self._text.encode()
+        found = self._store.longest("text", content)
+        if found is not None and start.ids:
+            turn, length = found
+            rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else []
+            if len(rest) < len(start.ids):
+                start, self._exact = Start(turn.state, rest, turn.tokens), False
+        self._tokens = start.reused + len(start.ids)
+        self._count(start)
+        return start
+
+    def kept_at(self, position: int) -> bool:
+        """As for any prompt, if it is read as from the start."""
+        return self._exact and super().kept_at(position)
+
+    def on_read(self, position: int, state: GenerationState) -> None:
+        """Keep a state; that at the end under the text, too."""
+        if self._exact and self._reused + position < len(self.ids):
+            super().on_read(position, state)
+        elif position:
+            exact = self._exact_keys(len(self.ids)) if self._exact else []
+            self._store.put(state, self._tokens, *exact, text_key(self._text))
+
+    def on_end(self, row: Row, state: GenerationState) -> None:
+        """Remember the end of the turn, for `settle`."""
+        if row.known_text is not None:
+            self._ends.append((row, state))
+
+    def settle(self) -> None:
+        """Keep the ends of turns under the text so far, as it was written and as the template writes it again."""
+        while self._ends:
+            row, state = self._ends.pop()
+            assert row.known_text is not None
+            texts = {self._text + row.known_text}
+            if row.reason != "stop" and (again := self._rendered(row.text)) is not None:
+                texts.add(again)
+            keys = [*map(text_key, texts), *([] if self._session is None else [self._session])]
+            kept = self._store.put(state, self._tokens + row.written - (row.pending is not None), *keys)
+            if self._session is not None:
+                self._store.save(kept)
+
+    def _rendered(self, reply: str) -> str | None:
+        """The conversation up to the end of a reply, as the next turn's text will begin if only spaces differ."""
+        try:
+            text = self._render(reply)
+        except (ValueError, TypeError):  # some templates take no conversation that ends with a reply
+            return None
+        begin, bare = len(self._text), reply.strip()
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        fine = bare and text.startswith(self._text) and text.startswith(bare, begin)
+        return text[: begin + len(bare)] if fine else None
+
+
+class SessionPrompt(Prompt):
+    """Text that is added to a session, which then holds all that was read and written.
+
+    Args:
+        session: its name's key.
+        earlier: where it stands, None if it begins.
+    """
+
+    feeds_last = True
+
+    def __init__(self, ids: list[int], store: StateStore, segment_len: int, session: Key, earlier: Kept | None) -> None:
+        """Take up the session."""
+        super().__init__(ids, store, segment_len)
+        self._session, self._earlier = session, earlier
+        self._tokens = len(ids) + (0 if earlier is None else earlier.tokens)
+        self.fixed_key = earlier is None
+        self._kept: Kept | None = None
+
+    @property
+    def keeps_end(self) -> bool:
+        """It does."""
+        return True
+
+    def find(self) -> Start:
+        """Where the session stands."""
+        if self._earlier is None:
+            return Start(None, self.ids, 0)
+        return Start(self._earlier.state, self.ids, self._earlier.tokens)
+
+    def kept_at(self, position: int) -> bool:
+        """Nothing on the way."""
+        return False
+
+    def on_read(self, position: int, state: GenerationState) -> None:
+        """Nothing before the end."""
+
+    def on_end(self, row: Row, state: GenerationState) -> None:
+        """Keep where it stands now."""
+        self._kept = self._store.put(state, self._tokens + row.written, self._session)
+
+    def settle(self) -> None:
+        """Write it to disk, if there is one."""
+        if self._kept is not None:
+            self._store.save(self._kept)
+
+
+def keep_callbacks(prompt: Prompt) -> dict[str, Any]:
+    """The arguments of a job that keep the prompt's states."""
+    return {
+        "find": prompt.find,
+        "kept_at": prompt.kept_at,
+        "on_read": prompt.on_read,
+        "on_end": prompt.on_end if prompt.keeps_end else None,
+    }

@@ -1,0 +1,151 @@
+"""One continuation in the making: how its tokens are chosen, and the text they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.generation.sampling import Sampling, choose, uniform
+from anymamba.generation.state import GenerationState
+from anymamba.generation.text import UntilStop
+from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.models.cache import LMCache
+
+Reason = Literal["end", "stop", "length"]
+
+
+class Scored(NamedTuple):
+    """A token and its log-probability, of the model before temperature and filters."""
+
+    token: int
+    logprob: float
+
+
+class Piece(NamedTuple):
+    """What one token added.
+
+    Attributes:
+        token: its id.
+        text: that is now certain, maybe none.
+        scores: the token, then the most likely ones, if they were asked for.
+    """
+
+    token: int
+    text: str
+    scores: list[Scored]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """What is asked of a continuation.
+
+    Attributes:
+        sampling: how tokens are chosen; its seed is set.
+        max_tokens: the most tokens.
+        ends: tokens that end it.
+        stops: texts before which it ends.
+        logprobs: how many most likely tokens are scored beside the one that was chosen; None for no scores.
+        feed_last: whether the state that is kept at the end has read every token, those that ended it too.
+    """
+
+    sampling: Sampling
+    max_tokens: int
+    ends: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+    feed_last: bool = False
+
+
+class Row:
+    """A continuation: `take` a token from logits, feed it to the model, tell the row that it was `fed`, and again.
+
+    Attributes:
+        plan: what is asked.
+        pending: the token that was taken and not fed yet, if there is one.
+        reason: why it ended, None until it does.
+        text: all of the text so far.
+        known_text: the text of the tokens that the state has read, None if it ends within a character.
+        written: how many tokens were taken.
+    """
+
+    def __init__(self, plan: RowPlan, tokenizer: Tokenizer, vocab_size: int, state: GenerationState, key: int) -> None:
+        """Start after a prompt: `state` is that of one row, `key` the row's identity for sampling."""
+        self.plan, self._vocab = plan, vocab_size
+        self._seen_v, self._key, self._count = state.seen[0].clone(), key, int(state.counts[0])
+        self._given: Counter[int] = Counter()
+        self._stream, self._until = TextStream(tokenizer), UntilStop(list(plan.stops))
+        self.pending: int | None = None
+        self.reason: Reason | None = None
+        self.text, self.known_text, self._raw = "", "", ""
+        self.written = 0
+
+    def take(self, logits_1v: Tensor) -> Piece:
+        """Choose the next token.
+
+        Raises:
+            ValueError: the logits are not finite.
+        """
+        sampling, logits_1v = self.plan.sampling, logits_1v[:, : self._vocab]
+        assert sampling.seed is not None
+        draw = uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
+        seen_1v = self._seen_v[: self._vocab].unsqueeze(0)
+        token = int(choose(logits_1v, sampling, [draw], seen_1v, [self._given]))
+        if sampling.counts_tokens:
+            self._given[token] += 1
+        scores = [] if self.plan.logprobs is None else score(logits_1v[0], token, self.plan.logprobs)
+        self.pending, self.written = token, self.written + 1
+        return Piece(token, self._write(token), scores)
+
+    def fed(self) -> None:
+        """Note that the model has read the pending token."""
+        assert self.pending is not None
+        self._seen_v[self.pending] = True
+        self._count += 1
+        self.pending = None
+
+    def end_now(self) -> str:
+        """End before all tokens were taken; the rest of the text."""
+        return self._finish("length")
+
+    @property
+    def must_feed(self) -> bool:
+        """Whether the pending token belongs in the state that is kept."""
+        return self.pending is not None and (self.plan.feed_last or self.reason == "length")
+
+    def state(self, cache: LMCache, logits_1v: Tensor) -> GenerationState:
+        """Where the row stands, with these tensors, which nobody else may change."""
+        keys, counts = torch.tensor([self._key]), torch.tensor([self._count])
+        return GenerationState(cache, logits_1v, self._seen_v.unsqueeze(0), keys, counts)
+
+    def _write(self, token: int) -> str:
+        """Add a token to the text, and see whether it ends it."""
+        if token in self.plan.ends:
+            return self._finish("end")
+        self.known_text = self._raw if self._stream.is_whole else None
+        self._raw += (new := self._stream.push(token))
+        self.text += (piece := self._until.push(new))
+        if self._until.stopped:
+            self.reason = "stop"
+        elif self.written >= self.plan.max_tokens:
+            piece += self._finish("length")
+        return piece
+
+    def _finish(self, reason: Reason) -> str:
+        rest = self._until.push(self._stream.finish())
+        stopped = self._until.stopped
+        rest += self._until.rest()
+        self.text += rest
+        self.reason = "stop" if stopped else reason
+        self.known_text = None if stopped else self.text
+        return rest
+
+
+def score(logits_v: Tensor, token: int, most: int) -> list[Scored]:
+    """A token, then the most likely ones, with their log-probabilities."""
+    logprobs_v = logits_v.to("cpu", torch.float32).log_softmax(-1)
+    ids = [token, *logprobs_v.topk(min(most, len(logprobs_v))).indices.tolist()]
+    return [Scored(i, logprobs_v[i].item()) for i in ids]

@@ -1,0 +1,135 @@
+"""The process: a socket, the loop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from anymamba.serving.service import Service
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 with a bound on the number of connections, and on the time that a request's headers take to arrive."""
+
+    seconds = 10.0
+    most = 1024
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for nothing yet."""
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to wait for headers."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.abort()
+            return
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take data, and see whether headers are still to come."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Run the timer while headers are awaited; between requests, uvicorn has one of its own."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
+            self.transport.abort()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def serve(
+    service: Service,
+    app: Callable[[], ASGIApp],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    grace: float = 10.0,
+    connections: int = 1024,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Answer until SIGINT or SIGTERM, then finish running requests within `grace` seconds; another Ctrl-C ends at once.
+
+    Args:
+        service: that answers.
+        app: makes the application, once the service has been started.
+        host: address to listen on.
+        port: to listen on; 0 for a free one.
+        grace: seconds for requests that run at the end.
+        connections: the most at a time; further ones are closed.
+        ready: called with the server's address when it listens.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=256) as listener:
+        listener.setblocking(False)
+        shown = f"[{host}]" if ":" in host else host
+        protocol = type("Protocol", (PatientProtocol,), {"seconds": service.limits.body_seconds, "most": connections})
+        # uvicorn hands signals on after its end, and ours have then done what they are for.
+        before = {number: signal.signal(number, _nothing) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            asyncio.run(
+                _serve(service, app, listener, protocol, grace, f"http://{shown}:{listener.getsockname()[1]}", ready)
+            )
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            service.close()
+
+
+async def _serve(
+    service: Service,
+    app: Callable[[], ASGIApp],
+    listener: socket.socket,
+    protocol: type[asyncio.Protocol],
+    grace: float,
+    url: str,
+    ready: Callable[[str], None],
+) -> None:
+    service.start()
+    config = uvicorn.Config(
+        app(),
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=max(1, int(grace)),
+    )
+    server = uvicorn.Server(config)
+    ready(url)
+    await server.serve(sockets=[listener])
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,243 @@
+"""Requests and the engine: prompts are rendered and cut into tokens, jobs are submitted, events come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from anymamba.generation.sampling import split_keys
+from anymamba.generation.tokenizers import Tokenizer
+from anymamba.models.lm import MambaLM
+from anymamba.serving.engine import Engine, prompt_key
+from anymamba.serving.errors import ApiError, invalid
+from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, Wrote
+from anymamba.serving.metrics import Metrics
+from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, keep_callbacks
+from anymamba.serving.requests import Limits, Wanted
+from anymamba.serving.rows import RowPlan
+from anymamba.serving.states import Key, NoRoom, StateStore, session_key
+
+
+class Template(Protocol):
+    """What the service asks of a chat template."""
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = ...) -> str:
+        """A conversation as text, up to where the next reply begins."""
+
+
+class Service:
+    """A model that answers requests.
+
+    Args:
+        model: the language model.
+        tokenizer: of its text.
+        template: of its conversations.
+        name: by which clients call the model.
+        store: of states.
+        limits: of requests.
+        engine: options of `Engine`.
+
+    Attributes:
+        engine: that computes; None before `start`.
+        open: requests that are worked on or wait.
+    """
+
+    def __init__(
+        self,
+        model: MambaLM,
+        tokenizer: Tokenizer,
+        template: Template,
+        *,
+        name: str,
+        store: StateStore,
+        limits: Limits,
+        stops: tuple[str, ...] = (),
+        engine: dict[str, Any] | None = None,
+    ) -> None:
+        """Join the parts; nothing runs yet."""
+        self.model, self.tokenizer, self.template, self.name = model, tokenizer, template, name
+        self.store, self.limits, self.metrics, self.created = store, limits, Metrics(), int(time.time())
+        self.state_bytes = model.init_cache(1).nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
+        self._chat_stops, self._options = stops, engine or {}
+        self._ends = frozenset(i for i in tokenizer.end if i < model.config.vocab_size)
+        self._busy: set[Key] = set()
+        self._engine: Engine | None = None
+        self.open = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+        assert self._engine is not None, "the service has been started"
+        return self._engine
+
+    def start(self) -> None:
+        """Start the engine; its events come to the loop that runs now."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[tuple[Job, Event]]) -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._dispatch, events)
+
+        self._engine = Engine(self.model, self.tokenizer, deliver, **self._options)
+
+    def close(self) -> None:
+        """End the engine, and write what is to survive a restart."""
+        if self._engine is not None:
+            self._engine.close()
+        self.store.close()
+
+    @staticmethod
+    def _dispatch(events: list[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            job.emit(event)
+
+    async def answer(self, wanted: Wanted) -> AsyncIterator[tuple[int, Event]]:
+        """The events of a request, each with the number of its prompt; closing the iterator gives the request up.
+
+        Raises:
+            ApiError: a prompt cannot be read, a session is in use, there is too much to do, or the time ran out.
+        """
+        began = time.monotonic()
+        if self.open >= self.limits.requests:
+            message = f"{self.open} requests are being worked on, as many as there may be; try again"
+            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        session = None if wanted.session is None else session_key(wanted.session)
+        if session in self._busy:
+            raise ApiError(409, "another request is at work on this session", param="session", code="session_in_use")
+        self.open += 1
+        if session is not None:
+            self._busy.add(session)
+        jobs: list[Job] = []
+        try:
+            prompts = await asyncio.to_thread(self.prepare, wanted, session)
+            queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+            jobs = self._jobs(wanted, prompts, queue, began + self.limits.seconds)
+            for job in jobs:
+                self.engine.submit(job)
+            async for item in self._events(prompts, queue, wanted.rows, began):
+                yield item
+        finally:
+            for job in jobs:
+                job.cancel()
+            self.open -= 1
+            if session is not None:
+                self._busy.discard(session)
+
+    async def _events(
+        self, prompts: list[Prompt], queue: asyncio.Queue[tuple[int, Event]], rows: int, began: float
+    ) -> AsyncIterator[tuple[int, Event]]:
+        last: dict[tuple[int, int], float] = {}
+        while rows:
+            i, event = await queue.get()
+            if isinstance(event, Failed):
+                raise _as_api_error(event.error)
+            if isinstance(event, Began):
+                self.metrics.count("anymamba_reused_tokens_total", event.reused)
+            elif isinstance(event, Wrote):
+                now = time.monotonic()
+                before = last.get((i, event.row))
+                self.metrics.observe("first" if before is None else "next", now - (began if before is None else before))
+                last[i, event.row] = now
+            elif isinstance(event, Ended):
+                rows -= 1
+                if prompts[i].keeps_end:
+                    await asyncio.to_thread(prompts[i].settle)
+            yield i, event
+
+    def prepare(self, wanted: Wanted, session: Key | None) -> list[Prompt]:
+        """Prompts as tokens, with what is known of their sessions. It may take a while: not for the loop's thread.
+
+        Raises:
+            ApiError: a prompt is empty or too long, or its session cannot be resumed.
+        """
+        earlier = None
+        if session is not None:
+            try:
+                earlier = self.store.get(session)
+            except (OSError, ValueError) as error:
+                if wanted.messages is None:
+                    message = "the session's state is damaged and cannot be resumed; delete the session to begin anew"
+                    raise ApiError(409, message, param="session", code="session_damaged") from error
+        length = self.engine.segment_len
+        if wanted.messages is not None:
+            text = self.render(wanted.messages)
+            ids = self._encode(text, "messages")
+            return [ChatPrompt(ids, self.store, length, text, session, self.tokenizer, self._after(wanted.messages))]
+        prompts: list[Prompt] = []
+        for prompt in wanted.prompts:
+            ids = self._encode(prompt, "prompt", needed=earlier is None)
+            if session is not None:
+                prompts.append(SessionPrompt(ids, self.store, length, session, earlier))
+            else:
+                scored = wanted.echo and wanted.logprobs is not None
+                prompts.append((ScoredPrompt if scored else Prompt)(ids, self.store, length))
+        return prompts
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation as text.
+
+        Raises:
+            ApiError: the model's template does not take it.
+        """
+        try:
+            return self.template.render(messages, add_generation_prompt=True)
+        except (ValueError, TypeError) as error:
+            message = f"the model's chat template does not take these messages: {' '.join(str(error).split())[:300]}"
+            raise invalid("messages", message) from error
+
+    def _after(self, messages: list[dict[str, str]]) -> Callable[[str], str]:
+        """A conversation with a reply, as text."""
+        return lambda reply: self.template.render(
+            [*messages, {"role": "assistant", "content": reply}], add_generation_prompt=False
+        )
+
+    def _encode(self, prompt: str | list[int], param: str, needed: bool = True) -> list[int]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids and needed:
+            raise invalid(param, f"{param} must have at least one token, got none")
+        if len(ids) > self.limits.prompt:
+            message = f"{param} may have {self.limits.prompt} tokens, got {len(ids)}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return ids
+
+    def _jobs(
+        self, wanted: Wanted, prompts: list[Prompt], queue: asyncio.Queue[tuple[int, Event]], deadline: float
+    ) -> list[Job]:
+        """A job for each prompt; rows that start alike draw differently."""
+        keys = [prompt_key(p.ids) if p.fixed_key else 0 for p in prompts for _ in range(wanted.n)]
+        keys = split_keys(keys, [0] * len(keys))
+        scored = wanted.logprobs if wanted.echo else None
+        jobs = []
+        for i, prompt in enumerate(prompts):
+            plan = RowPlan(
+                sampling=wanted.sampling,
+                max_tokens=wanted.max_tokens,
+                ends=frozenset() if wanted.ignore_eos else self._ends,
+                stops=wanted.stops or (self._chat_stops if wanted.messages is not None else ()),
+                logprobs=wanted.logprobs,
+                feed_last=prompt.feeds_last,
+            )
+            job = Job(
+                plans=[plan] * wanted.n,
+                keys=keys[i * wanted.n : (i + 1) * wanted.n] if prompt.fixed_key else None,
+                emit=lambda event, i=i: queue.put_nowait((i, event)),  # type: ignore[misc]
+                deadline=deadline,
+                score_prompt=scored,
+                **keep_callbacks(prompt),
+            )
+            jobs.append(job)
+        return jobs
+
+
+def _as_api_error(error: BaseException) -> BaseException:
+    if isinstance(error, TimeoutError):
+        return ApiError(408, str(error), code="timeout")
+    if isinstance(error, NoRoom):
+        message = "there is no room for another session; delete one"
+        return ApiError(429, message, param="session", code="no_room", headers={"Retry-After": "60"})
+    if isinstance(error, RuntimeError) and "shutting down" in str(error):
+        return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
+    return error

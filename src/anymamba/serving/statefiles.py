@@ -1,0 +1,121 @@
+"""Kept states in a directory: one file each, whole or refused, the oldest removed when their bytes run out."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from anymamba.generation.state import GenerationState
+from anymamba.ground.files import parse_json
+from anymamba.ground.states import read_state, restore, write_state
+from anymamba.models.lm import MambaLM
+
+_FACTS = ["fingerprint", "tokens", "keys"]
+_PREFERRED = ("session", "text", "cut", "end")  # whose name a file has
+_NAME = re.compile(r"(cut|end|text|session)-(\d+)-([0-9a-f]{32})\.safetensors")
+
+
+class StateFiles:
+    """States by their keys. A file has the name of one key; the others are found once it was read.
+
+    Args:
+        directory: made if it is not there.
+        model: whose states they are; those of other models in the directory are not seen.
+        limit: bytes for states, and as many again for sessions.
+    """
+
+    def __init__(self, directory: Path, model: MambaLM, limit: int) -> None:
+        """Look at what is there."""
+        self._model, self._limit, self._lock = model, limit, threading.Lock()
+        self._fingerprint = model.fingerprint()
+        # A directory for each model, so that one server's states are not another's.
+        self._directory = directory / self._fingerprint.replace(":", "-")
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lengths: dict[str, set[int]] = {}
+        for file in self._directory.iterdir():
+            self._note(file)
+
+    def lengths(self, kind: str) -> set[int]:
+        """Of the keys of this kind that there may be files of."""
+        return self._lengths.get(kind, set())
+
+    def write(self, state: GenerationState, tokens: int, keys: tuple[Any, ...]) -> None:
+        """Write a state; a full disk or a state that cannot be is none of the client's concern, and not written.
+
+        Raises:
+            OSError: it is a session's, and cannot be written.
+        """
+        keys = tuple(sorted(keys, key=lambda key: _PREFERRED.index(key.kind)))
+        file = self._file(keys[0])
+        facts = {
+            "fingerprint": self._fingerprint,
+            "tokens": str(tokens),
+            "keys": "[" + ",".join(f'["{k.kind}",{k.length},"{k.digest}"]' for k in keys) + "]",
+        }
+        try:
+            with self._lock:
+                write_state(file, state, facts)
+                file.chmod(0o600)
+                self._note(file)
+                self._shrink(keys[0].kind == "session")
+        except (OSError, ValueError):
+            if keys[0].kind == "session":
+                raise
+
+    def read(self, key: Any) -> tuple[GenerationState, int, tuple[Any, ...]] | None:
+        """The state, tokens and keys of the file of this name; None if there is none, or none that can be read.
+
+        Raises:
+            ValueError: it is a session's, and damaged.
+        """
+        file = self._file(key)
+        if not file.is_file():
+            return None
+        try:
+            tensors, facts, _ = read_state(file, GenerationState.__name__, _FACTS)
+            if facts["fingerprint"] != self._fingerprint:
+                return None
+            state = restore(file, GenerationState.like(self._model), tensors)
+            if state.batch_size != 1:
+                raise ValueError(f"{file}: expected the state of one row, got {state.batch_size}")
+            keys = tuple(type(key)(*entry) for entry in parse_json(facts["keys"]))
+            os.utime(file)
+            return state, int(facts["tokens"]), keys
+        except (OSError, ValueError, TypeError):
+            if key.kind == "session":
+                raise
+            return None
+
+    def remove(self, key: Any) -> bool:
+        """Remove the file of this name; whether there was one."""
+        try:
+            self._file(key).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _file(self, key: Any) -> Path:
+        return self._directory / f"{key.kind}-{key.length}-{key.digest}.safetensors"
+
+    def _note(self, file: Path) -> None:
+        if found := _NAME.fullmatch(file.name):
+            self._lengths.setdefault(found[1], set()).add(int(found[2]))
+
+    def _shrink(self, sessions: bool) -> None:
+        """Remove the files that were used longest ago, until the rest fits."""
+        found = []
+        for file in self._directory.iterdir():
+            with suppress(OSError):
+                if (name := _NAME.fullmatch(file.name)) and (name[1] == "session") == sessions:
+                    found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+        total = sum(size for _, size, _ in found)
+        for _, size, file in sorted(found):
+            if total <= self._limit:
+                break
+            with suppress(OSError):
+                file.unlink()
+            total -= size

@@ -1,0 +1,78 @@
+"""A real server process on a free local port."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(directory, **fields):
+    """A small model of bytes with a chat template, in a directory."""
+    from tests.models.cases import small_lm
+
+    model = small_lm(**{"vocab_size": 256, "pad_vocab_size_multiple": 1, **fields})
+    model.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+class Running:
+    """A server; `stop` ends it and gives its exit code."""
+
+    def __init__(self, directory, *options):
+        command = [sys.executable, "-m", "anymamba", "serve", str(directory), "--port", "0", "--threads", "1", *options]
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+        )
+        self.errors = []
+        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
+        self._reader.start()
+        found = re.match(r"listening on (http://127\.0\.0\.1:(\d+))", self.process.stdout.readline())
+        if found is None:
+            self.process.wait()
+            self._reader.join()
+            raise RuntimeError("".join(self.errors))
+        self.url, self.port = found[1], int(found[2])
+
+    def ask(self, path, body=None, *, method=None, headers=(), timeout=60):
+        """Status, headers and content of an answer; a body that is not bytes is sent as JSON."""
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.request(method or ("GET" if body is None else "POST"), path, content, {**kind, **dict(headers)})
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+
+    def post(self, path, **body):
+        """The object that answers a request, which must succeed."""
+        status, _, content = self.ask(path, body)
+        assert status == 200, content
+        return json.loads(content)
+
+    def metrics(self, **headers):
+        """Every number of /metrics that has no labels."""
+        _, _, content = self.ask("/metrics", headers=headers)
+        lines = [line.split() for line in content.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines if "{" not in name}
+
+    def stop(self, number=signal.SIGTERM, timeout=30):
+        """End the process; nothing may have gone wrong in it."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(timeout)
+        self._reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        assert "Traceback" not in "".join(self.errors), "".join(self.errors)
+        return code

@@ -1,0 +1,204 @@
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+from anymamba.generation import ByteTokenizer, GenerationState, Sampling
+from anymamba.ground.operators import kernels_off
+from anymamba.serving.engine import Engine, prompt_key
+from anymamba.serving.jobs import Began, Ended, Failed, Job, Start, Wrote
+from anymamba.serving.rows import RowPlan
+from anymamba.serving.slots import Slots
+from tests.models.cases import FAMILIES, small_lm
+
+SEGMENT = 16
+
+
+def byte_model(family="Mamba2"):
+    return small_lm(family, vocab_size=256, pad_vocab_size_multiple=1)
+
+
+@pytest.fixture
+def running():
+    """Makes engines, and closes them."""
+    made = []
+
+    def make(model, **options):
+        def deliver(events):
+            for job, event in events:
+                job.emit(event)
+
+        made.append(Engine(model, ByteTokenizer(), deliver, segment_len=SEGMENT, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def plan(n=12, **sampling):
+    return RowPlan(sampling=Sampling(**{"seed": 1, "temperature": 1.0, **sampling}), max_tokens=n)
+
+
+def job(ids, plans, state=None, **options):
+    """A job and the queue of its events."""
+    events = queue.Queue()
+    keys = [prompt_key(ids)] * len(plans)
+    return Job(find=lambda: Start(state, ids, 0), plans=plans, keys=keys, emit=events.put, **options), events
+
+
+def tokens_of(events, rows=1):
+    """What each row wrote, once all have ended."""
+    written = [[] for _ in range(rows)]
+    ended = 0
+    while ended < rows:
+        event = events.get(timeout=60)
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Wrote):
+            written[event.row].append(event.piece.token)
+        ended += isinstance(event, Ended)
+    return written
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_come_and_go_give_what_each_gives_alone(running, family):
+    model = byte_model(family)
+    engine = running(model, rows=5, stall=0.0)
+    asked = [([7 * i % 256 for i in range(n + 1)], 3 + 5 * n % 17, n) for n in (0, 15, 16, 17, 40, 3, 33, 8, 70)]
+    jobs = [job(ids, [plan(n, seed=seed)]) for ids, n, seed in asked]
+    for made, _ in jobs:
+        engine.submit(made)
+        time.sleep(0.002)
+    for (ids, n, seed), (_, events) in zip(asked, jobs, strict=True):
+        options = {"seed": seed, "temperature": 1.0, "segment_len": SEGMENT}
+        assert tokens_of(events) == model.generate(torch.tensor([ids]), n, **options).rows()
+    assert engine.load == {"running": 0, "ready": 0, "waiting": 0}
+
+
+def test_without_kernels_rows_still_equal_rows_alone(running):
+    model = byte_model()
+    with kernels_off():
+        engine = running(model)
+        jobs = [job([i, 5, 9], [plan(10, seed=i)]) for i in range(5)]
+        for made, _ in jobs:
+            engine.submit(made)
+        found = [tokens_of(events)[0] for _, events in jobs]
+        alone = [model.generate(torch.tensor([[i, 5, 9]]), 10, seed=i, temperature=1.0).rows()[0] for i in range(5)]
+    assert not engine._slots.together
+    assert found == alone
+
+
+def test_the_state_at_the_end_is_that_of_generate(running):
+    model = byte_model()
+    engine = running(model)
+    kept = []
+    row = RowPlan(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_last=True)
+    made, events = job([1, 2, 3], [row], on_end=lambda _, state: kept.append(state))
+    other, others = job([4] * 40, [plan(30)])
+    engine.submit(other)
+    engine.submit(made)
+    tokens_of(events)
+    tokens_of(others)
+    expected = model.generate(torch.tensor([[1, 2, 3]]), 9, seed=1, temperature=1.0, return_state=True).state
+    assert all(torch.equal(a, b) for a, b in zip(kept[0].leaves(), expected.leaves(), strict=True))
+
+
+def test_states_on_the_way_continue_to_the_same_bits(running):
+    model, states = byte_model(), {}
+    engine = running(model)
+    ids = [11 * i % 256 for i in range(45)]
+    made, events = job(ids, [plan(5)], kept_at=lambda n: n == 32, on_read=lambda n, state: states.setdefault(n, state))
+    engine.submit(made)
+    whole = tokens_of(events)
+    assert sorted(states) == [32, 45]
+    again, events = job(ids[32:], [plan(5)], states[32])
+    again.keys = [prompt_key(ids)]
+    engine.submit(again)
+    assert tokens_of(events) == whole
+
+
+def test_one_broken_job_touches_no_other(running):
+    model = byte_model()
+    engine = running(model)
+    state = GenerationState.like(model)
+    broken = state._replace(logits=torch.full_like(state.logits, float("nan")))
+    fine, events = job([5, 6], [plan(200)])
+    engine.submit(fine)
+
+    def raising():
+        raise ValueError("this prompt cannot be")
+
+    bad, errors = job([], [plan()], broken)
+    worse, others = job([1], [plan()])
+    worse.find = raising
+    engine.submit(bad)
+    engine.submit(worse)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        tokens_of(errors)
+    with pytest.raises(ValueError, match="this prompt cannot be"):
+        tokens_of(others)
+    assert tokens_of(events) == model.generate(torch.tensor([[5, 6]]), 200, seed=1, temperature=1.0).rows()
+
+
+def test_a_cancelled_job_leaves_and_says_nothing_more(running):
+    engine = running(byte_model())
+    made, events = job([1, 2], [plan(10**6)] * 3)
+    engine.submit(made)
+    while not isinstance(events.get(timeout=60), Wrote):
+        pass
+    made.cancel()
+    until = time.monotonic() + 30
+    while any(engine.load.values()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert engine.load == {"running": 0, "ready": 0, "waiting": 0}
+    while not events.empty():
+        events.get()
+    written = engine.tokens_written
+    time.sleep(0.02)
+    assert (events.empty(), engine.tokens_written) == (True, written)
+
+
+def test_time_that_runs_out_ends_a_reply_and_refuses_a_prompt(running):
+    engine = running(byte_model())
+    late, events = job([1], [plan()], deadline=time.monotonic() - 1)
+    engine.submit(late)
+    with pytest.raises(TimeoutError, match="ran out"):
+        tokens_of(events)
+    long, events = job([1], [plan(10**6)], deadline=time.monotonic() + 0.3)
+    engine.submit(long)
+    assert 1 <= len(tokens_of(events)[0]) < 10**6
+
+
+def test_a_long_prompt_does_not_hold_up_others(running):
+    engine = running(byte_model(), stall=0.0)
+    writer, events = job([1], [plan(400)])
+    engine.submit(writer)
+    assert isinstance(events.get(timeout=60), Began)
+    reader, reading = job([3] * (60 * SEGMENT), [plan(1)])
+    engine.submit(reader)
+    while not isinstance(reading.get(timeout=60), Began):
+        pass
+    # Between any two segments the writer got a token.
+    assert events.qsize() >= 50
+
+
+def test_closing_fails_what_is_not_done(running):
+    engine = running(byte_model())
+    made, events = job([1], [plan(10**6)])
+    engine.submit(made)
+    assert isinstance(events.get(timeout=60), Began)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    with pytest.raises(RuntimeError, match="shutting down"):
+        tokens_of(events)
+    closing.join()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(made)
+
+
+def test_slots_refuse_more_rows_than_the_kernels_have():
+    with pytest.raises(ValueError, match="between 1 and 64, got 65"):
+        Slots(byte_model(), 65)

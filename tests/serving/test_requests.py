@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from anymamba.serving.errors import ApiError
+from anymamba.serving.requests import Limits, parse_body, read_chat, read_completion
+from tests.serving.bodies import bodies
+
+LIMITS = Limits(max_tokens=100, n=4)
+
+
+def completion(**body):
+    return read_completion({"prompt": "x", **body}, LIMITS, 256, "m")
+
+
+def chat(**body):
+    return read_chat({"messages": [{"role": "user", "content": "x"}], **body}, LIMITS, 256, "m")
+
+
+def test_what_is_left_out_is_as_the_api_has_it():
+    wanted = completion()
+    assert (wanted.max_tokens, wanted.n, wanted.stops, wanted.stream, wanted.logprobs) == (16, 1, (), False, None)
+    assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k) == (1.0, 1.0, None)
+    assert wanted.sampling.seed != completion().sampling.seed
+    assert chat().max_tokens == 100
+
+
+def test_both_forms_of_a_field_are_one():
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(stop="a").stops == completion(stop=["a"]).stops == ("a",)
+    assert chat(max_completion_tokens=7).max_tokens == chat(max_tokens=7).max_tokens == 7
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "developer", "content": parts}]).messages == [{"role": "system", "content": "ab"}]
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "param", "message"),
+    [
+        (completion, {"n": 5}, "n", "n must be a whole number from 1 to 4, got 5"),
+        (completion, {"n": True}, "n", "n must be a whole number"),
+        (completion, {"n": 2, "prompt": ["a", "b", "c"]}, "n", "may ask for 4 continuations .*, got 6"),
+        (completion, {"n": 2, "session": "s"}, "n", "a session has one continuation"),
+        (completion, {"prompt": [256]}, "prompt", "token ids must be between 0 and 255, got 256"),
+        (completion, {"prompt": None}, "prompt", "prompt must be a text"),
+        (completion, {"top_p": 0}, "top_p", "above 0"),
+        (completion, {"temperature": float("nan")}, "temperature", "got NaN"),
+        (completion, {"seed": 2**64}, "seed", "seed must be a whole number"),
+        (completion, {"logit_bias": {"256": 1}}, "logit_bias", "below 256"),
+        (completion, {"logit_bias": {"1": 101}}, "1", "from -100"),
+        (completion, {"stop": ["a"] * 17}, "stop", "up to 16"),
+        (completion, {"best_of": 3, "n": 2}, "best_of", "best_of must be n"),
+        (completion, {"suffix": "x"}, "suffix", "not supported"),
+        (completion, {"stream_options": {}}, "stream_options", "goes with stream"),
+        (completion, {"session": "x" * 257}, "session", "1 to 256 characters"),
+        (chat, {"top_logprobs": 1}, "top_logprobs", "goes with logprobs"),
+        (chat, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "one of system"),
+        (chat, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "must be text"),
+        (chat, {"tools": [{}]}, "tools", "not supported"),
+        (chat, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "exclude each other"),
+    ],
+)
+def test_a_mistake_names_the_field(read, body, param, message):
+    with pytest.raises(ApiError, match=message) as error:
+        read(**body)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+def problem(path, content):
+    """What is wrong with a body, None if nothing is."""
+    try:
+        (read_chat if "chat" in path else read_completion)(parse_body(content), LIMITS, 256, "m")
+    except ApiError as error:
+        return error
+    return None
+
+
+def test_any_body_is_read_or_refused_in_one_line():
+    refused = [error for path, content in bodies(3000, seed=2) if (error := problem(path, content)) is not None]
+    assert 1500 < len(refused) < 3000
+    for error in refused:
+        assert error.status in (400, 404)
+        assert "\n" not in error.message
+        assert len(error.message) < 600
+        json.dumps(error.body()).encode()
+
+
+def test_the_server_answers_any_body_with_a_client_error_or_success(server):
+    statuses = set()
+    for path, content in bodies(300, seed=3):
+        status, _, answer = server.ask(path, content, timeout=30)
+        assert status == 200 or (400 <= status < 500 and json.loads(answer)["error"]["message"]), (status, content)
+        statuses.add(status)
+    assert {200, 400} <= statuses
+    assert server.ask("/health")[0] == 200
