@@ -12,7 +12,7 @@ from anymamba import MambaLM
 from anymamba.ground.files import locked, read_json, read_tensors, write_json
 from anymamba.training import checkpoint as module
 from anymamba.training.checkpoint import checkpoints, load_latest
-from anymamba.training.language import begin, open_run
+from anymamba.training.language import begin, open_run, resume
 from anymamba.training.loop import train_or_resume
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -135,7 +135,7 @@ def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
     del manifest["checksum"]
     write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
     with pytest.raises(ValueError, match=r"all damaged|no such section|seed must be int"):
-        resume(trainer.directory, {}, silent)
+        resume(trainer.directory, report=silent)
 
 
 @pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors"])
@@ -160,10 +160,10 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
     manifest["files"][name] = module.digest_file(path / name)
     write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
     if (name, damage) == ("model.safetensors", "narrower"):  # as torch loads it
-        resume(trainer.directory, {}, silent)
+        resume(trainer.directory, report=silent)
         return
     with pytest.raises(ValueError, match=r"all damaged|its tensors are not those of its config") as caught:
-        resume(trainer.directory, {}, silent)
+        resume(trainer.directory, report=silent)
     assert "\n" not in str(caught.value)
 
 
