@@ -57,7 +57,7 @@ class Renderer:
             reply = self._ask(request)
             found: dict[str, Any] = json.loads(reply) if reply.endswith(b"\n") else {"ended": True}
             if found.get("ended"):
-                code = self._end(patience=5)
+                code = self._end(patience=5.0)
                 found.setdefault("problem", self._last_words(code))
         if "problem" in found:
             raise ValueError(found["problem"])
