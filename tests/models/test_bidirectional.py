@@ -124,6 +124,7 @@ def test_a_horizon_counts_pairs():
     assert all(p.grad is not None for p in whole.parameters())
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

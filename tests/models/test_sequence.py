@@ -200,6 +200,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         SequenceModel.from_pretrained(tmp_path / "nowhere")
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [

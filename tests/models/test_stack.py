@@ -296,6 +296,7 @@ def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):
         StackCache.load(tmp_path / "cache", other)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
