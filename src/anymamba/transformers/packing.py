@@ -166,7 +166,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packing | None:
     """The packing in the arguments of a model: `seq_idx`, `cu_seq_lens_q`, or `position_ids` that restart."""
-    given: dict[str, Any] = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs} if args else kwargs
+    given: dict[str, Any] = {**dict(zip(_names(type(model).forward), args, strict=False)), **kwargs} if args else kwargs
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2 or tokens.device.type != "cpu":
         return None
@@ -184,9 +184,9 @@ def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
+def _names(forward: Any) -> tuple[str, ...]:
     """The arguments of a model's forward, in order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def install(model: nn.Module) -> None:
