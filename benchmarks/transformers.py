@@ -41,7 +41,10 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "bamba-like": {"num_hidden_layers": 6, "attn_layer_indices": [3], "num_key_value_heads": 4},
     "falcon-h1-0.5b-like": {"num_hidden_layers": 4, "num_key_value_heads": 2},
 }
-_TINY: dict[str, dict[str, Any]] = {"mamba2-130m": {"hidden_size": 64, "num_heads": 2}, "mamba-130m": {"hidden_size": 64}}
+_TINY: dict[str, dict[str, Any]] = {
+    "mamba2-130m": {"hidden_size": 64, "num_heads": 2},
+    "mamba-130m": {"hidden_size": 64},
+}
 
 
 @functools.cache
