@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_NOT_TRACED = "accelerate: packed sequences are not traced; call the model without torch.compile"
 _ACTIVE: ContextVar[tuple[Packing | None, ...]] = ContextVar("anymamba_packing", default=())
 
 
@@ -137,15 +138,22 @@ def _checkpointed(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if callable(m.__dict__.get("_gradient_checkpointing_func")))
 
 
+def _inner_frames_are_compiled() -> bool:
+    """Whether torch.compile is at work, and has left this frame out: those that mixers run in it would not."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a model's forward: read its packing."""
     if torch.compiler.is_compiling():
         if kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None:
-            raise ValueError("accelerate: packed sequences are not traced; call the model without torch.compile")
+            raise ValueError(_NOT_TRACED)
         return
     active = _ACTIVE.get()
     # A model within a model leaves it to the one outside.
     packing = active[-1] if active else read_packing(model, args, kwargs)
+    if packing is not None and _inner_frames_are_compiled():
+        raise ValueError(_NOT_TRACED)
     _ACTIVE.set((*active, packing))
     if packing is not None and not active:
         for module in _checkpointed(model):
