@@ -37,11 +37,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 1024, **_FALCON_H1, "intermediate_size": 2048, "num_attention_heads": 8},
     ),
 }
-_LAYERS = {
+_LAYERS: dict[str, dict[str, Any]] = {
     "bamba-like": {"num_hidden_layers": 6, "attn_layer_indices": [3], "num_key_value_heads": 4},
     "falcon-h1-0.5b-like": {"num_hidden_layers": 4, "num_key_value_heads": 2},
 }
-_TINY = {"mamba2-130m": {"hidden_size": 64, "num_heads": 2}, "mamba-130m": {"hidden_size": 64}}
+_TINY: dict[str, dict[str, Any]] = {
+    "mamba2-130m": {"hidden_size": 64, "num_heads": 2},
+    "mamba-130m": {"hidden_size": 64},
+}
 
 
 @functools.cache

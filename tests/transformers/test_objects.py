@@ -201,7 +201,7 @@ def test_the_report_is_a_line_a_mixer():
     assert len(lines) == 3
 
 
-def test_a_model_without_mixers_and_things_that_are_no_models_are_refused():
+def test_a_model_without_mixers_and_things_that_are_no_models_are_refused(unchecked):
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has none of transformers' Mamba mixers"):
         accelerate(gpt2)

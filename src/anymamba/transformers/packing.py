@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_NOT_TRACED = "accelerate: packed sequences are not traced; call the model without torch.compile"
 _ACTIVE: ContextVar[tuple[Packing | None, ...]] = ContextVar("anymamba_packing", default=())
 
 
@@ -137,15 +138,22 @@ def _checkpointed(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if callable(m.__dict__.get("_gradient_checkpointing_func")))
 
 
+def _inner_frames_are_compiled() -> bool:
+    """Whether torch.compile is at work, and has left this frame out: those that mixers run in it would not."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a model's forward: read its packing."""
     if torch.compiler.is_compiling():
         if kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None:
-            raise ValueError("accelerate: packed sequences are not traced; call the model without torch.compile")
+            raise ValueError(_NOT_TRACED)
         return
     active = _ACTIVE.get()
     # A model within a model leaves it to the one outside.
     packing = active[-1] if active else read_packing(model, args, kwargs)
+    if packing is not None and _inner_frames_are_compiled():
+        raise ValueError(_NOT_TRACED)
     _ACTIVE.set((*active, packing))
     if packing is not None and not active:
         for module in _checkpointed(model):
@@ -166,7 +174,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packing | None:
     """The packing in the arguments of a model: `seq_idx`, `cu_seq_lens_q`, or `position_ids` that restart."""
-    given: dict[str, Any] = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs} if args else kwargs
+    given: dict[str, Any] = {**dict(zip(_names(type(model).forward), args, strict=False)), **kwargs} if args else kwargs
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2 or tokens.device.type != "cpu":
         return None
@@ -184,9 +192,9 @@ def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
+def _names(forward: Any) -> tuple[str, ...]:
     """The arguments of a model's forward, in order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def install(model: nn.Module) -> None:

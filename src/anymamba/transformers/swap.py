@@ -116,7 +116,7 @@ def _exchange(found: list[nn.Module], options: Options, check: bool) -> dict[str
     return refused
 
 
-def _change_back(mixer: AcceleratedMixer) -> None:
+def _change_back(mixer: Any) -> None:
     mixer.__dict__.pop("_anymamba", None)
     mixer.__class__ = own_class_of(mixer)
 
