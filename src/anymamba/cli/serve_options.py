@@ -18,8 +18,8 @@ def add_serve(
         "serve",
         help="answer requests over HTTP, as OpenAI's API has them, and with a page to talk to the model",
         description="Answer requests over HTTP: /v1/completions and /v1/chat/completions as OpenAI's clients send "
-        "them, and a page at / to talk to the model. A conversation takes the same memory at any length, and is not read "
-        "twice.",
+        "them, and a page at / to talk to the model. A conversation takes the same memory at any length, and is not "
+        "read twice.",
     )
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from importlib.resources import files
 from typing import Any
@@ -196,9 +196,9 @@ class Routes:
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
 
-    async def _whole(self, request: Request, events: AsyncIterator[Any], answer: Answer) -> Response:
+    async def _whole(self, request: Request, events: AsyncGenerator[Any, None], answer: Answer) -> Response:
         async def collect() -> dict[str, Any]:
-            async with aclosing(events) as found:  # type: ignore[type-var]
+            async with aclosing(events) as found:
                 async for prompt, event in found:
                     answer.add(prompt, event)
             return answer.whole()
@@ -207,11 +207,11 @@ class Routes:
         return Response(status_code=499) if made is None else _json(made)
 
     async def _stream(
-        self, first: tuple[int, Any], events: AsyncIterator[Any], answer: Answer, wanted: Wanted
+        self, first: tuple[int, Any], events: AsyncGenerator[Any, None], answer: Answer, wanted: Wanted
     ) -> AsyncIterator[bytes]:
         done = False
         try:
-            async with aclosing(events) as found:  # type: ignore[type-var]
+            async with aclosing(events) as found:
                 for chunk in answer.add(*first):
                     yield _event(chunk)
                 async for prompt, event in found:

@@ -325,4 +325,4 @@ class Engine:
 
 def prompt_key(ids: list[int]) -> int:
     """The identity for sampling of a row that starts with these tokens, as `generate` has it."""
-    return row_key(torch.tensor(ids))
+    return row_key(torch.tensor(ids, dtype=torch.int64))

@@ -51,11 +51,8 @@ class Metrics:
                 lines += [f"# HELP {base} {_HELP[base]}", f"# TYPE {base} counter"]
             lines.append(f"{name} {value}")
         for kind, numbers in (("counter", counters), ("gauge", {**gauges, **_process()})):
-            for name, value in numbers.items():
-                lines += [
-                    f"# TYPE {name} {kind}",
-                    f"{name} {value:g}" if value != int(value) else f"{name} {int(value)}",
-                ]
+            for name, number in numbers.items():
+                lines += [f"# TYPE {name} {kind}", f"{name} {int(number)}"]
         for what in ("first", "next"):
             lines += self._histogram(f"anymamba_{what}_token_seconds", what)
         return "\n".join(lines) + "\n"

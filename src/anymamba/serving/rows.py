@@ -80,7 +80,8 @@ class Row:
         self._stream, self._until = TextStream(tokenizer), UntilStop(list(plan.stops))
         self.pending: int | None = None
         self.reason: Reason | None = None
-        self.text, self.known_text, self._raw = "", "", ""
+        self.text, self._raw = "", ""
+        self.known_text: str | None = ""
         self.written = 0
 
     def take(self, logits_1v: Tensor) -> Piece:

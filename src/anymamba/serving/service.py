@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -94,7 +94,7 @@ class Service:
         for job, event in events:
             job.emit(event)
 
-    async def answer(self, wanted: Wanted) -> AsyncIterator[tuple[int, Event]]:
+    async def answer(self, wanted: Wanted) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of a request, each with the number of its prompt; closing the iterator gives the request up.
 
         Raises:
