@@ -91,7 +91,7 @@ class _Official(Block):
 
     def _cache(self, states: tuple[Tensor, ...]) -> Any:
         """Official states as our cache."""
-        like = self._like().dtype
+        like = self.activation_like().dtype
         return self.CACHE(**{n: x.to(self._field_dtype(n, like)) for n, x in zip(self.FIELDS, states, strict=True)})
 
     def _write(self, states: tuple[Tensor, ...], cache: Any) -> None:

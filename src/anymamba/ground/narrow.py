@@ -49,7 +49,7 @@ def expect_format(where: str, name: Any) -> WeightFormat:
     """
     if name not in FORMATS:
         raise ValueError(f"{where}: weights must be one of {', '.join(FORMATS)}, got {name!r}")
-    return name  # type: ignore[no-any-return]
+    return name
 
 
 def stored_parts(format: str, out: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -108,7 +108,7 @@ class NarrowWeight(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations."""
-        return self._computed_in.dtype  # type: ignore[union-attr, return-value]
+        return self._computed_in.dtype  # type: ignore[return-value]
 
     @property
     def stored(self) -> Narrow:
@@ -125,10 +125,10 @@ class NarrowWeight(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NarrowWeight:
         kept = {name: x.data for name in self.parts() if (x := self._parameters[name]) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, x in kept.items():
+        for name, before in kept.items():
             moved = self._parameters[name]
-            if moved is not None and moved.dtype != x.dtype:
-                moved.data = x.to(moved.device)
+            if moved is not None and moved.dtype != before.dtype:
+                moved.data = before.to(moved.device)
         return self
 
     def extra_repr(self) -> str:

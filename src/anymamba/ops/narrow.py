@@ -134,7 +134,7 @@ def _fake(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, 
 _operator = Operator(
     "narrow_linear",
     inputs="Tensor x, Tensor? bias, Tensor codes, Tensor? scales, int width",
-    outputs=1,
+    outputs="y",
     differentiable=2,
     fake=_fake,
     definition=_definition,

@@ -138,9 +138,9 @@ class Program:
     def _read(
         self, x: Any, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], kind_of: type = nn.Parameter
     ) -> Any:
-        if type(x) is kind_of:
+        if isinstance(x, Tensor) and type(x) is kind_of:
             self._watched.parameter(x)
-        if type(x) is not kind_of or x.device != _CPU or x.dtype not in dtypes:
+        if not isinstance(x, Tensor) or type(x) is not kind_of or x.device != _CPU or x.dtype not in dtypes:
             self.refuse(f"{name} must be a {kind_of.__name__.lower()} in memory, of one of {dtypes}")
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
