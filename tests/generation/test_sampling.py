@@ -91,8 +91,8 @@ def test_the_repetition_penalty_touches_seen_tokens_only():
 
 def test_penalties_count_what_each_row_was_given():
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(3, -1)
-    sampling = Sampling(temperature=0, presence_penalty=0.5, frequency_penalty=0.25)
-    assert choose(logits, sampling, [0] * 3, None, [{}, {0: 1}, {0: 3}]).tolist() == [0, 0, 1]
+    sampling = Sampling(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
+    assert choose(logits, sampling, [0.0] * 3, None, [{}, {0: 1}, {0: 3}]).tolist() == [0, 0, 1]
     one = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
     drawn = [choose(logits[:1], one, [u], None, [{0: 2, 2: 1}]).item() for u in GRID]
     expected = torch.tensor([2.0 - 1.0, 1.0, -0.75]).softmax(-1)
@@ -101,9 +101,9 @@ def test_penalties_count_what_each_row_was_given():
 
 def test_a_bias_is_added_to_the_logits_of_its_tokens():
     expected = (PROBABILITIES.log() + torch.tensor([0, 0, 3.0, -100, 0])).softmax(-1)[0]
-    assert near(distribution(logit_bias={2: 3.0, 3: -100}), expected)
+    assert near(distribution(logit_bias={2: 3.0, 3: -100.0}), expected)
     with pytest.raises(ValueError, match="tokens 0 to 4"):
-        choose(PROBABILITIES, Sampling(logit_bias={5: 1.0}), [0])
+        choose(PROBABILITIES, Sampling(logit_bias={5: 1.0}), [0.0])
 
 
 def test_penalties_are_the_same_alone_and_in_a_batch():

@@ -163,7 +163,12 @@ def test_concurrent_clients_get_what_generate_gives_each_alone(server, served):
     for i in range(24):
         prompt = [chance.randrange(256) for _ in range(chance.choice([1, 3, 31, 32, 33, 64, 100, 150]))]
         asked.append(
-            {"prompt": prompt, "max_tokens": chance.randrange(1, 40), "seed": i, "temperature": chance.choice([0, 1.0])}
+            {
+                "prompt": prompt,
+                "max_tokens": chance.randrange(1, 40),
+                "seed": i,
+                "temperature": chance.choice([0.0, 1.0]),
+            }
         )
 
     def ask(body):

@@ -211,13 +211,13 @@ def _sampling(body: dict[str, Any], vocab_size: int) -> Sampling:
     seed = _whole(body, "seed", None, -(2**63), 2**64 - 1)
     top_k = _whole(body, "top_k", None, -1, 2**31)
     return Sampling(
-        temperature=_real(body, "temperature", 1.0, 0, 100),
-        top_p=_real(body, "top_p", 1.0, 0, 1, above=True),
-        min_p=_real(body, "min_p", 0.0, 0, 0.999999),
+        temperature=_real(body, "temperature", 1.0, 0.0, 100.0),
+        top_p=_real(body, "top_p", 1.0, 0.0, 1.0, above=True),
+        min_p=_real(body, "min_p", 0.0, 0.0, 0.999999),
         top_k=top_k if top_k is not None and top_k > 0 else None,
-        presence_penalty=_real(body, "presence_penalty", 0.0, -2, 2),
-        frequency_penalty=_real(body, "frequency_penalty", 0.0, -2, 2),
-        repetition_penalty=_real(body, "repetition_penalty", 1.0, 0, 100, above=True),
+        presence_penalty=_real(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_real(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=_real(body, "repetition_penalty", 1.0, 0.0, 100.0, above=True),
         logit_bias=_bias(body, vocab_size),
         seed=secrets.randbits(63) if seed is None else seed,
     )
@@ -233,7 +233,7 @@ def _bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:
     for token in table:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
             raise invalid("logit_bias", f"logit_bias must be for token ids below {vocab_size}, got {_short(token)}")
-        bias[int(token)] = _real(table, token, 0.0, -100, 100)
+        bias[int(token)] = _real(table, token, 0.0, -100.0, 100.0)
     return bias
 
 
@@ -319,7 +319,7 @@ def _whole(body: dict[str, Any], name: str, default: int | None, low: int, high:
 
 
 def _real(body: dict[str, Any], name: str, default: float, low: float, high: float, *, above: bool = False) -> float:
-    what = f"a number {'above' if above else 'from'} {low} {'and up' if above else ''} to {high}".replace("  ", " ")
+    what = f"a number {'above' if above else 'from'} {low:g} {'and up to' if above else 'to'} {high:g}"
     value = _number(body, name, lambda x: low <= x <= high and (x != low or not above) and math.isfinite(x), what)
     return default if value is None else float(value)
 
