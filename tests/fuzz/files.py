@@ -64,8 +64,7 @@ def open_states(directory):
 
 def open_run(directory):
     """A run that is resumed and run to its end: all weights then."""
-    trainer = resume(directory, {}, silent)
-    trainer.run()
+    trainer = resume(directory, report=silent)
     return digest(dict(trainer.model.named_parameters()))
 
 
