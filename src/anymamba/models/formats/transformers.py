@@ -1,8 +1,8 @@
 """The format of `transformers` (`MambaForCausalLM`, `Mamba2ForCausalLM`, `FalconMambaForCausalLM`).
 
 It has config fields and names of its own, and counts its vocabulary with the padding. With more than one group, it
-normalises over all channels at once where the official block does so group by group; we compute what the weights were
-trained for, the official way.
+normalised over all channels at once before version 5.23, where the official block does so group by group; we compute
+what the weights were trained for, the official way.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _has(block: Any, values: dict[str, Any]) -> bool:
 
 def _warn_of_groups(groups: int) -> None:
     warnings.warn(
-        f"transformers normalises over all channels where the official block does so in {groups} groups, as we do: it "
-        "computes something else with these weights",
+        f"transformers before 5.23 normalises over all channels where the official block does so in {groups} groups, as "
+        "we do: it computes something else with these weights",
         stacklevel=3,
     )
 
