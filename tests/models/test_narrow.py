@@ -22,7 +22,9 @@ IDS = torch.arange(18).view(2, 9) * 7 % 61
 def widened_lm(model):
     """The same model with plain float32 weights of the same values."""
     plain = MambaLM(model.config)
-    narrow = {name: module for name, module in model.named_modules() if isinstance(module, NarrowLinear | NarrowEmbedding)}
+    narrow = {
+        name: module for name, module in model.named_modules() if isinstance(module, NarrowLinear | NarrowEmbedding)
+    }
     state = {name: x for name, x in model.state_dict().items() if not name.endswith(".scales")}
     plain.load_state_dict({**state, **{f"{name}.weight": widened(module.stored) for name, module in narrow.items()}})
     return plain
