@@ -5,6 +5,7 @@ Mamba-2 stands beside transformers on the same weights; Mamba-3, which transform
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from anymamba.generation import decoder
 from anymamba.generation.prefill import prefill
+from anymamba.ground.narrow import FORMATS, expect_format
 from anymamba.models import MambaLM, MambaLMConfig
+from anymamba.models.narrow import narrow_model
 from benchmarks.harness import Call, Case, Contender, forward
 
 MAMBA2_130M = MambaLMConfig(
@@ -133,6 +136,27 @@ def set_up_decode_in(dtype: str, small: bool = False) -> Call:
     return stepping(our_model_in(dtype, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
 
+WEIGHTS = ("float32", *FORMATS)
+
+
+@cache
+def our_model_with(weights: str, small: bool = False) -> MambaLM:
+    """mamba2-130m with its weights in a narrow format, computing in float32."""
+    model = our_model("mamba2-130m", small)
+    return model if weights == "float32" else narrow_model(copy.deepcopy(model), expect_format("benchmark", weights))
+
+
+def set_up_decode_with(weights: str, batch: int, small: bool = False) -> Call:
+    """One token a row."""
+    return stepping(our_model_with(weights, small), prompt(batch, 64), prompt(batch, 1)[:, 0])
+
+
+def set_up_prefill_with(weights: str, t: int, small: bool = False) -> Call:
+    """A prompt."""
+    model, rows = our_model_with(weights, small), list(prompt(1, t))
+    return forward(lambda: {"logits": prefill(model, rows)[0]})
+
+
 FIRST_TOKEN = {
     "anymamba": """
 import torch
@@ -217,6 +241,12 @@ def by_dtype() -> Case:
     return Case(name="generation/dtypes/decode/b1", contenders=contenders, baseline="float32")
 
 
+def by_weights(name: str, set_up: Callable[..., Call], size: int) -> Case:
+    """The formats of weights side by side."""
+    contenders = tuple(contender(weights, set_up, weights, size, computes=weights) for weights in WEIGHTS)
+    return Case(name=f"generation/weights/{name}", contenders=contenders, baseline="float32")
+
+
 def first_token_case() -> Case:
     """Fresh processes."""
     contenders = tuple(
@@ -252,6 +282,9 @@ CASES: tuple[Case, ...] = (
     by_family("families/decode/b1", set_up_decode, 1, 64),
     by_family("families/decode/b8", set_up_decode, 8, 64),
     by_dtype(),
+    by_weights("decode/b1", set_up_decode_with, 1),
+    by_weights("decode/b8", set_up_decode_with, 8),
+    by_weights("prefill/t2048", set_up_prefill_with, 2048),
     first_token_case(),
     long_prompt_case("mamba2-130m"),
     long_prompt_case(TWO_LAYERS),

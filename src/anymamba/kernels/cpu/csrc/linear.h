@@ -3,7 +3,7 @@
 // A product is summed over vectors in one fixed order, so that a row's result does not depend on the rows beside it.
 #pragma once
 
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -78,6 +78,24 @@ inline Vec<T> kept(Vec<T> x) {
   return x;
 }
 
+// As many bytes as a vector of float has lanes, as whole numbers. Left to themselves, compilers widen them in steps.
+template <typename Byte>
+inline Vec<int32_t> load_bytes(const Byte* source) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return (Vec<int32_t>)(Byte(-1) < 0 ? _mm512_maskz_cvtepi8_epi32(0xffff, bytes)
+                                     : _mm512_maskz_cvtepu8_epi32(0xffff, bytes));
+#elif defined(__AVX2__) && !defined(ANYMAMBA_WIDE)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+  return (Vec<int32_t>)(Byte(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte Bytes __attribute__((vector_size(kVectorBytes / 4)));
+  Bytes bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  return __builtin_convertvector(bytes, Vec<int32_t>);
+#endif
+}
+
 // The rows of a matrix, k wide, read as vectors of T. Columns lie in groups, whose scale is fetched once.
 template <typename T, typename W>
 struct Numbers {
@@ -122,10 +140,7 @@ struct Int8Rows {
 
  private:
   static Vec<float> widened(const int8_t* source) {
-    typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
-    Bytes bytes;
-    std::memcpy(&bytes, source, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Vec<int32_t>), Vec<float>);
+    return __builtin_convertvector(load_bytes(source), Vec<float>);
   }
 };
 
@@ -147,12 +162,9 @@ struct Int4Rows {
     return broadcast(from_bfloat16(scales[row * groups() + j / kGroup]));
   }
   Vec<float> at(int64_t row, int64_t j, Scale scale) const {
-    typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
-    Bytes bytes;
-    std::memcpy(&bytes, codes + row * row_bytes() + j / kGroup * (kGroup / 2) + j % (kGroup / 2), sizeof bytes);
+    const uint8_t* bytes = codes + row * row_bytes() + j / kGroup * (kGroup / 2) + j % (kGroup / 2);
     const int high = static_cast<int>(j & 16) >> 2;
-    const Vec<int32_t> code = (__builtin_convertvector(bytes, Vec<int32_t>) >> high) & 15;
-    return __builtin_convertvector(code - 8, Vec<float>) * scale;
+    return __builtin_convertvector(((load_bytes(bytes) >> high) & 15) - 8, Vec<float>) * scale;
   }
   // Beyond the row there are zeros.
   Vec<float> first(int64_t row, int64_t j, Scale scale, int64_t) const { return at(row, j, scale); }
