@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-checked test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,10 +24,16 @@ demo: $(VENV)/.installed
 
 # A test computes with one thread, so two runs share two cores.
 test: $(VENV)/.installed
-	$(MAKE) --no-print-directory --jobs 2 test-checked test-unchecked
+	$(MAKE) --no-print-directory --jobs 2 test-upper test-lower test-unchecked
 
-test-checked: $(VENV)/.installed
-	$(BIN)/python -m pytest --ignore=tests/tracing --jaxtyping-packages=anymamba,beartype.beartype
+# Two parts of about the same length; what is new falls into the upper one. Annotations are checked in both.
+LOWER := tests/blocks tests/ground tests/inspect tests/kernels tests/models tests/ops tests/scan
+CHECKED := -m pytest --jaxtyping-packages=anymamba,beartype.beartype
+test-lower: $(VENV)/.installed
+	$(BIN)/python $(CHECKED) $(LOWER)
+
+test-upper: $(VENV)/.installed
+	$(BIN)/python $(CHECKED) $(addprefix --ignore=,$(LOWER) tests/tracing)
 
 test-unchecked: $(VENV)/.installed
 	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code of the same functions
