@@ -84,6 +84,7 @@ def test_weighted_norms_are_those_of_jamba():
     assert_near(ours(x), theirs(x), FLOOR[torch.float32])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_no_format_holds_is_refused(tmp_path):
     model = MambaLM(d_model=16, n_layer=1, vocab_size=8, ssm_cfg={"inner_norms": "weighted"})
     with pytest.raises(ValueError, match=r"needs \{'inner_norms': 'none'\}, got \{'inner_norms': 'weighted'\}"):

@@ -71,7 +71,8 @@ class MambaLM(nn.Module):
         fused_add_norm: of the official kernels; changes no result.
         attn_layer_idx: attention layers, which are refused.
         attn_cfg: of them.
-        extra: fields of a config file that are none of ours, which are written back.
+        stack: further fields of `StackConfig`, such as {"n_virtual": 24}.
+        extra: fields of a config file that we do not know, which are written back.
     """
 
     def __init__(

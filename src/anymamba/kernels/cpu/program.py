@@ -237,7 +237,7 @@ class Program:
         )
         return to
 
-    def scale(self, x: int, width: int, *, factor: float = 1.0, weight: Any = None, to: int | None = None) -> int:
+    def scale(self, x: int, width: int, *, factor: int | float = 1.0, weight: Any = None, to: int | None = None) -> int:
         """`factor x`, times a `weight` for each channel if there is one (from `parameter` or `buffer`)."""
         to = self.slot(width) if to is None else to
         weight = arguments.c_structure("Parameter")() if weight is None else weight
