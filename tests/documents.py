@@ -196,7 +196,7 @@ def prepare(directory):
         (directory / folder).mkdir()
         for i in range(6):
             (directory / folder / f"{i}.txt").write_text(text * (i + 3))
-    for name in ("text.txt", "story.txt", "questions.txt", "prompts.txt"):
+    for name in ("some.py", "text.txt", "story.txt", "questions.txt", "prompts.txt"):
         (directory / name).write_text(text)
     (directory / "articles.jsonl").write_text("".join(json.dumps({"text": text * 3}) + "\n" for _ in range(6)))
     (directory / "questions.jsonl").write_text(json.dumps({"prompt": "Once"}) + "\n")

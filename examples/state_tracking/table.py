@@ -74,7 +74,7 @@ def run(config: TrackingConfig, directory: Path, report: Callable[[str], None]) 
     assert isinstance(model, MambaLM)
     rows = read_metrics(directory / "metrics.csv")
     result = Result(
-        config=config.to_dict(),
+        config=json.loads(json.dumps(config.to_dict())),  # as it is read again
         validation=max(row.evaluated["scaled_accuracy"] for row in rows if row.evaluated),
         test=task.test(model, c.judged, _TEST_ROWS),
         curve=[(length, task.test(model, length, _CURVE_ROWS)) for length in _CURVE],

@@ -100,6 +100,7 @@ for kind in MODELS:
     model = build(kind)
     plain[kind] = (model.state_dict(), measured(model))
 with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
     compat.install()
 assert "transformers.models.bamba.modeling_bamba" in str(caught[-1].message)
 assert "were imported before and do not use it" in str(caught[-1].message)

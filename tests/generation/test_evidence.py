@@ -41,6 +41,7 @@ def test_a_text_finds_the_activation_that_a_model_was_trained_with(trained):
     assert decide_activation(said, ByteTokenizer()) is None
 
 
+@pytest.mark.usefixtures("unchecked")  # of the tokenizer
 def test_a_model_that_learnt_nothing_stays_undecided_and_says_what_to_pass(tmp_path):
     small_lm("Mamba3").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -109,6 +110,7 @@ def test_without_a_tokenizer_the_command_warns(tmp_path, capsys):
         ("softplus", "expected NAME=VALUE, got 'softplus'"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_a_wrong_block_option_is_one_line(option, error, capsys):
     assert main(["info", str(silent("softplus")), "--block", option]) == 2
     found = capsys.readouterr().err

@@ -1,7 +1,3 @@
-import re
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -126,19 +122,6 @@ def test_what_may_begin_a_stop_text_is_held_back():
     until = UntilStop(["abc", "bd"])
     assert [until.push(x) for x in ("xa", "b", "x", "ab")] == ["x", "", "abx", ""]
     assert (until.push("dx"), until.stopped) == ("a", True)
-
-
-def test_the_documents_example_runs(byte_level, tmp_path, monkeypatch, capsys):
-    """The one of docs/language_models.md, with the files it names."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(byte_level, "path/to/checkpoint")
-    small_lm(vocab_size=300).save_pretrained("path/to/checkpoint")
-    page = (Path(__file__).parents[2] / "docs" / "language_models.md").read_text(encoding="utf-8")
-    (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "anymamba.pipeline(" in code]
-    exec(example, variables := {})
-    assert len(variables["samples"]) == 4
-    assert len(variables["found"].alternatives[0]) == 5
-    assert capsys.readouterr().out
 
 
 def test_a_model_of_the_library_can_be_joined_with_a_tokenizer(tmp_path):

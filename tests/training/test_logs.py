@@ -1,8 +1,6 @@
 """Callbacks and logs of a run."""
 
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -123,19 +121,6 @@ class TestWeightsAndBiases:
         monkeypatch.setattr(wandb, "init", refuse)
         with pytest.raises(ValueError, match=r"No API key configured\. \(WANDB_MODE=offline logs to"):
             train(tiny(corpus, evaluation={"wandb": "mine"}), tmp_path / "run", report=silent)
-
-
-def test_the_documents_example_runs(corpus, tmp_path, monkeypatch, capsys):
-    """The first of docs/training.md, with the file it names."""
-    monkeypatch.chdir(tmp_path)
-    sizes = "[model]\nn_layer = 1\nd_model = 16\n[batch]\ntokens = 64\nlength = 32\n[schedule]\nsteps = 2\n"
-    (tmp_path / "mine.toml").write_text(f"threads = 1\n[data]\nsources = ['{corpus.as_posix()}']\n{sizes}")
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    (example,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "mine.toml" in code]
-    exec(example, variables := {})
-    assert variables["run"].finished
-    assert variables["run"].config.optimiser.lr == 3e-4
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
 
 
 def test_the_package_has_what_it_documents():

@@ -202,8 +202,8 @@ def stream(
             that are padded at the end.
         cache: what the rows continue from: a cache of the model, or the state of an earlier generation.
         segment_len: tokens of a prompt that are computed at once.
-        sampling: how tokens are chosen: temperature, top_k, top_p, min_p, penalties, logit_bias and seed, as
-            `anymamba.generation.Sampling` has them; greedy if none is given.
+        sampling: how tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+            frequency_penalty, logit_bias and seed, as `anymamba.generation.Sampling` has them; greedy if none is given.
 
     Returns:
         An iterator of lists of tokens.

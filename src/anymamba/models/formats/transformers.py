@@ -100,8 +100,8 @@ def _has(block: Any, values: dict[str, Any]) -> bool:
 
 def _warn_of_groups(groups: int) -> None:
     warnings.warn(
-        f"transformers before 5.23 normalises over all channels where the official block does so in {groups} groups, as "
-        "we do: it computes something else with these weights",
+        f"transformers before 5.23 normalises over all channels where the official block does so in {groups} groups, "
+        "as we do: it computes something else with these weights",
         stacklevel=3,
     )
 
