@@ -107,12 +107,8 @@ bench: $(VENV)/.bench
 figures: $(VENV)/.installed
 	for name in duality chunks selection turning; do $(BIN)/python docs/learn/figures/$$name.py || exit 1; done
 
-$(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable '.[docs]'
-	touch $@
-
 # The documentation as pages in build/site, which open without a server. A broken link is an error.
-site: $(VENV)/.docs
+site: $(VENV)/.installed
 	mkdir -p build/site-pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)"' build/site --include='*.html'

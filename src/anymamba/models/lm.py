@@ -59,6 +59,8 @@ class MambaLM(nn.Module):
         config: a `MambaLMConfig`; its fields may be given as keywords instead.
         device: of the parameters.
         dtype: of the parameters (blocks keep some in float32, as officially).
+
+    Fields of a config:
         d_model: width of the residual stream (default: 2560).
         n_layer: how many layers (64).
         vocab_size: how many tokens (50277).
