@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.ground.narrow import NarrowWeight
+from anymamba.blocks.narrow import NarrowEmbedding
 from anymamba.ground.padding import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache
@@ -95,7 +95,7 @@ class Backbone(Stack):
         return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
 
 
-def embedded(where: str, embedding: nn.Embedding | NarrowWeight, input_ids: Any) -> Tensor:
+def embedded(where: str, embedding: nn.Embedding | NarrowEmbedding, input_ids: Any) -> Tensor:
     """The embeddings of token ids.
 
     Raises:
