@@ -292,7 +292,7 @@ def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, t
 
     def full(tensors, path, metadata=None):
         saved.append(path)
-        if len(saved) == 7:  # text, then model and optimiser behind steps 0, 5 and 10
+        if len(saved) == 7:  # text, then model and optimiser after steps 0, 5 and 10
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         return save_file(tensors, path, metadata)
 

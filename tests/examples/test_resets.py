@@ -33,7 +33,7 @@ def hamilton(p, q):
 
 
 def expected_label(task, word):
-    """The label behind a word of symbols, from the task's definition alone."""
+    """The label after a word of symbols, from the task's definition alone."""
     stream = STREAMS[task]
     since = []
     for symbol in word:

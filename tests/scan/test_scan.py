@@ -205,7 +205,7 @@ def test_autocast_does_not_reach_into_the_scan(algorithm):
 
 @pytest.mark.parametrize("algorithm", CHUNKED)
 def test_a_hard_reset_costs_no_digits(algorithm):
-    """Small decays right behind log-decays of -1e8: float32 running sums would have no digits left for them."""
+    """Small decays right after log-decays of -1e8: float32 running sums would have no digits left for them."""
     inputs = make_inputs(t=64, decay=0.1, dtype=torch.float32)
     inputs["log_decay"][:, 5::9] = -1e8
     oracle = run({name: x.double() for name, x in inputs.items()}, SsdPath.recurrent())

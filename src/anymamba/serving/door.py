@@ -38,7 +38,7 @@ class Door:
     """Lets requests in that have the key, come from this machine's names, and do not come from another site's page.
 
     Args:
-        app: behind it.
+        app: what it guards.
         key: that clients send as a bearer token; none is asked for if None.
         hosts: names of the server besides localhost and plain addresses. A page of another site can make a browser
             believe that its own name leads here, but it cannot send an address in place of it.
