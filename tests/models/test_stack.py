@@ -55,7 +55,7 @@ def results(stack, x, run):
     y, cache = run(x)
     found = {"y": y}
     for name, leaf in cache.tensors().items():
-        parts = (leaf.cos(), leaf.sin()) if name.endswith("rotation") else (leaf,)
+        parts = (leaf.cos(), leaf.sin()) if name.endswith("rotation") else (leaf.to(y.dtype),)
         found |= {f"{name} {i}": part for i, part in enumerate(parts)}
     generator = torch.Generator().manual_seed(3)
     loss = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in found.values())

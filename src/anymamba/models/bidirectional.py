@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import reversal, reversed_in_time
+from anymamba.models.class_tokens import flow_of, zeroed
 from anymamba.models.layers import ResidualLayer, make_norm
-from anymamba.models.passes import Passes
+from anymamba.models.passes import Levels, Passes
 from anymamba.models.schedules import PAIR_SCHEDULES
 from anymamba.models.stack import check_batch, check_input, end_to_end, initialise_residual, stack_config
 from anymamba.models.stack_config import StackConfig
@@ -38,6 +39,7 @@ class BidirectionalConfig(StackConfig):
     merge: Literal["mean", "linear"] = "mean"  # of the two directions
 
     SCHEDULES: ClassVar[dict[str, Any]] = PAIR_SCHEDULES
+    GROUP: ClassVar[str] = "pair of layers"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -60,6 +62,14 @@ class BidirectionalConfig(StackConfig):
     def pairs_of_passes(self) -> list[int]:
         """The real pair of each pair of passes, by its forward layer: whose merge and gates it uses."""
         return [layer // 2 for layer in self.layers_of_passes()[::2]]
+
+    def layer_groups(self) -> int:
+        """Real pairs."""
+        return self.n_layer // 2
+
+    def groups_of_passes(self) -> list[int]:
+        """The real pair of each pair of passes."""
+        return self.pairs_of_passes()
 
     def gates_of_passes(self) -> list[int]:
         """The gates that follow each pair of passes."""
@@ -99,6 +109,7 @@ class BidirectionalStack(Passes):
                 nn.init.zeros_(merge.bias)  # type: ignore[arg-type]
         self._layers, self._pairs = c.layers_of_passes(), c.pairs_of_passes()
         self._build_gates(factory)
+        self._build_class_tokens(factory)
         initialise_residual(self, len(self._pairs))
 
     def forward(
@@ -109,7 +120,7 @@ class BidirectionalStack(Passes):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-    ) -> Float[Tensor, "b t d"]:
+    ) -> Float[Tensor, "b t1 d"]:
         """Run over whole sequences.
 
         Args:
@@ -121,11 +132,17 @@ class BidirectionalStack(Passes):
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
 
+        Returns:
+            y. With class tokens there are more outputs than inputs (`output_indices`), and those of padded rows stand
+            at their front.
+
         Raises:
             ValueError: shapes or devices that do not fit.
             TypeError: dtypes that do not fit, or something that is no tensor.
         """
         if seq_idx is not None:
+            if self.config.has_class_tokens():
+                raise ValueError(f"{type(self).__name__}.forward: class tokens have no room in seq_idx; use cu_seqlens")
             rows, bounds = end_to_end(f"{type(self).__name__}.forward", x, seq_idx, cu_seqlens, mask)
             return self._run("forward", rows, (), path, bounds, None)[0].view_as(x)
         return self._run("forward", x, (), path, cu_seqlens, mask)[0]
@@ -138,7 +155,7 @@ class BidirectionalStack(Passes):
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-    ) -> list[Float[Tensor, "b t d"]]:
+    ) -> list[Float[Tensor, "b t1 d"]]:
         """The residual stream after some of the pairs of passes, before the last norm; -1 is the last pair.
 
         Raises:
@@ -160,15 +177,29 @@ class BidirectionalStack(Passes):
         h = x.float() if c.residual_in_fp32 and x.dtype != torch.float64 else x
         if padding is not None:
             h, options["mask"] = padding.compact(h), padding.cleaned()
-        order = reversal(x.shape[1], cu_seqlens, None if padding is None else padding.lengths, x.device)
+        levels, paddings = None, dict[int, Padding | None]()
+        if c.has_class_tokens():
+            levels = Levels(self, where, flow_of(where, h, None, cu_seqlens, padding, whole=True), ())
+            place = levels.before(None)
+            h = h if place is None else place(h)
+        lengths = None if padding is None else padding.lengths
+        order = reversal(x.shape[1], cu_seqlens, lengths, x.device)
 
         def run(u: int, h: Tensor, added: bool) -> Tensor:
+            nonlocal order
+            if levels is not None:
+                options.update(levels.flow.options())
+                paddings[u] = now = levels.flow.padding
+                lengths = None if now is None else now.lengths
+                order = reversal(h.shape[1], levels.flow.bounds, lengths, h.device)
             found = self._merged(u, self._one(2 * u, h, options), self._backward(2 * u + 1, h, order, options))
             return h + found if added else found.to(h.dtype)
 
-        h, hidden = self._walk(h, len(self._pairs), run, wanted)
+        h, hidden = self._walk(h, len(self._pairs), run, wanted, levels)
         y: Tensor = self.norm_f(h)
         y = y if c.final_norm else y.to(x.dtype)
+        if levels is not None:
+            return zeroed(y, levels.flow.padding), [zeroed(s, paddings[u]) for s, u in zip(hidden, wanted, strict=True)]
         if padding is not None:
             y, hidden = padding.restore(y), [padding.restore(s) for s in hidden]
         return y, hidden

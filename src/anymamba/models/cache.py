@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
 
 from anymamba.ground.states import read_state, restore, write_state
 from anymamba.ground.trees import Tree
@@ -66,6 +68,7 @@ class ModelState(Tree):
 
 class _StackCacheFields(NamedTuple):
     layers: tuple[Tree, ...]
+    cursors: tuple[Tensor, ...] = ()
 
 
 class StackCache(_StackCacheFields, ModelState):
@@ -73,9 +76,12 @@ class StackCache(_StackCacheFields, ModelState):
 
     Attributes:
         layers: one block cache for each pass over a layer.
+        cursors: of each level that has class tokens, (b, 2), int64 on the CPU: the tokens that have passed it, and
+            whether the class tokens before the next one have been run.
     """
 
     __slots__ = ()
+    KEPT: ClassVar[frozenset[str]] = frozenset({"cursors"})
 
     @classmethod
     def like(cls: type[_State], model: Fingerprinted) -> _State:

@@ -93,7 +93,10 @@ class MambaLMConfig:
         known = {f.name for f in dataclasses.fields(StackConfig)} - OF_THE_MODEL - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
             raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}")
-        return StackConfig(**{name: getattr(self, name) for name in OF_THE_MODEL}, **self.stack, final_norm=True)
+        found = StackConfig(**{name: getattr(self, name) for name in OF_THE_MODEL}, **self.stack, final_norm=True)
+        if found.has_class_tokens():
+            raise ValueError("MambaLMConfig: a language model has one output a token: its stack has no class tokens")
+        return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MambaLMConfig:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.models.cache import StackCache
+from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, flow_of, output_indices
+from anymamba.models.passes import Levels
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
 
@@ -24,6 +27,7 @@ class LatentModel(SequenceModel):
     """
 
     MODEL_TYPE: ClassVar[str] = "anymamba_latent"
+    TAKES_CLASS_TOKENS: ClassVar[bool] = True
 
     def expect_config(self, config: SequenceConfig) -> None:
         """Numbers come in.
@@ -35,8 +39,10 @@ class LatentModel(SequenceModel):
             raise ValueError(f"LatentModel: input_size must be given, got vocab_size = {config.vocab_size}")
 
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
-        """The projection to what comes out."""
+        """The projection to what comes out, and the class tokens before that of the inputs."""
         self.output = nn.Linear(config.d_model, config.output_size, **factory)
+        if config.class_tokens:
+            self.class_tokens = ClassTokens(config.class_tokens, config.input_size or 0, **factory)
 
     def forward(
         self,
@@ -44,10 +50,16 @@ class LatentModel(SequenceModel):
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> Float[Tensor, "b t o"]:
-        """An output for each step; `cu_seqlens` and `mask` as for a block. Outputs at the padding have no meaning."""
-        y: Tensor = self.output(self.encode(x, cu_seqlens=cu_seqlens, mask=mask)[0])
-        return y
+    ) -> Float[Tensor, "b t1 o"]:
+        """An output for each step; `cu_seqlens` and `mask` as for a block. Outputs at the padding have no meaning.
+
+        With class tokens there are more (`output_indices`), and those of padded rows stand at their front.
+        """
+        if not self.config.has_class_tokens():
+            y: Tensor = self.output(self.encode(x, cu_seqlens=cu_seqlens, mask=mask)[0])
+            return y
+        x, flow, _ = self._enter("forward", x, None, None, cu_seqlens, mask, whole=True)
+        return self.output(self.backbone(self.input(x), cu_seqlens=flow.bounds, mask=flow.padding))
 
     def prefill(
         self,
@@ -56,26 +68,97 @@ class LatentModel(SequenceModel):
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
-    ) -> tuple[Float[Tensor, "b t o"], StackCache]:
+        length: int | Int[Tensor, " z"] | None = None,
+    ) -> tuple[Float[Tensor, "b t1 o"], StackCache]:
         """Outputs, and the cache to continue from; arguments as for `Stack.prefill`.
 
         Raises:
             TypeError: the stack is bidirectional.
         """
         stack = self._causal("prefill")
+        if self.config.has_class_tokens():
+            return self._continue("prefill", x, cache, length, cu_seqlens, mask)[:2]
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
         y, new = stack.prefill(inputs, cache, cu_seqlens=cu_seqlens, mask=padding)
         return self.output(y), new
 
-    def step(self, x: Float[Tensor, "b c"], cache: StackCache | None = None) -> tuple[Float[Tensor, "b o"], StackCache]:
-        """The output of one step, and the cache to continue from."""
-        y, new = self._causal("step").step(self.embed_inputs(x)[0], cache)
+    def step(
+        self,
+        x: Float[Tensor, "b c"],
+        cache: StackCache | None = None,
+        *,
+        length: int | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b o"], StackCache]:
+        """The output of one step, or of the last class token that runs with it, and the cache to continue from."""
+        stack = self._causal("step")
+        if self.config.has_class_tokens():
+            y, new, flow = self._continue("step", x.unsqueeze(1), cache, length)
+            return flow.last(y), new
+        y, new = stack.step(self.embed_inputs(x)[0], cache)
         return self.output(y), new
+
+    def prime(
+        self, batch_size: int, cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
+    ) -> tuple[Float[Tensor, "b o"] | None, StackCache]:
+        """Run the class tokens that wait for the next step, without it, as `Stack.prime` does."""
+        x = torch.empty(batch_size, 0, self.config.input_size or 0, device=self._like.device, dtype=self._like.dtype)
+        y, new, flow = self._continue("prime", x, cache, length, priming=True)
+        return (flow.last(y) if y.shape[1] else None), new
+
+    def output_indices(self, length: int) -> OutputIndices:
+        """Where the outputs of a whole sequence are: those of its steps, and of class tokens."""
+        stack = self.config.stack_config()
+        return output_indices(length, stack.class_tokens, stack.class_tokens_of_passes(), self.config.class_tokens)
 
     def step_infinite(self, x: Float[Tensor, "b c"]) -> Float[Tensor, "b o"]:
         """What the output comes to under an input that repeats forever."""
         y: Tensor = self.output(self._causal("step_infinite").step_infinite(self.embed_inputs(x)[0]))
         return y
+
+    def _enter(
+        self,
+        name: str,
+        x: Tensor,
+        cache: StackCache | None,
+        length: int | Tensor | None,
+        bounds: Tensor | None,
+        mask: Tensor | None,
+        *,
+        whole: bool = False,
+        priming: bool = False,
+    ) -> tuple[Tensor, Flow, tuple[Tensor, ...]]:
+        """Inputs with the class tokens of their level, what they are, and the level's cursor, if it has one."""
+        where = f"LatentModel.{name}"
+        padding = None
+        if not priming:
+            x, padding = self.checked_numbers(x, bounds, mask)
+            x = x if padding is None else padding.compact(x)
+        flow = flow_of(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
+        if not self.config.class_tokens:
+            return x, flow, ()
+        if cache is not None and not cache.cursors:
+            raise ValueError(f"{where}: the cache must have cursors of class tokens, got none")
+        arrangement, after = self.class_tokens.arrange(where, flow, None if cache is None else cache.cursors[0])
+        return arrangement.place(self.class_tokens.weight, x), arrangement.flow, (after,)
+
+    def _continue(
+        self,
+        name: str,
+        x: Tensor,
+        cache: StackCache | None,
+        length: int | Tensor | None,
+        bounds: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        priming: bool = False,
+    ) -> tuple[Tensor, StackCache, Flow]:
+        """Outputs, the new cache, and how they lie; with class tokens at any level."""
+        stack = self._causal(name)
+        x, flow, own = self._enter(name, x, cache, length, bounds, mask, priming=priming)
+        inner = None if cache is None else cache._replace(cursors=cache.cursors[len(own) :])
+        levels = Levels(stack, f"LatentModel.{name}", flow, () if inner is None else inner.cursors)
+        y, new, _ = stack._run(self.input(x), inner, None, levels=levels)
+        return self.output(y), new._replace(cursors=(*own, *new.cursors)), levels.flow
 
     def _causal(self, name: str) -> Any:
         if self.config.bidirectional:

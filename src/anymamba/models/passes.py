@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, output_indices
 from anymamba.models.gates import MultiGate
 from anymamba.models.stack_config import StackConfig
 
 Run = Callable[[int, Tensor, bool], Tensor]  # pass, its input, whether the input is added to what is found
+Place = Callable[[Tensor], Tensor]  # a stream (b, t, d) with the class tokens of a level
 
 
 class Passes(nn.Module):
@@ -40,7 +42,37 @@ class Passes(nn.Module):
             bias = c.initial_gate_bias()
             self.gates = nn.ModuleList(MultiGate(c.d_model, bias, **factory) for _ in range(count))
 
-    def _walk(self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+    def _build_class_tokens(self, factory: dict[str, Any]) -> None:
+        """Create the class tokens, of which each layer has its own, whatever passes over it."""
+        c = self.config
+        if c.class_tokens:
+            self.class_tokens = ClassTokens(c.class_tokens, c.d_model, **factory)
+        self._group_of_pass = c.groups_of_passes()
+        if any(c.layer_class_tokens):
+            lists = enumerate(c.layer_class_tokens)
+            made = {str(i): ClassTokens(positions, c.d_model, **factory) for i, positions in lists if positions}
+            self.layer_class_tokens = nn.ModuleDict(made)
+
+    def _level(self, v: int | None) -> ClassTokens | None:
+        """The class tokens before a pass, or before all (None)."""
+        found: Any = None
+        if v is None:
+            found = self.class_tokens if self.config.class_tokens else None
+        elif any(self.config.layer_class_tokens) and (name := str(self._group_of_pass[v])) in self.layer_class_tokens:
+            found = self.layer_class_tokens[name]
+        return found
+
+    def output_indices(self, length: int) -> OutputIndices:
+        """Where the outputs of a whole sequence of `length` tokens are: its own, and those of class tokens.
+
+        Raises:
+            ValueError: `length` is no number of tokens.
+        """
+        return output_indices(length, self.config.class_tokens, self.config.class_tokens_of_passes())
+
+    def _walk(
+        self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = (), levels: Levels | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Take all passes.
 
         Args:
@@ -48,6 +80,7 @@ class Passes(nn.Module):
             passes: how many there are.
             run: computes one.
             wanted: passes whose results are asked for.
+            levels: places class tokens before the passes, if there are any.
 
         Returns:
             The result of the last pass, and those of the wanted ones.
@@ -59,6 +92,13 @@ class Passes(nn.Module):
                 gradient_only = x - x.detach()
                 h, streams = h + gradient_only, [s + gradient_only for s in streams]
             without_graph: AbstractContextManager[Any] = torch.no_grad() if v < cut else nullcontext()
+            place = None if levels is None else levels.before(v)
+            if place is not None:
+                x = place(x) if v < cut else x  # what stands in for the gradients of the prefix gets the rows too
+                with without_graph:
+                    is_one = len(streams) == 1 and streams[0] is h
+                    h = place(h)
+                    streams = [h] if is_one else [place(s) for s in streams]
             with without_graph:
                 h, streams = self._take(v, v == passes - 1, h, streams, run)
             if v in wanted:
@@ -76,3 +116,28 @@ class Passes(nn.Module):
             return f, [f]
         streams, h = self.gates[self._gate_of_pass[v]](streams, f)
         return (f if no_last else h), streams
+
+
+class Levels:
+    """The class tokens of a stack in one call: where they stand, and the cursors that follow from it.
+
+    Attributes:
+        flow: what reaches the next pass.
+        cursors: after the call, in the order of the levels.
+    """
+
+    def __init__(self, stack: Passes, where: str, flow: Flow, cursors: Sequence[Tensor]) -> None:
+        """Begin before the stack; no cursors: a fresh start."""
+        self._stack, self._where, self._old = stack, where, list(cursors)
+        self.flow, self.cursors = flow, list[Tensor]()
+
+    def before(self, v: int | None) -> Place | None:
+        """Place the class tokens before a pass, or before all (None); None where there are none."""
+        level = self._stack._level(v)
+        if level is None:
+            return None
+        cursor = self._old[len(self.cursors)] if self._old else None
+        arrangement, after = level.arrange(self._where, self.flow, cursor)
+        self.flow = arrangement.flow
+        self.cursors.append(after)
+        return lambda x: arrangement.place(level.weight, x)

@@ -38,6 +38,7 @@ class SequenceModel(nn.Module):
     """
 
     MODEL_TYPE: ClassVar[str]
+    TAKES_CLASS_TOKENS: ClassVar[bool] = False
     KINDS: ClassVar[dict[str, type[SequenceModel]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -58,6 +59,11 @@ class SequenceModel(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c = stack_config(type(self).__name__, SequenceConfig, config, fields)
         self.expect_config(c)
+        if c.has_class_tokens() and not self.TAKES_CLASS_TOKENS:
+            raise ValueError(
+                f"{type(self).__name__}: class tokens are for a LatentModel, or a stack of one's own; a classifier has "
+                'pooling="class_token"'
+            )
         if c.vocab_size is not None:
             self.embedding = nn.Embedding(c.vocab_size, c.d_model, **factory)
             nn.init.normal_(self.embedding.weight, std=0.02)
@@ -93,13 +99,26 @@ class SequenceModel(nn.Module):
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{where}: token ids must have shape (b, t), got {found}")
             return embedded(where, self.embedding, x), check_batch(where, x, cu_seqlens, mask)
+        x, padding = self.checked_numbers(x, cu_seqlens, mask)
+        return self.input(x), padding
+
+    def checked_numbers(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
+    ) -> tuple[Tensor, Padding | None]:
+        """Numbers (b, t, c) or (b, c), zero at the padding, and how the rows are padded.
+
+        Raises:
+            ValueError: another shape or device.
+            TypeError: another dtype.
+        """
+        where = type(self).__name__
         letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
         expect_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
         expect_like(where, "x", x, self._like.dtype, self._like.device)
         padding = check_batch(where, x, cu_seqlens, mask)
         if padding is not None:  # whatever stands there must not reach the gradient of the projection
             x = x.masked_fill(~padding.real().unsqueeze(-1), 0)
-        return self.input(x), padding
+        return x, padding
 
     def encode(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anymamba.models.bidirectional import BidirectionalConfig
+from anymamba.models.class_tokens import Position, expect_positions
 from anymamba.models.stack_config import StackConfig
 
 POOLINGS = ("last", "mean", "class_token")
@@ -24,10 +25,11 @@ class SequenceConfig:
     output_size: int = 1  # numbers that come out: of each step, or of the sequence
     pooling: Literal["last", "mean", "class_token"] = "mean"  # what stands for a sequence, where one vector does
     labels: list[str] = field(default_factory=list)  # names of the classes, if they have any
+    class_tokens: list[Position] = field(default_factory=list)  # learned rows before the input projection, by places
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name in ("stack", "labels"):
+        for name in ("stack", "labels", "class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         if not isinstance(self.stack, dict):
             raise ValueError(f"SequenceConfig: stack must be a table of its fields, got {self.stack!r}")
@@ -44,6 +46,7 @@ class SequenceConfig:
             raise ValueError(f"SequenceConfig: pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         if not isinstance(self.labels, list) or len(self.labels) not in (0, self.output_size):
             raise ValueError(f"SequenceConfig: labels must name all {self.output_size} outputs, got {self.labels!r}")
+        expect_positions("SequenceConfig: class_tokens", self.class_tokens)
         self.stack_config()
 
     def stack_config(self) -> StackConfig:
@@ -55,6 +58,10 @@ class SequenceConfig:
         kind = BidirectionalConfig if self.bidirectional else StackConfig
         found: StackConfig = kind.from_dict(self.stack)
         return found
+
+    def has_class_tokens(self) -> bool:
+        """Whether there are any, at any level."""
+        return bool(self.class_tokens) or self.stack_config().has_class_tokens()
 
     @property
     def d_model(self) -> int:

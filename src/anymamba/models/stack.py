@@ -31,8 +31,9 @@ from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
 from anymamba.models import fingerprint
 from anymamba.models.cache import StackCache
+from anymamba.models.class_tokens import flow_of, zeroed
 from anymamba.models.layers import ResidualLayer, make_norm
-from anymamba.models.passes import Passes
+from anymamba.models.passes import Levels, Passes
 from anymamba.models.stack_config import StackConfig
 from anymamba.scan import SsdPath
 
@@ -69,6 +70,7 @@ class Stack(Passes):
         is_plain = config.n_virtual is None and isinstance(config.schedule, str)
         self._schedule = None if is_plain else config.layers_of_passes()
         self._build_gates(factory)
+        self._build_class_tokens(factory)
 
     def initialise(self) -> None:
         """Divide the projections into the residual stream by √passes; their biases are zero."""
@@ -93,9 +95,11 @@ class Stack(Passes):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-    ) -> Float[Tensor, "b t d"]:
-        """`prefill` without the new cache."""
-        return self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask)[0]
+        length: int | Int[Tensor, " z"] | None = None,
+    ) -> Float[Tensor, "b t1 d"]:
+        """`prefill` without the new cache; without a cache the sequences are whole, so that their length is known."""
+        whole = cache is None and length is None
+        return self._prefill("forward", x, cache, path, cu_seqlens, seq_idx, mask, length, whole=whole)[0]
 
     def prefill(
         self,
@@ -106,7 +110,8 @@ class Stack(Passes):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], StackCache]:
+        length: int | Int[Tensor, " z"] | None = None,
+    ) -> tuple[Float[Tensor, "b t1 d"], StackCache]:
         """Run over a sequence of any length, from any cache to a new one.
 
         Args:
@@ -118,20 +123,39 @@ class Stack(Passes):
                 row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
+            length: of the whole sequences of which this call has a part, one for all or (z,): class tokens in the
+                middle and at the end are placed by it.
 
         Returns:
-            y, and the cache after the last real token of each row.
+            y, and the cache after the last real token of each row. With class tokens there are more outputs than
+            inputs (`output_indices`), and those of padded rows stand at their front.
 
         Raises:
             ValueError: shapes or devices that do not fit.
             TypeError: dtypes that do not fit, or something that is no tensor.
         """
+        return self._prefill("prefill", x, cache, path, cu_seqlens, seq_idx, mask, length)
+
+    def _prefill(
+        self,
+        name: str,
+        x: Any,
+        cache: Any,
+        path: Any,
+        bounds: Any,
+        seq_idx: Any,
+        mask: Any,
+        length: Any,
+        whole: bool = False,
+    ) -> tuple[Tensor, StackCache]:
         if seq_idx is not None:
-            rows, bounds = end_to_end(f"{type(self).__name__}.prefill", x, seq_idx, cu_seqlens, mask)
-            y, new = self.prefill(rows, cache, path=path, cu_seqlens=bounds)
+            self._expect_no_class_tokens(name)
+            rows, bounds = end_to_end(f"{type(self).__name__}.{name}", x, seq_idx, bounds, mask)
+            y, new, _ = self._run(rows, cache, None, path=path, cu_seqlens=bounds)
             return y.view_as(x), new
-        padding = self._check("prefill", x, cu_seqlens, mask)
-        y, new, _ = self._run(x, cache, padding, path=path, cu_seqlens=cu_seqlens)
+        padding = self._check(name, x, bounds, mask)
+        levels = self._levels(name, x, cache, length, bounds, padding, whole=whole)
+        y, new, _ = self._run(x, cache, padding, levels=levels, path=path, cu_seqlens=bounds)
         return y, new
 
     def hidden_states(
@@ -143,7 +167,8 @@ class Stack(Passes):
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-    ) -> list[Float[Tensor, "b t d"]]:
+        length: int | Int[Tensor, " z"] | None = None,
+    ) -> list[Float[Tensor, "b t1 d"]]:
         """The residual stream after some of the passes, before the last norm.
 
         Args:
@@ -153,9 +178,12 @@ class Stack(Passes):
             path: the scan's algorithm.
             cu_seqlens: boundaries of packed sequences.
             mask: of padded batches.
+            length: of the whole sequences; without it and without a cache, those of the call.
         """
         padding = self._check("hidden_states", x, cu_seqlens, mask)
-        return self._run(x, cache, padding, self.wanted(passes), path=path, cu_seqlens=cu_seqlens)[2]
+        whole = cache is None and length is None
+        levels = self._levels("hidden_states", x, cache, length, cu_seqlens, padding, whole=whole)
+        return self._run(x, cache, padding, self.wanted(passes), levels, path=path, cu_seqlens=cu_seqlens)[2]
 
     def states_at(
         self,
@@ -164,28 +192,60 @@ class Stack(Passes):
         cache: StackCache | None = None,
         *,
         path: SsdPath | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], list[StackCache]]:
+        length: int | Int[Tensor, " z"] | None = None,
+    ) -> tuple[Float[Tensor, "b t1 d"], list[StackCache]]:
         """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
 
         Raises:
             ValueError: a position that does not exist.
         """
         self._check_input("states_at", x, "b t d")
-        return states_at(self, x, positions, cache, path=path)
+        return states_at(self, x, positions, cache, path=path, length=length)
 
-    def step(self, x: Float[Tensor, "b d"], cache: StackCache | None = None) -> tuple[Float[Tensor, "b d"], StackCache]:
+    def step(
+        self,
+        x: Float[Tensor, "b d"],
+        cache: StackCache | None = None,
+        *,
+        length: int | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b d"], StackCache]:
         """Run over one token: a sequence of one step.
 
         Args:
             x: inputs.
             cache: what the rows continue from; a fresh start if not given. It is not changed.
+            length: of the whole sequences, for class tokens that are placed by it.
 
         Returns:
-            y, and the new cache.
+            y, and the new cache. Where class tokens run with the token, y is the last output of the call.
         """
         self._check_input("step", x, "b d")
-        y, new, _ = self._run(x, cache, None)
-        return y, new
+        levels = self._levels("step", x.unsqueeze(1), cache, length)
+        if levels is None:
+            y, new, _ = self._run(x, cache, None)
+            return y, new
+        y, new, _ = self._run(x.unsqueeze(1), cache, None, levels=levels)
+        return levels.flow.last(y), new
+
+    def prime(
+        self, batch_size: int, cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
+    ) -> tuple[Float[Tensor, "b d"] | None, StackCache]:
+        """Run the class tokens that wait for the next token, without it; those at the end never do.
+
+        Args:
+            batch_size: rows.
+            cache: what they continue from; a fresh start if not given. It is not changed.
+            length: of the whole sequences, for class tokens that are placed by it.
+
+        Returns:
+            The output of the last of them, None where none waited; and the cache, from which the next token continues.
+        """
+        mixer: Any = self.layers[0].mixer
+        like = mixer.activation_like()
+        x = torch.empty(batch_size, 0, self.config.d_model, device=like.device, dtype=like.dtype)
+        levels = self._levels("prime", x, cache, length, priming=True)
+        y, new, _ = self._run(x, cache, None, levels=levels)
+        return (levels.flow.last(y) if levels is not None and y.shape[1] else None), new
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form: each layer's input is constant.
@@ -205,7 +265,9 @@ class Stack(Passes):
     def init_cache(self, batch_size: int) -> StackCache:
         """The cache of a fresh start."""
         mixers: list[Any] = [self.layers[i].mixer for i in self._layer_of_pass]
-        return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers))
+        levels = [v for v in (None, *range(self.n_passes)) if self._level(v) is not None]
+        cursors = tuple(torch.zeros(batch_size, 2, dtype=torch.int64) for _ in levels)
+        return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers), cursors)
 
     def fingerprint(self) -> str:
         """A name for these weights in this dtype, which state files have."""
@@ -227,17 +289,31 @@ class Stack(Passes):
         return [v % n for v in passes]
 
     def _run(
-        self, x: Tensor, cache: StackCache | None, padding: Padding | None, wanted: Sequence[int] = (), **options: Any
+        self,
+        x: Tensor,
+        cache: StackCache | None,
+        padding: Padding | None,
+        wanted: Sequence[int] = (),
+        levels: Levels | None = None,
+        **options: Any,
     ) -> tuple[Tensor, StackCache, list[Tensor]]:
         """All passes and the last norm, on checked inputs (b, t, d) or (b, d)."""
-        old, new = self._pass_caches(cache), []
+        old, new, paddings = self._pass_caches(cache), list[Any](), dict[int, Padding | None]()
         dtype, residual = x.dtype, self._stream(x)
         if padding is not None:
             residual, options["mask"] = padding.compact(residual), padding.cleaned()
+        if levels is not None and (place := levels.before(None)) is not None:
+            residual = place(residual)
 
         def run(v: int, h: Tensor, added: bool) -> Tensor:
             index = self._layer_of_pass[v]
-            layer = self.layers[index]
+            layer: Any = self.layers[index]
+            if levels is not None:
+                options.update(levels.flow.options())
+                paddings[v] = levels.flow.padding
+                if not h.shape[1]:  # nothing has come, and nothing waits
+                    new.append(layer.mixer.init_cache(len(h)) if old[v] is None else old[v])
+                    return h
             with finite.within(f"layers.{index}"):
                 if self.config.checkpointing and torch.is_grad_enabled():
                     h, made = checkpoint(layer, h, old[v], added=added, use_reentrant=False, **options)
@@ -246,11 +322,41 @@ class Stack(Passes):
             new.append(made)
             return h
 
-        h, hidden = self._walk(residual, self.n_passes, run, wanted)
+        h, hidden = self._walk(residual, self.n_passes, run, wanted, levels)
         y = self._out(h, dtype)
+        if levels is not None:
+            hidden = [zeroed(s, paddings[v]) for s, v in zip(hidden, wanted, strict=True)]
+            return zeroed(y, levels.flow.padding), self.CACHE(tuple(new), tuple(levels.cursors)), hidden
         if padding is not None:
             y, hidden = padding.restore(y), [padding.restore(x) for x in hidden]
         return y, self.CACHE(tuple(new)), hidden
+
+    def _levels(
+        self,
+        name: str,
+        x: Tensor,
+        cache: Any,
+        length: int | Tensor | None,
+        bounds: Tensor | None = None,
+        padding: Padding | None = None,
+        *,
+        whole: bool = False,
+        priming: bool = False,
+    ) -> Levels | None:
+        """The class tokens of a call over (b, t, d); None if the stack has none."""
+        if not self.config.has_class_tokens():
+            return None
+        self._pass_caches(cache)
+        where = f"{type(self).__name__}.{name}"
+        flow = flow_of(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
+        return Levels(self, where, flow, () if cache is None else cache.cursors)
+
+    def _expect_no_class_tokens(self, name: str) -> None:
+        if self.config.has_class_tokens():
+            raise ValueError(
+                f"{type(self).__name__}.{name}: with class tokens there are more outputs than inputs, for which rows "
+                "of packed sequences (seq_idx) have no room; pack them into one row with cu_seqlens"
+            )
 
     def _stream(self, x: Tensor) -> Tensor:
         """The residual stream that begins with `x`, float32 or wider if the config says so."""
@@ -268,6 +374,9 @@ class Stack(Passes):
             raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
         if len(cache.layers) != self.n_passes:
             raise ValueError(f"{where}: the cache must have {self.n_passes} layers, got {len(cache.layers)}")
+        levels = sum(self._level(v) is not None for v in (None, *range(self.n_passes)))
+        if len(cache.cursors) != levels:
+            raise ValueError(f"{where}: the cache must have {levels} cursors of class tokens, got {len(cache.cursors)}")
         return cache.layers
 
     def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:

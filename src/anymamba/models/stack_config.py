@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from anymamba.blocks.block import Block
+from anymamba.models.class_tokens import Position, expect_positions
 from anymamba.models.families import family, family_name, make_block_config, typed
 from anymamba.models.gates import usual_bias
 from anymamba.models.schedules import MOST_PASSES, SCHEDULES, layers_of_passes
@@ -38,14 +39,17 @@ class StackConfig:
     gate_bias_step: float = 0.0  # more for each further stream
     grad_horizon: int | None = None  # passes that are differentiated, counted from the last; None: all
     dropout: float = 0.0  # of what each block and MLP adds, in training
+    class_tokens: list[Position] = field(default_factory=list)  # learned rows before the stack, by their places
+    layer_class_tokens: list[list[Position]] = field(default_factory=list)  # before each layer, a list of them a layer
     checkpointing: bool = False  # keep the inputs of each pass only, and compute the rest again in the backward pass
 
     SCHEDULES: ClassVar[dict[str, Any]] = SCHEDULES
+    GROUP: ClassVar[str] = "layer"  # what class tokens stand before
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
         where = type(self).__name__
-        for name in ("ssm_cfg", "layer_cfgs", "schedule"):
+        for name in ("ssm_cfg", "layer_cfgs", "schedule", "class_tokens", "layer_class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         for f in dataclasses.fields(self):
             if f.type in ("int", "bool", "float", "int | None", "float | None"):
@@ -61,6 +65,7 @@ class StackConfig:
             raise ValueError(f'{where}: gates_per must be "layer" or "pass", got {self.gates_per!r}')
         self._expect_layers(where)
         self._expect_passes(where)
+        self._expect_class_tokens(where)
 
     def _expect_layers(self, where: str) -> None:
         if not isinstance(self.layer_cfgs, list) or len(self.layer_cfgs) not in (0, self.n_layer):
@@ -81,6 +86,15 @@ class StackConfig:
             raise ValueError(f"{where}: streams must be 0, for a plain residual, or more, got {self.streams}")
         if self.streams:
             self.initial_gate_bias()
+
+    def _expect_class_tokens(self, where: str) -> None:
+        expect_positions(f"{where}: class_tokens", self.class_tokens)
+        lists, groups = self.layer_class_tokens, self.layer_groups()
+        if not isinstance(lists, list) or len(lists) not in (0, groups):
+            found = len(lists) if isinstance(lists, list) else repr(lists)
+            raise ValueError(f"{where}: layer_class_tokens must have {groups} lists, one a {self.GROUP}, got {found}")
+        for index, positions in enumerate(lists):
+            expect_positions(f"{where}: layer_class_tokens[{index}]", positions)
 
     @property
     def layer(self) -> str:
@@ -118,6 +132,23 @@ class StackConfig:
     def residual_passes(self) -> int:
         """How often something is added to the residual stream."""
         return len(self.layers_of_passes())
+
+    def layer_groups(self) -> int:
+        """Layers that class tokens can stand before."""
+        return self.n_layer
+
+    def groups_of_passes(self) -> list[int]:
+        """The layer that class tokens before each pass belong to."""
+        return self.layers_of_passes()
+
+    def class_tokens_of_passes(self) -> list[list[Position]]:
+        """The places of the class tokens before each pass."""
+        lists = self.layer_class_tokens or [[]] * self.layer_groups()
+        return [lists[group] for group in self.groups_of_passes()]
+
+    def has_class_tokens(self) -> bool:
+        """Whether there are any."""
+        return bool(self.class_tokens or any(self.layer_class_tokens))
 
     def gates_of_passes(self) -> list[int]:
         """The gates that follow each pass."""
