@@ -1,0 +1,124 @@
+"""Learning to multiply in A5, with states that turn in a plane or in space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from anymamba import LatentModel
+from anymamba.training.config import RunConfig
+from anymamba.training.sections import (
+    CheckpointSection,
+    EvaluationSection,
+    OptimiserSection,
+    ScheduleSection,
+    at_least,
+    option,
+)
+from anymamba.training.task import Evaluation, Task
+from examples.a5.words import ELEMENTS, draw
+from examples.labelled import Labelled
+
+TRAINING, VALIDATION, TEST = range(3)  # their words come from different seeds
+TOKENS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class A5Section:
+    """The model, and the words of a step."""
+
+    rotation: Literal["complex", "quaternion"] = option("quaternion", "how the states turn")
+    n_layer: int = option(1, "layers")
+    d_model: int = option(64, "width of the residual stream")
+    d_state: int = option(32, "state size of a head")
+    headdim: int = option(16, "width of a head")
+    d_intermediate: int = option(128, "width of the MLP after each block")
+    rows: int = option(128, "words of a step")
+    length: int = option(12, "generators of a word")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "d_intermediate", "rows", "length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class A5Config(RunConfig):
+    """A run on words of A5."""
+
+    a5: A5Section = field(default_factory=A5Section)
+    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99, weight_decay=0.0))
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=3000, warmup=100, final=0.003))
+    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
+    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=500, keep=1))
+    threads: int | None = option(1, "CPU threads; the model is too small for more")
+
+
+class WordReader(nn.Module):
+    """A stack between two projections: a token comes in as a unit vector, the logits of the elements come out."""
+
+    def __init__(self, config: A5Section) -> None:
+        """Create the parameters; turns by a fifth of a circle need larger steps than language does."""
+        super().__init__()
+        sizes = {"d_state": config.d_state, "headdim": config.headdim, "dt_min": 0.1, "dt_max": 1.0}
+        block = {"layer": "Mamba3", "rotation": config.rotation, "rope_fraction": 1.0, "a_activation": "softplus"}
+        stack: dict[str, Any] = {"d_model": config.d_model, "n_layer": config.n_layer, "ssm_cfg": {**block, **sizes}}
+        stack["d_intermediate"] = (
+            config.d_intermediate
+        )  # an element is a turn and its opposite: no linear map knows both
+        self.model = LatentModel(input_size=TOKENS, output_size=len(ELEMENTS), stack=stack)
+
+    def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t k"]:
+        """The logits of the product after each token."""
+        return self.model(F.one_hot(tokens, TOKENS).to(self.model.output.weight.dtype))
+
+
+class A5Task(Task[Labelled]):
+    """The product of a word so far, after each of its tokens."""
+
+    NAMES = ("accuracy", "last_accuracy")
+    config: A5Config
+
+    def __init__(self, config: A5Config) -> None:
+        """Draw the words of the evaluations on the way."""
+        self.config = config
+        self._validation = self.words(VALIDATION, 0, 512, config.a5.length)
+
+    @property
+    def fingerprint(self) -> str:
+        """The group: everything else is in the config."""
+        return "A5"
+
+    def words(self, stream: int, number: int, rows: int, length: int) -> Labelled:
+        """Words of a stream of random numbers."""
+        return draw(np.random.default_rng([self.config.seed, stream, number]), rows, length)
+
+    def make_model(self, dtype: torch.dtype) -> WordReader:
+        """A reader with the config's rotation."""
+        return WordReader(self.config.a5).to(dtype)
+
+    def batches(self, step: int) -> list[Labelled]:
+        """Words of one length."""
+        return [self.words(TRAINING, step, self.config.a5.rows, self.config.a5.length)]
+
+    def cost(self, model: WordReader, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Nats."""
+        return batch.nats(model), None
+
+    def evaluate(self, model: WordReader, step: int, dtype: torch.dtype) -> Evaluation:
+        """Accuracy over all positions of fresh words, and at the last."""
+        right = accuracy_per_position(model, self._validation)
+        values = {"accuracy": right.mean().item(), "last_accuracy": right[-1].item()}
+        text = f"step {step}: {100 * values['accuracy']:.1f} % of all positions, {100 * right[-1]:.1f} % of the last"
+        return Evaluation(values, text)
+
+
+@torch.no_grad()
+def accuracy_per_position(model: nn.Module, words: Labelled) -> Tensor:
+    """The share of words whose product is right after each token, (t,)."""
+    return (model(words.inputs).argmax(-1) == words.labels).double().mean(0)

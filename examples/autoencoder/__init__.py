@@ -1,0 +1,1 @@
+"""Handwritten digits through a bottleneck of a few numbers."""

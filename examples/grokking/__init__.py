@@ -1,0 +1,1 @@
+"""Modular addition: a model that has long known its examples by heart begins to understand."""

@@ -1,0 +1,150 @@
+"""Learning to add modulo a prime from some of all sums, far beyond the point where those are known by heart.
+
+Letters: b sums, t = k numbers, p the modulus; of a matrix or of states x: Σ their covariance.
+
+    participation ratio = (tr Σ)² / tr Σ²        between 1 and the rank: in how many directions something varies
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anymamba import MambaLM
+from anymamba.models.config import MambaLMConfig
+from anymamba.training.config import RunConfig
+from anymamba.training.sections import (
+    CheckpointSection,
+    EvaluationSection,
+    OptimiserSection,
+    ScheduleSection,
+    at_least,
+    option,
+)
+from anymamba.training.task import Evaluation, Task
+from examples.labelled import Labelled
+
+LOOKED_AT = 512  # sums whose states are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrokkingSection:
+    """The sums, and the model."""
+
+    modulus: int = option(47, "p, of the sums")
+    terms: int = option(2, "k, numbers that are added")
+    share: float = option(0.5, "of all sums that is trained on")
+    d_model: int = option(64, "width of the residual stream")
+    d_state: int = option(32, "state size of the one head")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 2, "modulus", "terms")
+        at_least(self, 1, "d_model", "d_state")
+        if not 0 < self.share < 1:
+            raise ValueError(f"share must be above 0 and below 1, got {self.share}")
+        if self.modulus**self.terms > 2**20:
+            raise ValueError(f"modulus ** terms must be at most 2^20, got {self.modulus} ** {self.terms}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrokkingConfig(RunConfig):
+    """A run on sums; all of those that are trained on are read at every step."""
+
+    grokking: GrokkingSection = field(default_factory=GrokkingSection)
+    optimiser: OptimiserSection = field(
+        default_factory=lambda: OptimiserSection(lr=2e-3, beta2=0.98, weight_decay=1.0, decay_embeddings=True)
+    )
+    schedule: ScheduleSection = field(
+        default_factory=lambda: ScheduleSection(steps=2000, warmup=20, kind="constant", final=1.0)
+    )
+    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=50, log_every=250))
+    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=500, keep=1))
+    threads: int | None = option(1, "CPU threads; the model is too small for more")
+
+
+class GrokkingTask(Task[Labelled]):
+    """The sum of all numbers, predicted after the last of them."""
+
+    NAMES = ("training_accuracy", "test_accuracy", "ratio_of_states", "ratio_of_embedding", "ratio_of_head")
+    config: GrokkingConfig
+
+    def __init__(self, config: GrokkingConfig) -> None:
+        """Split all sums in two."""
+        self.config, c = config, config.grokking
+        numbers = np.array(list(itertools.product(range(c.modulus), repeat=c.terms)))
+        sums = numbers.sum(1) % c.modulus
+        order = np.random.default_rng(config.seed).permutation(len(numbers))
+        cut = round(c.share * len(numbers))
+        self.training, self.test = (
+            Labelled(torch.from_numpy(numbers[part]), torch.from_numpy(sums[part])) for part in np.split(order, [cut])
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Sums: everything else is in the config."""
+        return "sums"
+
+    def make_model(self, dtype: torch.dtype) -> Adder:
+        """One layer with one head."""
+        return Adder(self.config.grokking).to(dtype)
+
+    def batches(self, step: int) -> list[Labelled]:
+        """All sums that are trained on."""
+        return [self.training]
+
+    def cost(self, model: Adder, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Nats."""
+        return batch.nats(model), None
+
+    @torch.no_grad()
+    def evaluate(self, model: Adder, step: int, dtype: torch.dtype) -> Evaluation:
+        """Accuracy on both parts, and in how many directions states and weights vary."""
+        language = model.language
+        values = {
+            "training_accuracy": self.training.accuracy(model),
+            "test_accuracy": self.test.accuracy(model),
+            "ratio_of_states": participation_ratio(model.states(self.test.inputs[:LOOKED_AT])),
+            "ratio_of_embedding": participation_ratio(language.backbone.embedding.weight),
+            "ratio_of_head": participation_ratio(language.lm_head.weight),
+        }
+        known, new = 100 * values["training_accuracy"], 100 * values["test_accuracy"]
+        return Evaluation(values, f"step {step}: {known:.1f} % of the known sums, {new:.1f} % of the others")
+
+
+class Adder(nn.Module):
+    """A language model of one layer with one head, whose output head is not its embedding."""
+
+    def __init__(self, config: GrokkingSection) -> None:
+        """Create the parameters."""
+        super().__init__()
+        block = {"layer": "Mamba3", "d_state": config.d_state, "headdim": 2 * config.d_model}
+        self.language = MambaLM(
+            MambaLMConfig(
+                d_model=config.d_model,
+                n_layer=1,
+                vocab_size=config.modulus,
+                pad_vocab_size_multiple=1,
+                tie_embeddings=False,
+                ssm_cfg=block,
+            )
+        )
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """(b, t) -> (b, p): the logits of the sum."""
+        return self.language(numbers).logits[:, -1]
+
+    def states(self, numbers: Tensor) -> Tensor:
+        """The state after the last number, (b, p n)."""
+        return self.language(numbers).cache.layers[0].ssm.flatten(1)
+
+
+def participation_ratio(x: Tensor) -> float:
+    """(tr Σ)² / tr Σ² of rows (b, f), from the smaller of their two Gram matrices."""
+    x = (x - x.mean(0)).double()
+    gram = x @ x.T if len(x) < x.shape[1] else x.T @ x
+    return (gram.trace().square() / gram.square().sum().clamp(min=1e-300)).item()
