@@ -58,19 +58,19 @@ wheels: $(VENV)/.installed
 	  $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	ls -l dist
 
-# The drop-in for transformers on the oldest and the newest version that it takes, each in an environment of its own
-# that finds everything else in the first one.
+# The drop-in for transformers on the oldest and the newest version that it takes, each in an environment of its own.
+# It is filled before it finds the first environment, so that it has its own copy of everything this version needs.
 TRANSFORMERS ?= 5.16.0 latest
 SITE := import site; print(site.getsitepackages()[0])
 test-transformers: $(VENV)/.installed
 	set -e; for version in $(TRANSFORMERS); do \
 	  environment=build/transformers-$$version; \
-	  $(BIN)/python -m venv $$environment; \
+	  $(BIN)/python -m venv --clear $$environment; \
+	  $$environment/bin/pip install --quiet "transformers$$(test $$version = latest && echo '<6' || echo ==$$version)"; \
 	  echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
 	    > "$$($$environment/bin/python -c '$(SITE)')/shared.pth"; \
-	  $$environment/bin/pip install --quiet --upgrade \
-	    "transformers$$(test $$version = latest && echo '<6' || echo ==$$version)"; \
-	  $$environment/bin/python -m pytest tests/transformers tests/tracing/test_transformers.py; \
+	  $$environment/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
+	  $$environment/bin/python -m pytest tests/transformers tests/tracing/test_transformers.py tests/compat/test_install.py; \
 	done
 
 # The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.

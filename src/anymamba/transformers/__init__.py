@@ -1,12 +1,14 @@
 """transformers' own Mamba models, right and fast on a CPU: `model = accelerate(model)`.
 
-The class of every mixer is exchanged for a subclass of it whose forward runs on this library's operators. Parameters,
-names, submodules, caches and configs remain transformers' own, and `restore` undoes it.
+The class of every mixer is exchanged for a subclass of it whose forward runs on this library's operators, and so are
+those of models that are nothing but mixers and of large projections, for one token at a time. Parameters, names,
+submodules, caches and configs remain transformers' own, and `restore` undoes it.
 """
 
 from anymamba.transformers.enabling import disable as disable
 from anymamba.transformers.enabling import enable as enable
 from anymamba.transformers.report import LayerReport as LayerReport
+from anymamba.transformers.report import ModelReport as ModelReport
 from anymamba.transformers.report import Report as Report
 from anymamba.transformers.report import report as report
 from anymamba.transformers.swap import accelerate as accelerate

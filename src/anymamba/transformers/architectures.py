@@ -1,4 +1,4 @@
-"""The architectures of transformers: which mixers there are, and in what they differ.
+"""The architectures of transformers: which mixers there are and in what they differ, and models of nothing else.
 
 All mixers of a kind name their sizes alike. What differs is described here, one entry for each mixer; the forwards
 (`mamba1.py`, `mamba2.py`) are shared.
@@ -42,6 +42,26 @@ ARCHITECTURES = {
     "FalconH1Mixer": Architecture(folder="falcon_h1", kind="mamba2", scaled=True, norm_switch="mamba_rms_norm"),
 }
 
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A model of transformers that is nothing but an embedding, mixers with a norm before each, and a last norm.
+
+    Attributes:
+        folder: of the model below `transformers.models`.
+        prefix: of the names of its block, its norms and its output.
+    """
+
+    folder: str
+    prefix: str
+
+
+STACKS = {
+    "MambaModel": Stack(folder="mamba", prefix="Mamba"),
+    "FalconMambaModel": Stack(folder="falcon_mamba", prefix="FalconMamba"),
+    "Mamba2Model": Stack(folder="mamba2", prefix="Mamba2"),
+}
+
 # Mixers that have a forward of their own to keep, with the reason.
 NOT_COVERED = {
     "ZambaMambaMixer": "Zamba-1 has several heads, each with inner projections of its own: no kernel has them",
@@ -49,8 +69,13 @@ NOT_COVERED = {
 
 
 def own_class(name: str) -> type[Any]:
-    """transformers' own class of a mixer in `ARCHITECTURES`."""
-    folder = ARCHITECTURES[name].folder
+    """transformers' own class of a mixer in `ARCHITECTURES` or a model in `STACKS`."""
+    folder = (ARCHITECTURES[name] if name in ARCHITECTURES else STACKS[name]).folder
+    return of_folder(folder, name)
+
+
+def of_folder(folder: str, name: str) -> type[Any]:
+    """A class of the model in a folder of transformers."""
     found: type[Any] = getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     return found
 

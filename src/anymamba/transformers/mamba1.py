@@ -22,10 +22,9 @@ from anymamba.ground.numerics import state_dtype
 from anymamba.kernels.cpu.program import Program
 from anymamba.ops.conv import causal_conv
 from anymamba.scan import selective_scan
-from anymamba.transformers.architectures import is_of_transformers
 from anymamba.transformers.caches import Carried
 from anymamba.transformers.layouts import Layout
-from anymamba.transformers.mixer import AcceleratedMixer, eps_of, inner_norm, is_bare
+from anymamba.transformers.mixer import AcceleratedMixer, eps_of, inner_norm, is_bare, record_norm
 
 _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
@@ -89,12 +88,6 @@ class AcceleratedMamba1(AcceleratedMixer):
         """x and z."""
         return 2 * self.intermediate_size
 
-    def constants(self) -> tuple[Any, ...]:
-        """What `record_core` writes into phases."""
-        if self.ARCHITECTURE.inner_norms == "none":
-            return ()
-        return tuple(eps_of(getattr(self, name)) for name in _NORMS)
-
     def record_core(self, program: Program, projected: int) -> int:
         """Convolution, inner projections and norms, states and gate."""
         i, n, rank = self.intermediate_size, self.ssm_state_size, self.time_step_rank
@@ -122,8 +115,6 @@ class AcceleratedMamba1(AcceleratedMixer):
         return y
 
     def _record_norm(self, program: Program, name: str, slot: int, width: int) -> None:
-        norm = getattr(self, name)
-        if not (is_bare(norm) and is_of_transformers(type(norm))):
-            program.refuse(f"{name} is not transformers' own, or has hooks")
+        norm = record_norm(program, self, name)
         weighted = self.ARCHITECTURE.inner_norms == "weighted"
         program.norm(slot, norm if weighted else None, width, to=slot, eps=eps_of(norm))

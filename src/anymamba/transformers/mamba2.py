@@ -24,7 +24,7 @@ from anymamba.scan.ssd import ssd
 from anymamba.transformers.architectures import is_of_transformers
 from anymamba.transformers.caches import Carried
 from anymamba.transformers.layouts import Layout
-from anymamba.transformers.mixer import AcceleratedMixer, eps_of, is_bare
+from anymamba.transformers.mixer import AcceleratedMixer, eps_of, is_bare, record_norm
 
 
 class AcceleratedMamba2(AcceleratedMixer):
@@ -97,15 +97,9 @@ class AcceleratedMamba2(AcceleratedMixer):
         """z, xBC and dt."""
         return self.intermediate_size + self.conv_dim + self.num_heads
 
-    def constants(self) -> tuple[Any, ...]:
-        """What `record` and `record_core` write into phases."""
-        scale = self.ssm_in_multiplier if self.ARCHITECTURE.scaled else 1.0
-        if not self._has_norm():
-            return (*self._limits(), scale)
-        return (*self._limits(), scale, self._group_size(), self._norm_before_gate(), eps_of(self.norm))
-
     def record_core(self, program: Program, projected: int) -> int:
         """Convolution, states, norm and gate."""
+        program.watch(self, "_anymamba", "time_step_limit", "mamba_rms_norm")
         i, low_high = self.intermediate_size, self._limits()
         xbc = projected + i
         act = self.record_conv(program, xbc, self.conv_dim)
@@ -129,15 +123,14 @@ class AcceleratedMamba2(AcceleratedMixer):
         )
         if not self._has_norm():
             return program.gate(y, projected, i, to=y)
-        if not (is_bare(self.norm) and is_of_transformers(type(self.norm))):
-            program.refuse("norm is not transformers' own, or has hooks")
+        norm = record_norm(program, self, "norm")
         return program.norm(
             y,
-            self.norm,
+            norm,
             i,
             z=projected,
             to=y,
-            eps=eps_of(self.norm),
+            eps=eps_of(norm),
             group_size=self._group_size(),
             norm_before_gate=self._norm_before_gate(),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.ground.numerics import is_autocast, state_dtype
-from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.cpu.program import OUTPUT, Program
 from anymamba.ops.norms import rms_norm
 from anymamba.transformers import caches, tokens
 from anymamba.transformers.architectures import Architecture, is_of_transformers
@@ -46,7 +46,7 @@ class AcceleratedMixer(nn.Module):
     """A mixer of transformers whose forward runs on this library's operators.
 
     It is mixed into transformers' class of the mixer (`classes.py`), whose attributes it reads. A kind adds `mix`,
-    `fresh_shapes`, `record_core` and `constants`.
+    `fresh_shapes` and `record_core`.
     """
 
     ARCHITECTURE: ClassVar[Architecture]
@@ -145,20 +145,20 @@ class AcceleratedMixer(nn.Module):
         """The shapes of a window and of a state, without the batch."""
         raise NotImplementedError
 
-    def constants(self) -> tuple[Any, ...]:
-        """The numbers of the mixer that a recorded token holds."""
-        raise NotImplementedError
-
-    def record(self, program: Program, x: int) -> None:
-        """Describe one token to the compiled kernels, from slot `x` to the output."""
+    def record(self, program: Program, x: int, *, to: int = OUTPUT, add: bool = False) -> None:
+        """Describe one token to the compiled kernels, from slot `x` to slot `to`, or added to it."""
         width = self.projected_width()
+        program.watch(self, "activation")
+        if self.activation not in ("silu", "swish"):
+            program.refuse(f"its activation is {self.activation}, not silu")
         if self.ARCHITECTURE.scaled:
+            program.watch(self, "ssm_in_multiplier")
             x = program.scale(x, self.hidden_size, factor=float(self.ssm_in_multiplier))
         projected = program.linear(x, self, "in_proj", self.hidden_size, width)
         if self.ARCHITECTURE.scaled:
             program.scale(projected, width, weight=program.buffer(self, "mup_vector", 1, 1, width), to=projected)
         y = self.record_core(program, projected)
-        program.linear(y, self, "out_proj", self.intermediate_size, self.hidden_size, to=tokens.OUTPUT)
+        program.linear(y, self, "out_proj", self.intermediate_size, self.hidden_size, to=to, add=add)
 
     def record_core(self, program: Program, projected: int) -> int:
         """Describe what lies between the projections, from one slot to another."""
@@ -184,6 +184,15 @@ def eps_of(norm: nn.Module) -> float:
     """The number that a norm of transformers adds to the mean square."""
     found: float = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps")  # noqa: B009
     return found
+
+
+def record_norm(program: Program, owner: nn.Module, name: str) -> nn.Module:
+    """The submodule `name`, a norm that computes what its class in transformers does; its numbers are watched."""
+    norm: nn.Module = program.child(owner, name, type(getattr(owner, name)))
+    if not is_of_transformers(type(norm)):
+        program.refuse(f"{name} is a {type(norm).__name__}, which is not transformers' own")
+    program.watch(norm, "variance_epsilon", "eps", "group_size", "n_groups", "norm_before_gate")
+    return norm
 
 
 def inner_norm(norm: nn.Module, x: Tensor, is_weighted: bool) -> Tensor:

@@ -174,7 +174,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packing | None:
     """The packing in the arguments of a model: `seq_idx`, `cu_seq_lens_q`, or `position_ids` that restart."""
-    given: dict[str, Any] = {**dict(zip(_names(type(model).forward), args, strict=False)), **kwargs} if args else kwargs
+    given = named(type(model).forward, args, kwargs)
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2 or tokens.device.type != "cpu":
         return None
@@ -189,6 +189,11 @@ def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     # transformers' attention reads positions the same way: only where there is no mask.
     is_read = isinstance(positions, Tensor) and positions.ndim == 2 and mask is None
     return Packing.of_positions(positions, b) if is_read and positions.shape[1] == t else None
+
+
+def named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a forward, by name."""
+    return {**dict(zip(_names(forward), args, strict=False)), **kwargs} if args else kwargs
 
 
 @functools.cache

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from anymamba.transformers.classes import own_class_of
 from anymamba.transformers.mixer import AcceleratedMixer, Options
+from anymamba.transformers.stack import recorded
 
 FLOOR = (5, 16)
 TOKENS = 7
@@ -50,13 +53,38 @@ def difference(mixer: AcceleratedMixer) -> str:
             mixer._anymamba = options
     except Exception as error:
         return f"the comparison with transformers' own forward failed: {_first_line(error)}"
+    return _difference(found, expected, weight.dtype)
+
+
+@torch.no_grad()
+def difference_of_stack(stack: Any, accelerated: type[Any]) -> str:
+    """How one token of a model in one call differs from its own forward, with its first two layers; empty if not."""
+    made, own, weight = copy.copy(stack), type(stack), stack.norm_f.weight
+    made.__dict__ |= {"_modules": {**stack._modules, "layers": nn.ModuleList(stack.layers[:2])}, "training": False}
+    x = torch.tensor([[1], [2], [0]]) % stack.config.vocab_size
+    if weight.device.type != "cpu":
+        return ""
+    try:
+        cache = own.forward(made, x.repeat(1, 3), use_cache=True, return_dict=True).cache_params
+        branch = copy.deepcopy(cache)
+        expected = own.forward(made, x, cache_params=cache, return_dict=True)
+        made.__class__ = accelerated
+        if recorded(made).program is None:
+            return ""
+        found = accelerated.forward(made, x, cache_params=branch, return_dict=True)
+    except Exception as error:
+        return f"the comparison with transformers' own forward failed: {_first_line(error)}"
+    return _difference(found.last_hidden_state, expected.last_hidden_state, weight.dtype)
+
+
+def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
     if found.shape != expected.shape:
         return f"its output has shape {tuple(found.shape)}, transformers' own {tuple(expected.shape)}"
     if not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
         return "" if bool((torch.isfinite(found) == torch.isfinite(expected)).all()) else "its outputs are not finite"
     gap = (found.double() - expected.double()).abs().max().item()
     size = expected.double().abs().max().item()
-    if gap <= TOLERANCE.get(weight.dtype, 5e-2) * size:
+    if gap <= TOLERANCE.get(dtype, 5e-2) * size:
         return ""
     return f"its outputs differ from transformers' own by {gap:.2g}, where the largest is {size:.2g}"
 

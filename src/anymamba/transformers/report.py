@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from anymamba.kernels.cpu.library import LIBRARY
-from anymamba.transformers import tokens
+from anymamba.transformers import linears, stack, tokens
+from anymamba.transformers.architectures import STACKS, own_class
 from anymamba.transformers.mixer import FALLBACKS, AcceleratedMixer
+from anymamba.transformers.stack import AcceleratedStack
 from anymamba.transformers.swap import REFUSED, mixers
 
 
@@ -36,15 +38,45 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """How one token runs through a model that is nothing but mixers.
+
+    Attributes:
+        name: of the module.
+        model: the class that transformers has for it.
+        token: how one token is computed.
+        reason: why not in one call; empty where it is.
+    """
+
+    name: str
+    model: str
+    token: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """How the mixers of a model run; as text, a line for each."""
+    """How a model runs; as text, a line for each mixer.
+
+    Attributes:
+        layers: the mixers.
+        models: models that are nothing but mixers, with an embedding and norms.
+        projections: how many others, such as those of attention, of MLPs and the head, have a faster way for few rows.
+    """
 
     layers: tuple[LayerReport, ...]
+    models: tuple[ModelReport, ...] = ()
+    projections: int = 0
 
     def __str__(self) -> str:
         """A table."""
         accelerated = sum(layer.accelerated for layer in self.layers)
         lines = [f"{accelerated} of {len(self.layers)} mixers are accelerated"]
+        if self.projections:
+            lines[0] += f", and {self.projections} other projections for few rows"
+        for model in self.models:
+            because = f"; because {model.reason}" if model.reason else ""
+            lines.append(f"  {model.name or '(itself)'} ({model.model}): a token: {model.token}{because}")
         for layer in self.layers:
             notes = [f"sequences: {layer.sequence}", f"a token: {layer.token}"]
             notes += [f"because {layer.reason}"] if layer.reason else []
@@ -61,7 +93,24 @@ def report(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"report: model must be a torch module, got {type(model).__name__}")
-    return Report(layers=tuple(_layer(name, mixer) for name, mixer in mixers(model)))
+    return Report(
+        layers=tuple(_layer(name, mixer) for name, mixer in mixers(model)),
+        models=tuple(
+            _model(name, part)
+            for name, part in model.named_modules()
+            if type(part).__name__ in STACKS and isinstance(part, own_class(type(part).__name__))
+        ),
+        projections=linears.count(model),
+    )
+
+
+def _model(name: str, model: nn.Module) -> ModelReport:
+    reason = REFUSED.get(model, "it was not accelerated")
+    if isinstance(model, AcceleratedStack):
+        reason = "" if "forward" not in model.__dict__ else "somebody has given this module a forward of its own"
+        reason = reason or stack.recorded(model).reason
+    how = "mixer by mixer" if reason else "one call for all layers"
+    return ModelReport(name=name, model=type(model).__name__, token=how, reason=reason)
 
 
 def _layer(name: str, mixer: nn.Module) -> LayerReport:

@@ -9,15 +9,16 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from anymamba.transformers import linears, probe
 from anymamba.transformers import packing as packed
-from anymamba.transformers import probe
-from anymamba.transformers.architectures import ARCHITECTURES, NOT_COVERED, is_of_transformers
+from anymamba.transformers.architectures import ARCHITECTURES, NOT_COVERED, STACKS, is_of_transformers
 from anymamba.transformers.classes import accelerated_class, own_class_of
 from anymamba.transformers.mixer import AcceleratedMixer, NormKind, Options
+from anymamba.transformers.stack import AcceleratedStack
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Why a mixer was left as it is.
+# Why a mixer or a model was left as it is.
 REFUSED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -61,6 +62,8 @@ def accelerate(model: _Model, *, packing: bool = True, norm: NormKind = "transfo
         packed.remove(host)
         if packing:
             packed.install(host)
+        linears.exchange(host, {part for _, mixer in found for part in mixer.modules()})
+    _exchange_stacks(model, check)
     return model
 
 
@@ -74,8 +77,9 @@ def restore(model: _Model) -> _Model:
         raise TypeError(f"restore: model must be a torch module, got {type(model).__name__}")
     for module in model.modules():
         packed.remove(module)
-        if isinstance(module, AcceleratedMixer):
+        if isinstance(module, AcceleratedMixer | AcceleratedStack):
             _change_back(module)
+    linears.change_back(model)
     return model
 
 
@@ -94,7 +98,7 @@ def _exchange(found: list[nn.Module], options: Options, check: bool) -> dict[str
     checked: set[type[Any]] = set()
     for mixer in found:
         is_new = not isinstance(mixer, AcceleratedMixer)
-        own = type(mixer) if is_new else own_class_of(mixer)  # type: ignore[arg-type]
+        own = type(mixer) if is_new else own_class_of(mixer)
         accelerated = accelerated_class(own)
         if accelerated is None:
             reason = NOT_COVERED.get(own.__name__, "a class of another package has this name")
@@ -116,9 +120,27 @@ def _exchange(found: list[nn.Module], options: Options, check: bool) -> dict[str
     return refused
 
 
-def _change_back(mixer: Any) -> None:
-    mixer.__dict__.pop("_anymamba", None)
-    mixer.__class__ = own_class_of(mixer)
+def _exchange_stacks(model: nn.Module, check: bool) -> None:
+    """Let a token of the models that are nothing but mixers run in one call."""
+    for module in model.modules():
+        if type(module).__name__ not in STACKS or isinstance(module, AcceleratedStack):
+            continue
+        accelerated = accelerated_class(type(module))
+        if accelerated is None or not all(isinstance(mixer, AcceleratedMixer) for _, mixer in mixers(module)):
+            continue
+        reason = probe.difference_of_stack(module, accelerated) if check else ""
+        if reason:
+            REFUSED[module] = reason
+            message = f"accelerate: a token of {type(module).__name__} runs mixer by mixer: {reason}"
+            warnings.warn(message, stacklevel=3)
+        else:
+            REFUSED.pop(module, None)
+            module.__class__ = accelerated
+
+
+def _change_back(module: Any) -> None:
+    module.__dict__.pop("_anymamba", None)
+    module.__class__ = own_class_of(module)
 
 
 def _hosts(model: nn.Module) -> list[nn.Module]:

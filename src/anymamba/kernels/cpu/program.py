@@ -8,7 +8,7 @@ It has no gradient and is not traced.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -81,15 +81,16 @@ class Program:
         """Say that the kernels cannot run a module."""
         raise NotCovered(reason)
 
-    def expect_plain(self, module: Any, kind: type, name: str = "") -> None:
-        """Refuse a module that is not exactly of `kind`, or has hooks, or methods of its own."""
+    def expect_plain(self, module: Any, kind: type, name: str = "", harmless: Collection[Any] = ()) -> None:
+        """Refuse a module that is not exactly of `kind`, or has hooks (but `harmless` ones), or methods of its own."""
         name = name or type(module).__name__
         if isinstance(module, nn.Module):
             self._watched.module(module)
         if type(module) is not kind:
             self.refuse(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
         found: Any = module  # for mypy, which takes `type(module) is not kind` for the end of it
-        if found._forward_hooks or found._forward_pre_hooks or any(GLOBAL_HOOKS):
+        hooks = (*found._forward_hooks.values(), *found._forward_pre_hooks.values())
+        if any(GLOBAL_HOOKS) or any(hook not in harmless for hook in hooks):
             self.refuse(f"{name} has hooks")
         if any(callable(getattr(kind, member, None)) for member in vars(module)):
             self.refuse(f"{name} has methods of its own")
@@ -103,6 +104,11 @@ class Program:
     def number(self, owner: nn.Module, name: str) -> Any:
         """A number among the attributes of a module."""
         return self._watched.entry(vars(owner), name)
+
+    def watch(self, owner: nn.Module, *names: str) -> None:
+        """Record again when one of these attributes of a module is another object."""
+        for name in names:
+            self._watched.entry(vars(owner), name)
 
     def rotation(self, kind: str) -> int:
         """The number by which the kernels know a kind of rotation."""
@@ -168,16 +174,24 @@ class Program:
         if isinstance(narrow := owner._modules.get(name), NarrowWeight):
             fields = self._narrow_weight(owner, name, type(narrow), out, width)
         else:
-            linear = self.child(owner, name, kind)
-            fields = {"weight": self.parameter(linear, "weight", out, width)}
-            fields["bias"] = self.parameter(linear, "bias", out, optional=True)
-            if linear.weight.dtype != self.dtype:
-                self.refuse(f"{name} is {linear.weight.dtype}, not {self.dtype}")
+            fields = self.plain_weight(self.child(owner, name, kind), out, width, name)
         to = self.slot(out) if to is None else to
+        self.project(x, width, out, fields, to=to, add=add)
+        return to
+
+    def plain_weight(self, linear: nn.Linear, out: int, width: int, name: str = "weight") -> dict[str, Any]:
+        """The fields of a projection with a weight in the dtype of the activations."""
+        fields = {"weight": self.parameter(linear, "weight", out, width)}
+        fields["bias"] = self.parameter(linear, "bias", out, optional=True)
+        if linear.weight.dtype != self.dtype:
+            self.refuse(f"{name} is {linear.weight.dtype}, not {self.dtype}")
+        return fields
+
+    def project(self, x: int, width: int, out: int, fields: dict[str, Any], *, to: int, add: bool = False) -> None:
+        """A matrix, which is in `fields`, times slot `x`: in slot `to`, or added to it."""
         if to == OUTPUT:
             self.output_width = out
         self.phase("linear", **{"in": width}, out=out, x=x, to=to, add=add, **fields)
-        return to
 
     def _narrow_weight(
         self, owner: nn.Module, name: str, kind: type[NarrowWeight], out: int, width: int
