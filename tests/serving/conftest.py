@@ -1,3 +1,7 @@
+import faulthandler
+import signal
+import sys
+
 import pytest
 
 from tests.serving.running import Running, make_model
@@ -5,6 +9,26 @@ from tests.serving.running import Running, make_model
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("jinja2")
+
+SECONDS = 180
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test that hangs fails, and shows what each thread was doing, here and in the servers."""
+
+    def late(*_):
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        Running.abort_all()
+        raise TimeoutError(f"{item.name} took more than {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -29,11 +29,27 @@ def make_model(directory, **fields):
 class Running:
     """A server; `stop` ends it and gives its exit code."""
 
+    alive = []  # noqa: RUF012
+
     def __init__(self, directory, *options):
-        command = [sys.executable, "-m", "anymamba", "serve", str(directory), "--port", "0", "--threads", "1", *options]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-m",
+            "anymamba",
+            "serve",
+            str(directory),
+            "--port",
+            "0",
+            "--threads",
+            "1",
+            *options,
+        ]
         self.process = subprocess.Popen(
             list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
         )
+        self.alive.append(self)
         self.errors = []
         self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
         self._reader.start()
@@ -43,6 +59,15 @@ class Running:
             self._reader.join()
             raise RuntimeError("".join(self.errors))
         self.url, self.port = found[1], int(found[2])
+
+    @classmethod
+    def abort_all(cls):
+        """End every server, and print what each of its threads was doing."""
+        for server in cls.alive:
+            server.process.send_signal(signal.SIGABRT)
+            server.process.wait()
+            server._reader.join()
+            print("".join(server.errors), file=sys.stderr)
 
     def ask(self, path, body=None, *, method=None, headers=(), timeout=60):
         """Status, headers and content of an answer; a body that is not bytes is sent as JSON."""
@@ -71,6 +96,7 @@ class Running:
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(timeout)
+        self.alive.remove(self)
         self._reader.join()
         self.process.stdout.close()
         self.process.stderr.close()

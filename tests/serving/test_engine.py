@@ -185,6 +185,58 @@ def test_a_long_prompt_does_not_hold_up_others(running):
     assert events.qsize() >= 50
 
 
+def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
+    engine = running(byte_model())
+    segments = 40
+    reader, reading = job([3] * (segments * SEGMENT), [plan(1)], length=segments * SEGMENT)
+    read = []
+    late = [job([i], [plan(1)], length=1) for i in range(3)]
+
+    def submit_the_others(position):
+        read.append(position)
+        if len(read) == 3:
+            for made, _ in late:
+                engine.submit(made)
+        return False
+
+    reader.kept_at = submit_the_others
+    order = []
+    for i, (made, events) in enumerate([(reader, reading), *late]):
+        made.emit = lambda event, i=i, events=events: (isinstance(event, Began) and order.append(i), events.put(event))
+    engine.submit(reader)
+    for events in (reading, *(events for _, events in late)):
+        tokens_of(events)
+    assert order == [1, 2, 3, 0]
+
+
+def test_closing_does_not_wait_for_a_long_prompt(running):
+    engine = running(byte_model())
+    begun = threading.Event()
+    made, events = job([1] * (5000 * SEGMENT), [plan(1)], kept_at=lambda _: begun.set())
+    engine.submit(made)
+    assert begun.wait(60)
+    engine.close()
+    with pytest.raises(RuntimeError, match="shutting down"):
+        tokens_of(events)
+    assert engine.tokens_read < 5000 * SEGMENT
+
+
+def test_what_nobody_foresaw_fails_the_jobs_at_hand_and_no_other(running, monkeypatch, capsys):
+    model = byte_model()
+    engine = running(model)
+    seat = engine._seat
+    monkeypatch.setattr(engine, "_seat", lambda: 1 / 0)
+    made, events = job([1], [plan()])
+    engine.submit(made)
+    with pytest.raises(ZeroDivisionError):
+        tokens_of(events)
+    monkeypatch.setattr(engine, "_seat", seat)
+    made, events = job([1], [plan()])
+    engine.submit(made)
+    assert tokens_of(events) == model.generate(torch.tensor([[1]]), 12, seed=1, temperature=1.0).rows()
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_closing_fails_what_is_not_done(running):
     engine = running(byte_model())
     made, events = job([1], [plan(10**6)])

@@ -266,7 +266,7 @@ class TestStates:
 
     def test_a_session_is_for_one_request_at_a_time(self, server):
         body = {"prompt": "x", "max_tokens": 2000, "session": "busy", "stream": True}
-        with socket.create_connection(("127.0.0.1", server.port)) as held:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as held:
             send(held, body)
             assert held.recv(100)
             status, _, content = server.ask("/v1/completions", {"prompt": "y", "session": "busy"})
@@ -351,7 +351,10 @@ class TestTheDoor:
         assert server.ask("/page/..%2f..%2fapp.py")[0] == 404
 
     def test_a_key_is_asked_for_where_one_is_set(self, served):
-        server = Running(served[1], "--api-key", "sésame", "--cors", "https://site.example", "--max-requests", "2")
+        server = Running(
+            *(served[1], "--api-key", "sésame", "--cors", "https://site.example", "--max-requests", "2"),
+            *("--grace", "0.2"),
+        )
         for given in ("", "Bearer ", "Bearer wrong", "Basic sésame", "Bearer sésam"):
             headers = {"Authorization": given.encode()} if given else {}
             status, answer, content = server.ask("/v1/models", headers=headers)
@@ -365,21 +368,37 @@ class TestTheDoor:
         assert (status, answer["access-control-allow-origin"]) == (200, "https://site.example")
         # Beyond the bound on requests, clients are told when to come again; those that run finish after SIGTERM.
         found = []
-        body = {"prompt": "x", "max_tokens": 3000, "temperature": 0}
+        body = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "n": 8, "ignore_eos": True}
         asking = [
             threading.Thread(target=lambda: found.append(server.ask("/v1/completions", body, headers=key)))
             for _ in range(2)
         ]
         for thread in asking:
             thread.start()
-        while json.loads(server.ask("/health")[2])["running"] < 2:
+        while json.loads(server.ask("/health")[2])["requests"] < 2:
+            assert not found, "the requests ended before they were seen"
             time.sleep(0.01)
         status, answer, content = server.ask("/v1/completions", body, headers=key)
         assert (status, answer["Retry-After"], json.loads(content)["error"]["type"]) == (429, "1", "rate_limit_error")
         assert server.stop() == 0
         for thread in asking:
             thread.join()
+        # What does not finish within the grace ends there.
         assert [status for status, _, _ in found] == [200, 200]
+        reasons = {choice["finish_reason"] for _, _, content in found for choice in json.loads(content)["choices"]}
+        assert reasons == {"length"}
+
+    def test_a_signal_that_comes_at_once_ends_the_server(self, served):
+        assert Running(served[1]).stop() == 0
+
+    def test_a_client_that_takes_nothing_of_its_answer_is_not_waited_for(self, server):
+        before = settled(server)["process_open_fds"]
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            send(connection, {"prompt": "x", "max_tokens": 4000, "n": 16, "stream": True, "logprobs": 20})
+            time.sleep(0.3)
+            assert settled(server, 60)["process_open_fds"] <= before
 
     def test_slow_senders_are_not_waited_for(self, server):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from importlib.resources import files
 from typing import Any
@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from anymamba.serving.answers import Answer
 from anymamba.serving.door import Door
@@ -190,10 +190,11 @@ class Routes:
         if first is None:
             await events.aclose()
             return Response(status_code=499)
-        return StreamingResponse(
+        return _Stream(
             self._stream(first, events, answer, wanted),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+            events=events,
         )
 
     async def _whole(self, request: Request, events: AsyncGenerator[Any, None], answer: Answer) -> Response:
@@ -208,7 +209,7 @@ class Routes:
 
     async def _stream(
         self, first: tuple[int, Any], events: AsyncGenerator[Any, None], answer: Answer, wanted: Wanted
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         done = False
         try:
             async with aclosing(events) as found:
@@ -227,6 +228,23 @@ class Routes:
         finally:
             if not done:
                 self._service.metrics.count("anymamba_disconnects_total")
+
+
+class _Stream(StreamingResponse):
+    """A stream that gives its request up when the client goes away, be it before the first piece."""
+
+    def __init__(
+        self, content: AsyncGenerator[bytes, None], *, events: AsyncGenerator[Any, None], **options: Any
+    ) -> None:
+        super().__init__(content, **options)
+        self._generators = (content, events)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for generator in self._generators:
+                await generator.aclose()
 
 
 async def _unless_gone(request: Request, work: Any, service: Service) -> Any:

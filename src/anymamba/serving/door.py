@@ -79,6 +79,8 @@ class Door:
             await answer.send_error(error)
         except (asyncio.TimeoutError, TimeoutError):  # different before Python 3.11
             await answer.send_error(ApiError(408, "the time for the request ran out", code="timeout"))
+        except asyncio.CancelledError:  # the server ends, and this did not end in time
+            await answer.send_error(ApiError(503, "the server is shutting down", code="shutting_down"))
         except Exception:  # a mistake of ours: for the log, not for the client
             traceback.print_exc(file=sys.stderr)
             await answer.send_error(ApiError(500, "the server made a mistake; its log has more", code="internal_error"))

@@ -7,8 +7,10 @@ together only where a row does not depend on its batch (`Slots`).
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,7 @@ from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.program import MAX_ROWS
 from anymamba.models.lm import MambaLM
-from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, Reading, Ready, Wrote
+from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, Reading, Ready, ShuttingDown, Wrote
 from anymamba.serving.rows import Row, Scored, score
 from anymamba.serving.slots import Slots
 
@@ -67,8 +69,9 @@ class Engine:
         self.model, self.tokenizer, self.segment_len = model, tokenizer, segment_len
         self._deliver, self._stall, self._slots = deliver, stall, Slots(model, rows, together)
         self._new: deque[Job] = deque()  # shared with other threads, under the condition
-        self._changed, self._closing = threading.Condition(), False
-        self._reading: deque[Reading] = deque()
+        self._changed, self._closing, self._deadline = threading.Condition(threading.RLock()), False, float("inf")
+        self._reading: list[Reading] = []
+        self._oldest_next = True
         self._ready: deque[Ready] = deque()
         self._places: list[_Place] = []
         self._events: list[tuple[Job, Event]] = []
@@ -96,6 +99,10 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
+    def finish_by(self, deadline: float) -> None:
+        """Let no job run longer than until then, on the clock of `time.monotonic`: replies end, prompts are refused."""
+        self._deadline = deadline
+
     @property
     def load(self) -> dict[str, int]:
         """Rows that are decoded, rows that wait for a place, prompts that are read or wait to be."""
@@ -108,17 +115,32 @@ class Engine:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # which torch keeps for each thread
         while self._wait():
-            began = time.monotonic()
-            while self._has_room() and self._read():
-                if self._places and time.monotonic() - began >= self._stall:
-                    break
-            self._seat()
-            if self._places:
-                self._step()
-            self._flush()
-        error = RuntimeError("the server is shutting down")
-        for job in {p.job for p in self._places} | {r.job for r in self._ready} | {r.job for r in self._reading}:
-            self._say(job, Failed(error))
+            try:
+                self._round()
+            except Exception as error:  # noqa: PERF203  # nobody's that we know of: all hear of it, and work continues
+                traceback.print_exc(file=sys.stderr)
+                self._give_up(error)
+        self._give_up(ShuttingDown("the server is shutting down"))
+
+    def _round(self) -> None:
+        """Read for a while, then write a token of every row."""
+        began = time.monotonic()
+        while not self._closing and self._has_room() and self._read():
+            self._take_new()
+            if self._places and time.monotonic() - began >= self._stall:
+                break
+        self._seat()
+        if self._places:
+            self._step()
+        self._flush()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail every job."""
+        jobs = {p.job for p in self._places} | {r.job for r in self._ready} | {r.job for r in self._reading}
+        self._places, self._ready, self._reading = [], deque(), []
+        self._slots.clear()
+        for job in jobs:
+            self._fail(job, error)
         self._flush()
 
     def _wait(self) -> bool:
@@ -126,9 +148,16 @@ class Engine:
         with self._changed:
             while not (self._new or self._reading or self._ready or self._places or self._closing):
                 self._changed.wait()
+            self._take_new()
+            return not self._closing
+
+    def _take_new(self) -> None:
+        with self._changed:
             while self._new:
                 self._reading.append(Reading(self._new.popleft()))
-            return not self._closing
+
+    def _is_over(self, job: Job) -> bool:
+        return time.monotonic() >= min(job.deadline, self._deadline)
 
     def _has_room(self) -> bool:
         self._seat()
@@ -146,27 +175,31 @@ class Engine:
     # Prompts
 
     def _read(self) -> bool:
-        """Read a segment of the first prompt that waits; whether there was one."""
-        while self._reading:
-            reading = self._reading[0]
-            if not reading.job.cancelled and time.monotonic() < reading.job.deadline:
-                break
+        """Read a segment of a prompt that waits; whether there was one."""
+        for reading in [r for r in self._reading if r.job.cancelled or self._is_over(r.job)]:
             self._say(reading.job, Failed(TimeoutError("the time for the request ran out before its prompt was read")))
-            self._reading.popleft()
+            self._reading.remove(reading)
         if not self._reading:
             return False
+        reading = self._next_reading()
         try:
             done = self._read_segment(reading)
         except Exception as error:  # of this job alone
             self._say(reading.job, Failed(error))
-            self._reading.popleft()
+            self._reading.remove(reading)
             return True
         if done:
-            self._reading.popleft()
+            self._reading.remove(reading)
             assert reading.state is not None
             self._ready.append(Ready(reading.job, reading.state))
         self._flush()
         return True
+
+    def _next_reading(self) -> Reading:
+        """In turns the prompt that came first and the one with the least to read, so that a long one holds up no
+        short one, and is itself never held up by more than as much again."""
+        self._oldest_next = not self._oldest_next
+        return self._reading[0] if self._oldest_next else min(self._reading, key=lambda reading: reading.left)
 
     def _read_segment(self, reading: Reading) -> bool:
         """Read the next segment; whether the prompt is at its end."""
@@ -232,12 +265,12 @@ class Engine:
                 self._begin(job, number, ready.state)
 
     def _begin(self, job: Job, number: int, state: GenerationState) -> None:
-        key = int(state.keys[0]) if job.keys is None else job.keys[number]
-        if job.keys is not None:
-            state = state._replace(counts=torch.zeros_like(state.counts))
-        row = Row(job.plans[number], self.tokenizer, self.model.config.vocab_size, state, key)
-        place = _Place(job, number, row)
         try:
+            key = int(state.keys[0]) if job.keys is None else job.keys[number]
+            if job.keys is not None:
+                state = state._replace(counts=torch.zeros_like(state.counts))
+            row = Row(job.plans[number], self.tokenizer, self.model.config.vocab_size, state, key)
+            place = _Place(job, number, row)
             if row.plan.max_tokens == 0:
                 self._end(place, row.end_now(), lambda: state)
                 return
@@ -245,10 +278,10 @@ class Engine:
             if row.reason is not None and not (row.must_feed and job.on_end is not None):
                 self._end(place, "", lambda: row.state(state.cache, state.logits))
                 return
+            self._slots.join(state.cache)
         except Exception as error:  # of this job alone
             self._fail(job, error)
             return
-        self._slots.join(state.cache)
         self._places.append(place)
 
     def _take(self, place: _Place, logits_1v: Tensor) -> None:
@@ -305,9 +338,9 @@ class Engine:
 
     def _expire(self) -> None:
         """End rows whose time is over."""
-        now, gone = time.monotonic(), []
+        gone = []
         for i, place in enumerate(self._places):
-            if now >= place.job.deadline:
+            if self._is_over(place.job):
                 if place.row.reason is None:
                     rest = place.row.end_now()
                     self._say(place.job, Ended(place.number, "length", rest))

@@ -55,6 +55,10 @@ class Failed(NamedTuple):
     error: BaseException
 
 
+class ShuttingDown(RuntimeError):  # noqa: N818
+    """The engine was closed before a job was done."""
+
+
 Event = Began | Wrote | Ended | Failed
 
 
@@ -71,6 +75,7 @@ class Job:
         on_read: takes the states that are wanted, and that at the prompt's end, with the number of new tokens read.
         on_end: takes a row and its last state.
         score_prompt: how many most likely tokens are scored beside each token of the prompt; None for no scores.
+        length: how many tokens there seem to be to read: short prompts are not made to wait for long ones.
     """
 
     def __init__(
@@ -85,10 +90,12 @@ class Job:
         on_read: Callable[[int, GenerationState], None] | None = None,
         on_end: Callable[[Row, GenerationState], None] | None = None,
         score_prompt: int | None = None,
+        length: int = 0,
     ) -> None:
         """Ask."""
         self.find, self.plans, self.keys, self.emit, self.deadline = find, plans, keys, emit, deadline
         self.kept_at, self.on_read, self.on_end, self.score_prompt = kept_at, on_read, on_end, score_prompt
+        self.length = length
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -112,6 +119,11 @@ class Reading:
         self.state: GenerationState | None = None
         self.scores: list[list[Scored]] = []
         self.last_logits_1v: Tensor | None = None  # of the segment before, to score the first token of the next
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be read, or seem to be if where to start was not asked yet."""
+        return self.job.length if self.start is None else len(self.start.ids) - self.position
 
 
 class Ready:

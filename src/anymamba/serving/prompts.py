@@ -37,9 +37,13 @@ class Prompt:
 
     def find(self) -> Start:
         """Where reading starts."""
-        start = self._find_exact()
+        start = self._look()
         self._count(start)
         return start
+
+    def length(self) -> int:
+        """How many tokens there seem to be to read, as long as nobody else reads some of them."""
+        return len(self._look().ids)
 
     def kept_at(self, position: int) -> bool:
         """Whether the state after so many new tokens is kept: at 1, 2, 4, 8 ... segments, and at the last whole one."""
@@ -63,7 +67,11 @@ class Prompt:
         """Whether the state at the end is kept."""
         return False
 
+    def _look(self) -> Start:
+        return self._find_exact()
+
     def _find_exact(self) -> Start:
+        self._reused = 0
         found = self._store.get(ids_key("end", self.ids))
         if found is None:
             cut = self._store.longest("cut", array("i", self.ids).tobytes())
@@ -87,8 +95,7 @@ class Prompt:
 class ScoredPrompt(Prompt):
     """A prompt whose every token is scored, so all of it is read."""
 
-    def find(self) -> Start:
-        """The start."""
+    def _look(self) -> Start:
         return Start(None, self.ids, 0)
 
 
@@ -123,9 +130,9 @@ class ChatPrompt(Prompt):
         """It does."""
         return True
 
-    def find(self) -> Start:
+    def _look(self) -> Start:
         """Where the fewest tokens are left to read; of equals, where the bits are those of a read from the start."""
-        start = self._find_exact()
+        start, self._exact = self._find_exact(), True
         content = self._text.encode()
         found = self._store.longest("text", content)
         if found is not None and start.ids:
@@ -134,7 +141,6 @@ class ChatPrompt(Prompt):
             if len(rest) < len(start.ids):
                 start, self._exact = Start(turn.state, rest, turn.tokens), False
         self._tokens = start.reused + len(start.ids)
-        self._count(start)
         return start
 
     def kept_at(self, position: int) -> bool:
@@ -202,7 +208,7 @@ class SessionPrompt(Prompt):
         """It does."""
         return True
 
-    def find(self) -> Start:
+    def _look(self) -> Start:
         """Where the session stands."""
         if self._earlier is None:
             return Start(None, self.ids, 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from anymamba.serving.service import Service
 
 
+class Server(uvicorn.Server):
+    """Ends in order: what is being written when the grace is over ends as if it had reached its length."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+        """Nothing runs yet."""
+        super().__init__(config)
+        self._service, self._grace = service, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take nothing new, and wait for what runs."""
+        self._service.engine.finish_by(time.monotonic() + self._grace)
+        await super().shutdown(sockets)
+
+
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 with a bound on the number of connections, and on the time that a request's headers take to arrive."""
+    """HTTP/1.1 with bounds: on connections, on the time that headers take to arrive, and on that in which a client
+    takes nothing of its answer.
+    """
 
     seconds = 10.0
     most = 1024
@@ -26,6 +44,7 @@ class PatientProtocol(H11Protocol):
         """Wait for nothing yet."""
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
+        self._full: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for headers."""
@@ -43,7 +62,24 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
         self._stop()
+        self._stop_full()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give a client that does not read some time: a buffer that nobody empties would keep its connection open."""
+        super().pause_writing()
+        self._stop_full()
+        self._full = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        self._stop_full()
+        super().resume_writing()
+
+    def _stop_full(self) -> None:
+        if self._full is not None:
+            self._full.cancel()
+            self._full = None
 
     def _watch(self) -> None:
         """Run the timer while headers are awaited; between requests, uvicorn has one of its own."""
@@ -91,12 +127,12 @@ def serve(
         listener.setblocking(False)
         shown = f"[{host}]" if ":" in host else host
         protocol = type("Protocol", (PatientProtocol,), {"seconds": service.limits.body_seconds, "most": connections})
-        # uvicorn hands signals on after its end, and ours have then done what they are for.
-        before = {number: signal.signal(number, _nothing) for number in (signal.SIGINT, signal.SIGTERM)}
+        ends = _Ends()
+        # Before uvicorn takes the signals, and when it hands them on after its end.
+        before = {number: signal.signal(number, ends) for number in (signal.SIGINT, signal.SIGTERM)}
+        url = f"http://{shown}:{listener.getsockname()[1]}"
         try:
-            asyncio.run(
-                _serve(service, app, listener, protocol, grace, f"http://{shown}:{listener.getsockname()[1]}", ready)
-            )
+            asyncio.run(_serve(service, app, listener, protocol, grace, url, ready, ends))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -111,6 +147,7 @@ async def _serve(
     grace: float,
     url: str,
     ready: Callable[[str], None],
+    ends: _Ends,
 ) -> None:
     service.start()
     config = uvicorn.Config(
@@ -124,12 +161,22 @@ async def _serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=max(1, int(grace)),
+        timeout_graceful_shutdown=math.ceil(grace) + 2,
     )
-    server = uvicorn.Server(config)
+    ends.server = Server(config, service, grace)
+    ends.server.should_exit = ends.asked
     ready(url)
-    await server.serve(sockets=[listener])
+    await ends.server.serve(sockets=[listener])
 
 
-def _nothing(*_: Any) -> None:
-    pass
+class _Ends:
+    """A signal's handler that ends the server, if need be before it has begun."""
+
+    def __init__(self) -> None:
+        self.server: uvicorn.Server | None = None
+        self.asked = False
+
+    def __call__(self, *_: Any) -> None:
+        self.asked = True
+        if self.server is not None:
+            self.server.should_exit = True

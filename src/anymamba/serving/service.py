@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.serving.engine import Engine, prompt_key
 from anymamba.serving.errors import ApiError, invalid
-from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, Wrote
+from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, ShuttingDown, Wrote
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, keep_callbacks
 from anymamba.serving.requests import Limits, Wanted
@@ -112,9 +113,9 @@ class Service:
             self._busy.add(session)
         jobs: list[Job] = []
         try:
-            prompts = await asyncio.to_thread(self.prepare, wanted, session)
+            prompts, lengths = await asyncio.to_thread(self._prepared, wanted, session)
             queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-            jobs = self._jobs(wanted, prompts, queue, began + self.limits.seconds)
+            jobs = self._jobs(wanted, prompts, lengths, queue, began + self.limits.seconds)
             for job in jobs:
                 self.engine.submit(job)
             async for item in self._events(prompts, queue, wanted.rows, began):
@@ -144,8 +145,21 @@ class Service:
             elif isinstance(event, Ended):
                 rows -= 1
                 if prompts[i].keeps_end:
-                    await asyncio.to_thread(prompts[i].settle)
+                    await asyncio.to_thread(self._settle, prompts[i])
             yield i, event
+
+    @staticmethod
+    def _settle(prompt: Prompt) -> None:
+        try:
+            prompt.settle()
+        except OSError as error:
+            print(f"anymamba: a session was not written: {error}", file=sys.stderr, flush=True)
+            message = "the session's state could not be written to disk"
+            raise ApiError(507, message, param="session", code="session_not_written") from error
+
+    def _prepared(self, wanted: Wanted, session: Key | None) -> tuple[list[Prompt], list[int]]:
+        prompts = self.prepare(wanted, session)
+        return prompts, [prompt.length() for prompt in prompts]
 
     def prepare(self, wanted: Wanted, session: Key | None) -> list[Prompt]:
         """Prompts as tokens, with what is known of their sessions. It may take a while: not for the loop's thread.
@@ -204,14 +218,19 @@ class Service:
         return ids
 
     def _jobs(
-        self, wanted: Wanted, prompts: list[Prompt], queue: asyncio.Queue[tuple[int, Event]], deadline: float
+        self,
+        wanted: Wanted,
+        prompts: list[Prompt],
+        lengths: list[int],
+        queue: asyncio.Queue[tuple[int, Event]],
+        deadline: float,
     ) -> list[Job]:
         """A job for each prompt; rows that start alike draw differently."""
         keys = [prompt_key(p.ids) if p.fixed_key else 0 for p in prompts for _ in range(wanted.n)]
         keys = split_keys(keys, [0] * len(keys))
         scored = wanted.logprobs if wanted.echo else None
         jobs = []
-        for i, prompt in enumerate(prompts):
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             plan = RowPlan(
                 sampling=wanted.sampling,
                 max_tokens=wanted.max_tokens,
@@ -226,6 +245,7 @@ class Service:
                 emit=lambda event, i=i: queue.put_nowait((i, event)),  # type: ignore[misc]
                 deadline=deadline,
                 score_prompt=scored,
+                length=length,
                 **keep_callbacks(prompt),
             )
             jobs.append(job)
@@ -238,6 +258,6 @@ def _as_api_error(error: BaseException) -> BaseException:
     if isinstance(error, NoRoom):
         message = "there is no room for another session; delete one"
         return ApiError(429, message, param="session", code="no_room", headers={"Retry-After": "60"})
-    if isinstance(error, RuntimeError) and "shutting down" in str(error):
+    if isinstance(error, ShuttingDown):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
     return error
