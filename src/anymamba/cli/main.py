@@ -15,7 +15,7 @@ from anymamba.cli.options import parse
 from anymamba.ground.allocator import keep_freed_memory
 
 # Each module has a function `run`. It is imported when it is asked for: torch takes seconds.
-_MODULES = {"eval": "evaluate"}
+_MODULES = {"eval": "evaluate", "bench-serve": "bench_serve"}
 _AMPLE = 2**32  # bytes of address space in which torch can surely be imported
 _OUT_OF_MEMORY = (  # in messages of torch's allocators, of the system, of its loader, and of oneDNN
     "out of memory",

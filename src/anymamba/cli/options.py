@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
-from anymamba.cli.serve_options import add_serve
+from anymamba.cli.serve_options import add_bench_serve, add_serve
 from anymamba.training.config import TrainingConfig
 from anymamba.training.values import choices, expect_known, is_list
 from anymamba.version import __version__
@@ -55,6 +55,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     for add in (_add_train, _add_generate, _add_eval, _add_inspect, _add_convert, _add_push, _add_info):
         add(commands)
     add_serve(commands, _add_model, _WHOLE, _REAL)
+    add_bench_serve(commands, _WHOLE, _REAL, _option)
     return parser, dict(commands.choices)
 
 

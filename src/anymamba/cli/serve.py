@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from anymamba.cli.common import load, readable_bytes
+from anymamba.cli.serve_options import KEY_VARIABLE
 
-_KEY = "ANYMAMBA_API_KEY"
 _MIB = 2**20
 
 
@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> None:
     from anymamba.serving.states import StateStore
 
     _expect_positive(args)
-    key = args.api_key if args.api_key is not None else os.environ.get(_KEY)
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
-        raise ValueError(f"--api-key (or {_KEY}) must not be empty")
+        raise ValueError(f"--api-key (or {KEY_VARIABLE}) must not be empty")
     directory = resolve(args.model)
     model, tokenizer = load(args)
     template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)

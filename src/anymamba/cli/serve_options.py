@@ -1,10 +1,12 @@
-"""The options of `anymamba serve`; like all options, without torch."""
+"""The options of `anymamba serve` and `anymamba bench-serve`; like all options, without torch."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from typing import Any
+
+KEY_VARIABLE = "ANYMAMBA_API_KEY"
 
 
 def add_serve(
@@ -30,7 +32,7 @@ def add_serve(
     )
     parser.add_argument("--verbose", action="store_true", help="print a line for every request")
     safety = parser.add_argument_group("who may ask")
-    safety.add_argument("--api-key", metavar="KEY", help="that clients must send (default: $ANYMAMBA_API_KEY, or none)")
+    safety.add_argument("--api-key", metavar="KEY", help=f"that clients must send (default: ${KEY_VARIABLE}, or none)")
     safety.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="name by which the server may be reached"
     )
@@ -72,3 +74,58 @@ def _add_limits(parser: argparse.ArgumentParser, whole: Callable[[str], Any], re
         ("grace", real, 10.0, "S", "for running requests when the server is stopped"),
     ):
         limits.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text} (default: {default})")
+
+
+def add_bench_serve(
+    commands: Any, whole: Callable[[str], Any], real: Callable[[str], Any], option: Callable[[str], Any]
+) -> None:
+    """URL, the load, and where the figures go."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench-serve",
+        help="send requests to a server, and measure how long tokens take",
+        description="Send requests of random tokens to a server, and measure the time to the first token, the time "
+        "between tokens and the throughput. What will be sent is said first. Without --rate, so many requests are open "
+        "at a time (a closed loop); with it, so many are sent a second, whatever the server makes of them (an open "
+        "one), and the time that they wait counts.",
+    )
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8080")
+    load = parser.add_argument_group("the load")
+    load.add_argument("--requests", type=whole, metavar="N", help="default: 64, or as many as --seconds allows")
+    load.add_argument("--seconds", type=real, metavar="S", help="send no more after so long")
+    load.add_argument("--concurrency", type=whole, default=8, metavar="N", help="at a time (default: %(default)s)")
+    load.add_argument("--rate", type=real, metavar="R", help="a second, at random times")
+    for name, default, text in (("prompt", 128, "to read"), ("output", 64, "to write")):
+        load.add_argument(
+            f"--{name}-tokens",
+            type=_range,
+            default=(default, default),
+            metavar="N or N-M",
+            help=f"{text}, of each request (default: {default})",
+        )
+    load.add_argument("--seed", type=whole, default=0, metavar="N", help="of prompts and times (default: %(default)s)")
+    load.add_argument("--warm-up", type=whole, default=2, metavar="N", help="before those that count (default: 2)")
+    load.add_argument("--timeout", type=real, default=600.0, metavar="S", help="for a request (default: 600)")
+    load.add_argument("--model", metavar="NAME", help="default: the first that the server has")
+    load.add_argument(
+        "--field",
+        type=option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of every request, such as temperature=0; repeatable",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help=f"of the server (default: ${KEY_VARIABLE}, or none)")
+    parser.add_argument("--json", metavar="FILE", help="write every figure and the time of every token there")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times there (.png, .svg or .pdf; needs matplotlib)")
+
+
+def _range(text: str) -> tuple[int, int]:
+    """N or N-M, both above 0."""
+    low, dash, high = text.partition("-")
+    try:
+        found = int(low), int(high if dash else low)
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, or two as in 100-200, got {text!r}")
+    return found

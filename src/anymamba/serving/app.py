@@ -151,6 +151,7 @@ class Routes:
             "object": "model",
             "created": service.created,
             "owned_by": "anymamba",
+            "vocab_size": service.model.config.vocab_size,
             "state_bytes": service.state_bytes,
             "max_tokens": service.limits.max_tokens,
         }

@@ -1,0 +1,237 @@
+"""A server under load, against `generate` with as many rows at once; turns of a conversation; memory of conversations.
+
+python -m benchmarks.serving throughput --model mamba2-130m --clients 1 8 32 64
+python -m benchmarks.serving turns --model mamba2-130m
+python -m benchmarks.serving memory
+
+The server is a process of its own with two threads, and its clients share the two cores with it. `generate` and the
+server take turns, and a ratio is that of their medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import aclosing, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported, as in __main__.py
+
+import torch
+
+from anymamba.generation.generate import generate
+from anymamba.models.lm import MambaLM
+from anymamba.serving.load.client import Target, get, stream
+from anymamba.serving.load.report import summary
+from anymamba.serving.load.run import Model, Plan, Range, Run
+from benchmarks.generation import CONFIGS, TWO_LAYERS, our_model
+from benchmarks.machine import describe_machine
+
+READ, WRITE = 64, 64
+SEGMENT_LEN = 256
+
+
+@contextmanager
+def serving(directory: str, *options: str) -> Iterator[Target]:
+    """A server of a model, in a process of its own."""
+    command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", "2", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            found = re.search(r"listening on (\S+)", process.stdout.readline())
+            if found is None:
+                raise RuntimeError(f"{' '.join(command)} does not listen")
+            yield Target.of(found[1])
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+@contextmanager
+def saved(name: str) -> Iterator[str]:
+    """A model with random weights in a directory, and a tokenizer in which every token is a word of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    size = CONFIGS[name].vocab_size
+    with tempfile.TemporaryDirectory() as directory:
+        our_model(name).save_pretrained(directory, format="official")
+        tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+        tokenizer.save(str(Path(directory) / "tokenizer.json"))
+        yield directory
+
+
+def offline(model: MambaLM, rows: int, seed: int) -> float:
+    """Seconds that `generate` takes for so many rows at once."""
+    ids_bt = torch.randint(model.config.vocab_size, (rows, READ), generator=torch.Generator().manual_seed(seed))
+    began = time.perf_counter()
+    generate(model, ids_bt, WRITE, seed=seed, temperature=1.0, segment_len=SEGMENT_LEN)
+    return time.perf_counter() - began
+
+
+def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> dict[str, Any]:
+    """So many clients, each of which asks `waves` times."""
+    plan = Plan(
+        requests=clients * waves,
+        seconds=None,
+        concurrency=clients,
+        rate=None,
+        read=Range(READ, READ),
+        write=Range(WRITE, WRITE),
+        warm_up=0,
+        seed=seed,
+        timeout=600,
+    )
+    run = Run(target, plan, model)
+    asyncio.run(run.run())
+    found = summary(run.done)
+    if found["errors"]:
+        raise RuntimeError(f"requests failed: {found['errors']}, {found['error_messages']}")
+    return found
+
+
+def throughput(name: str, clients: list[int], rounds: int, waves: int) -> None:
+    """Tokens a second written by the server, and by `generate` with as many rows."""
+    model = our_model(name)
+    print(
+        f"| {name}: clients | server, tokens/s | generate, tokens/s | ratio | first token, p50 | between tokens, p50 |"
+    )
+    print("|---:|---:|---:|---:|---:|---:|")
+    with saved(name) as directory, serving(directory) as target:
+        served = Model(Path(directory).name, model.config.vocab_size)
+        for count in clients:
+            load(target, served, count, 1, 99)
+            offline(model, count, 99)
+            here, there = [], []
+            for i in range(rounds):
+                here.append(count * WRITE / offline(model, count, i))
+                there.append(load(target, served, count, waves, i))
+            ours = statistics.median(found["written_tokens_per_second"] for found in there)
+            first = statistics.median(found["first_token_seconds"]["p50"] for found in there)
+            between = statistics.median(found["between_tokens_seconds"]["p50"] for found in there)
+            rate = statistics.median(here)
+            print(
+                f"| {count} | {ours:.1f} | {rate:.1f} | {ours / rate:.2f} | {1e3 * first:.0f} ms | {1e3 * between:.1f} ms |",
+                flush=True,
+            )
+
+
+async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[float], list[int]]:
+    """A conversation: seconds to the first token of each turn, and tokens that were read for it."""
+    chance, messages, seconds, read = random.Random(seed), [], [], []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": " ".join(f"w{chance.randrange(50_000)}" for _ in range(READ))})
+        body = {"model": model, "messages": messages, "max_tokens": 16, "seed": seed}
+        body |= {"return_token_ids": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        began, first, text = time.perf_counter(), None, ""
+        async with aclosing(stream(target, "/chat/completions", body)) as moments:
+            async for moment in moments:
+                for choice in moment.data["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    first = first or (moment.time if choice["token_ids"] else None)
+                if usage := moment.data.get("usage"):
+                    read.append(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
+        assert first is not None
+        seconds.append(first - began)
+        messages.append({"role": "assistant", "content": text})
+    return seconds, read
+
+
+def turns(name: str, conversations: int) -> None:
+    """Time to the first token in the course of a conversation whose every turn has as much new text."""
+    print(f"| {name}: turn | time to first token (median of {conversations}) | tokens read |")
+    print("|---:|---:|---:|")
+    with saved(name) as directory, serving(directory) as target:
+        model = Path(directory).name
+        asyncio.run(talk(target, model, 2, 10_000))
+        found = [asyncio.run(talk(target, model, 20, seed)) for seed in range(conversations)]
+    middle = [statistics.median(seconds[turn] for seconds, _ in found) for turn in range(20)]
+    for turn in (0, 1, 4, 9, 19):
+        print(f"| {turn + 1} | {1e3 * middle[turn]:.1f} ms | {found[0][1][turn]} |")
+    print(f"\nturn 20 against turn 1: {middle[19] / middle[0]:.2f}")
+
+
+def resident(target: Target) -> int:
+    """Bytes of memory that the server has."""
+    with closing(http.client.HTTPConnection(target.host, target.port)) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    return int(re.findall(r"^process_resident_memory_bytes (\d+)$", text, re.M)[0])
+
+
+def open_conversations(target: Target, vocab_size: int, count: int, tokens: int) -> None:
+    """Sessions that have read so many tokens and written a few."""
+    chance = random.Random(tokens)
+    for i in range(count):
+        ids = [chance.randrange(vocab_size) for _ in range(tokens)]
+        body = {"prompt": ids, "max_tokens": 4, "session": f"{tokens}/{i}", "ignore_eos": True, "seed": i}
+        with closing(http.client.HTTPConnection(target.host, target.port, timeout=3600)) as connection:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != 200:
+                raise RuntimeError(f"status {response.status}: {content[:300]!r}")
+        print(f"{i + 1} of {count} conversations of {tokens:,} tokens", file=sys.stderr, flush=True)
+
+
+def memory(count: int, long: int, short: int) -> None:
+    """Memory of a server with so many long conversations open, and of one with as many short ones."""
+    config, found = CONFIGS[TWO_LAYERS], {}
+    for tokens in (short, long):
+        with saved(TWO_LAYERS) as directory, serving(directory, "--request-seconds", "3600") as target:
+            asyncio.run(get(target, "/models"))
+            open_conversations(target, config.vocab_size, 2, long)  # what reading itself needs, both have then
+            before = resident(target)
+            open_conversations(target, config.vocab_size, count, tokens)
+            found[tokens] = before, resident(target)
+    print(f"| {count} conversations of | server's memory before | with them open |\n|---:|---:|---:|")
+    for tokens, (before, after) in found.items():
+        print(f"| {tokens:,} tokens | {before / 2**20:.1f} MiB | {after / 2**20:.1f} MiB |")
+    print(f"\nlong against short: {found[long][1] / found[short][1]:.4f}")
+
+
+def main() -> int:
+    """Run the program; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("throughput")
+    one.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
+    one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--waves", type=int, default=2, help="requests of each client in a round")
+    two = commands.add_parser("turns")
+    two.add_argument("--conversations", type=int, default=5)
+    for command in (one, two):
+        command.add_argument("--model", choices=list(CONFIGS), default="mamba2-130m")
+    three = commands.add_parser("memory")
+    three.add_argument("--conversations", type=int, default=64)
+    three.add_argument("--long", type=int, default=100_000)
+    three.add_argument("--short", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    print(f"{describe_machine()}\n", file=sys.stderr)
+    if options.command == "throughput":
+        throughput(options.model, options.clients, options.rounds, options.waves)
+    elif options.command == "turns":
+        turns(options.model, options.conversations)
+    else:
+        memory(options.conversations, options.long, options.short)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

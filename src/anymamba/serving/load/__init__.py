@@ -1,0 +1,1 @@
+"""Load for a server, and what it makes of it: no torch here, so that the client takes little of the machine."""
