@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -85,6 +85,12 @@ asan: $(VENV)/.installed
 SECONDS ?= 120
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# A server under random load, with clients that vanish and bodies that nobody should send: every reply is what it is
+# alone, and at the end nothing is left behind. Half an hour; make soak SECONDS=120 for less.
+soak: SECONDS := $(if $(filter file,$(origin SECONDS)),1800,$(SECONDS))
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.serving.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

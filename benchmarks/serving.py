@@ -68,7 +68,7 @@ def saved(name: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         our_model(name).save_pretrained(directory, format="official")
         tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(Path(directory) / "tokenizer.json"))
         yield directory
 
@@ -122,10 +122,8 @@ def throughput(name: str, clients: list[int], rounds: int, waves: int) -> None:
             first = statistics.median(found["first_token_seconds"]["p50"] for found in there)
             between = statistics.median(found["between_tokens_seconds"]["p50"] for found in there)
             rate = statistics.median(here)
-            print(
-                f"| {count} | {ours:.1f} | {rate:.1f} | {ours / rate:.2f} | {1e3 * first:.0f} ms | {1e3 * between:.1f} ms |",
-                flush=True,
-            )
+            times = f"{1e3 * first:.0f} ms | {1e3 * between:.1f} ms"
+            print(f"| {count} | {ours:.1f} | {rate:.1f} | {ours / rate:.2f} | {times} |", flush=True)
 
 
 async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[float], list[int]]:

@@ -10,7 +10,7 @@ from anymamba.models.formats import FORMATS, READ_ONLY
 from anymamba.training.values import hint
 from tests.support import in_another_process
 
-COMMANDS = ("train", "generate", "eval", "inspect", "convert", "push", "info")
+COMMANDS = ("train", "generate", "eval", "inspect", "convert", "push", "info", "serve", "bench-serve")
 
 
 @pytest.mark.parametrize(

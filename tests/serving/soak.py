@@ -1,0 +1,200 @@
+"""A server under random load for a long time: python -m tests.serving.soak --seconds 1800
+
+Clients ask, talk, stream, vanish at any point and send what they should not. Replies are compared with what `generate`
+gives alone. Every half minute the server's memory and descriptors are noted; at the end it must have nothing left to
+do, no more descriptors than at the beginning, and no more memory than in the second quarter of the time.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+
+from tests.serving.bodies import bodies
+from tests.serving.running import Running, make_model
+
+CLIENTS = 8
+SEGMENT = 32
+GROWTH = 1.02  # of memory, for what the allocator does
+
+
+class Soak:
+    """The load and what it found."""
+
+    def __init__(self, server, model, seconds, seed):
+        self.server, self.seed = server, seed
+        self.counts, self.problems = Counter(), []
+        self.known = list(_known(model, random.Random(seed)))
+        self.until = time.monotonic() + seconds
+
+    def work(self, number):
+        """One client after another."""
+        chance = random.Random(f"{self.seed}/{number}")
+        fuzzed = bodies(10**9, seed=self.seed * CLIENTS + number)
+        kinds = [self.exact, self.exact, self.vanish, self.vanish, self.talk, self.talk, self.fuzz, self.scattered]
+        while time.monotonic() < self.until and not self.problems:
+            kind = chance.choice(kinds)
+            try:
+                kind(chance, fuzzed)
+                self.counts[kind.__name__] += 1
+            except Exception as error:
+                self.problems.append(f"{kind.__name__}: {error!r}")
+
+    def post(self, path, body):
+        status, _, content = self.server.ask(path, body, timeout=3600)
+        assert status == 200, (status, content[:300])
+        return json.loads(content)
+
+    def exact(self, chance, _):
+        """Is a reply what it is alone?"""
+        body, expected = chance.choice(self.known)
+        found = self.post("/v1/completions", body)["choices"][0]["token_ids"]
+        assert found == expected, (body, found, expected)
+
+    def talk(self, chance, _):
+        """A conversation of a few turns, with a name or without."""
+        messages, session = [], chance.choice([{}, {"session": f"s{chance.randrange(30)}"}])
+        for _ in range(chance.randrange(1, 5)):
+            messages.append({"role": "user", "content": "x" * chance.randrange(1, 200)})
+            body = {"messages": messages, "max_tokens": chance.randrange(1, 40), **session}
+            status, _, content = self.server.ask("/v1/chat/completions", body, timeout=3600)
+            if status == 409 and session:  # another client talks under this name
+                return
+            assert status == 200, (status, content[:300])
+            reply = json.loads(content)["choices"][0]["message"]["content"]
+            messages.append({"role": "assistant", "content": reply})
+
+    def scattered(self, chance, _):
+        """A stream of several samples, read piece by piece."""
+        body = {"prompt": "y" * chance.randrange(1, 400), "n": 3, "max_tokens": 30, "stream": True, "logprobs": 2}
+        with self.connection() as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            content = b""
+            while part := response.read(chance.randrange(1, 3000)):
+                content += part
+            assert content.endswith(b"data: [DONE]\n\n"), content[-300:]
+
+    def fuzz(self, _, fuzzed):
+        """What nobody should send."""
+        path, body = next(fuzzed)
+        status, _, content = self.server.ask(path, body, timeout=3600)
+        assert status == 200 or (400 <= status < 500 and json.loads(content)["error"]["message"]), (status, body[:300])
+
+    def vanish(self, chance, _):
+        """A client that goes away."""
+        body = {"prompt": "z" * chance.randrange(1, 2000), "max_tokens": 4000, "n": 2, "stream": chance.random() < 0.7}
+        content = json.dumps(body).encode()
+        content = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + (
+            f"Content-Length: {len(content)}\r\n\r\n".encode() + content
+        )
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=3600) as connection:
+            cut = len(content) if chance.random() < 0.8 else chance.randrange(len(content))
+            connection.sendall(content[:cut])
+            if cut == len(content):
+                time.sleep(chance.random() * 0.1)
+                if body["stream"] and chance.random() < 0.5:
+                    connection.recv(chance.randrange(1, 10_000))
+
+    def connection(self):
+        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=3600))
+
+
+def _known(model, chance):
+    """Requests, and what `generate` gives each alone."""
+    for seed in range(24):
+        ids = [chance.randrange(256) for _ in range(chance.choice([1, 5, 31, 32, 33, 100, 250]))]
+        n = chance.randrange(1, 60)
+        options = {"seed": seed, "temperature": chance.choice([0.0, 1.0])}
+        expected = model.generate(torch.tensor([ids]), n, segment_len=SEGMENT, **options).rows()[0]
+        yield {"prompt": ids, "max_tokens": n, **options, "return_token_ids": True, "ignore_eos": True}, expected
+
+
+def settled(server):
+    """The metrics once nothing runs, after at most a minute."""
+    names = ("rows_running", "rows_ready", "rows_waiting", "requests_open")
+    for _ in range(600):
+        found = server.metrics()
+        if not any(found[f"anymamba_{name}"] for name in names):
+            return found
+        time.sleep(0.1)
+    return found
+
+
+def soak(seconds, seed):
+    """Run the load; what went wrong, a line each."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "model")
+        options = ["--states", f"{directory}/states", "--state-memory", 1, "--state-disk", 4, "--segment-len", SEGMENT]
+        server = Running(Path(directory) / "model", *options, "--body-seconds", 600, "--request-seconds", 6000)
+        load = Soak(server, model, seconds, seed)
+        load.talk(random.Random(0), None)  # which starts what renders templates
+        start = settled(server)["process_open_fds"]
+        clients = [threading.Thread(target=load.work, args=(i,)) for i in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        samples = []
+        while any(client.is_alive() for client in clients):
+            time.sleep(max(0.1, min(30, seconds / 40)))
+            samples.append(note(server, load, seconds))
+        problems = load.problems + judge(samples, settled(server), seconds, start)
+        code = server.stop()
+        print(", ".join(f"{count} {name}" for name, count in sorted(load.counts.items())))
+        return problems + ([f"the server ended with {code}"] if code else [])
+
+
+def note(server, load, seconds):
+    """The time and the server's memory."""
+    found = server.metrics()
+    moment, size = seconds - (load.until - time.monotonic()), found["process_resident_memory_bytes"]
+    rest = f"{found['process_open_fds']:3.0f} descriptors  {sum(load.counts.values())} clients"
+    print(f"{moment:6.0f} s  {size / 2**20:7.1f} MiB  {rest}", flush=True)
+    return moment, size
+
+
+def judge(samples, end, seconds, start):
+    """What is left at the end, and how memory has grown."""
+    states, tokens = end["anymamba_states"], end["anymamba_written_tokens_total"]
+    print(f"{tokens:,.0f} tokens written, {end['anymamba_disconnects_total']:.0f} disconnects")
+    print(f"at the end {end['process_open_fds']:.0f} descriptors, {states:.0f} states in memory")
+    problems = [
+        f"{name} is {end[name]:.0f} at the end"
+        for name in ("anymamba_rows_running", "anymamba_rows_ready", "anymamba_rows_waiting", "anymamba_requests_open")
+        if end[name]
+    ]
+    if end["process_open_fds"] > start:
+        problems.append(f"{end['process_open_fds']:.0f} descriptors at the end, {start:.0f} at the start")
+    early = [size for moment, size in samples if seconds / 4 <= moment < seconds / 2]
+    late = [size for moment, size in samples if moment >= 3 * seconds / 4]
+    if early and late:
+        ratio = statistics.median(late) / statistics.median(early)
+        print(f"memory in the last quarter against the second: {ratio:.4f}")
+        if ratio > GROWTH:
+            problems.append(f"memory grew to {ratio:.4f} of what it was")
+    return problems
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--seed", type=int, default=None)
+    given = parser.parse_args()
+    chosen = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    print(f"seed {chosen}", flush=True)
+    wrong = soak(given.seconds, chosen)
+    print("\n".join(wrong) or "nothing went wrong")
+    sys.exit(bool(wrong))
