@@ -25,16 +25,25 @@ DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 
 def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     """The model and tokenizer that the arguments name."""
-    if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {args.threads}")
-        torch.set_num_threads(args.threads)
+    set_threads(args)
     directory, device = resolve(args.model), find_device(args.device, "--device")
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, **options)
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
     tell_activation(model, tokenizer)
     return model, tokenizer
+
+
+def set_threads(args: argparse.Namespace) -> None:
+    """Compute with --threads.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
 
 
 def tell_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:

@@ -6,9 +6,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from anymamba.cli.common import load, readable_bytes
+from anymamba.cli.common import DTYPES, load, readable_bytes, set_threads
 from anymamba.cli.serve_options import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from anymamba.serving.embeddings import EmbeddingService
+    from anymamba.serving.requests import Limits
+    from anymamba.serving.service import Service
 
 _MIB = 2**20
 
@@ -21,21 +27,16 @@ def run(args: argparse.Namespace) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"to serve, install {error.name} (pip install 'anymamba[serve]')") from error
-    from anymamba.generation.chat import ChatTemplate
+    from anymamba.models.masked_lm import is_masked_lm
     from anymamba.models.pretrained import resolve
     from anymamba.serving.app import make_app
     from anymamba.serving.requests import Limits
     from anymamba.serving.server import serve
-    from anymamba.serving.service import Service
-    from anymamba.serving.states import StateStore
 
     _expect_positive(args)
     key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
         raise ValueError(f"--api-key (or {KEY_VARIABLE}) must not be empty")
-    directory = resolve(args.model)
-    model, tokenizer = load(args)
-    template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)
     limits = Limits(
         body=args.max_body * _MIB,
         prompt=args.max_prompt,
@@ -45,22 +46,13 @@ def run(args: argparse.Namespace) -> None:
         seconds=args.request_seconds,
         body_seconds=args.body_seconds,
     )
-    states = None if args.states is None else Path(args.states)
-    service = Service(
-        model.eval(),
-        tokenizer,
-        template,
-        name=args.name or Path(args.model).absolute().name,
-        store=StateStore(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
-        limits=limits,
-        stops=template.stop,
-        engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
-    )
+    directory = resolve(args.model)
+    make = _embedding_service if is_masked_lm(directory) else _text_service
+    service, facts = make(args, directory, limits)
 
     def ready(url: str) -> None:
-        _say(f"{service.name}: {readable_bytes(service.state_bytes)} a conversation, whatever its length")
-        if template.is_plain:
-            _say("the model has no chat template: conversations are written as User: ... Assistant: ...")
+        for fact in facts:
+            _say(fact)
         if args.host not in ("127.0.0.1", "::1", "localhost") and key is None:
             _say("anyone who reaches this address can use the server; --api-key asks for a key")
         print(f"listening on {url}", flush=True)
@@ -77,6 +69,53 @@ def run(args: argparse.Namespace) -> None:
         ready=ready,
     )
     _say("stopped")
+
+
+def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
+    """A service that continues texts, and what there is to say of it."""
+    from anymamba.generation.chat import ChatTemplate
+    from anymamba.serving.service import Service
+    from anymamba.serving.states import StateStore
+
+    model, tokenizer = load(args)
+    template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)
+    states = None if args.states is None else Path(args.states)
+    service = Service(
+        model.eval(),
+        tokenizer,
+        template,
+        name=_name(args),
+        store=StateStore(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
+        limits=limits,
+        stops=template.stop,
+        engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
+    )
+    facts = [f"{service.name}: {readable_bytes(service.state_bytes)} a conversation, whatever its length"]
+    if template.is_plain:
+        facts.append("the model has no chat template: conversations are written as User: ... Assistant: ...")
+    return service, facts
+
+
+def _embedding_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[EmbeddingService, list[str]]:
+    """A service that gives texts vectors, and what there is to say of it."""
+    from anymamba.generation.tokenizers import load_tokenizer
+    from anymamba.ground.devices import find_device
+    from anymamba.models.masked_lm import MaskedLM
+    from anymamba.serving.embeddings import EmbeddingService
+
+    if args.weights is not None or args.block:
+        raise ValueError("--weights and --block are for language models, and this is one of embeddings")
+    set_threads(args)
+    device = find_device(args.device, "--device")
+    model = MaskedLM.from_pretrained(directory, dtype=DTYPES.get(args.dtype), device=device).eval()
+    assert model.config.vocab_size is not None
+    tokenizer = load_tokenizer(args.tokenizer, directory, model.config.vocab_size)
+    service = EmbeddingService(model, tokenizer, name=_name(args), limits=limits)
+    return service, [f"{service.name}: embeddings of {service.dimensions} numbers, at /v1/embeddings"]
+
+
+def _name(args: argparse.Namespace) -> str:
+    return args.name or Path(args.model).absolute().name
 
 
 def _expect_positive(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ Letters: b batch, t time, d d_model, v vocabulary, z sequences: rows, or packed 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.ground.files import read_json
 from anymamba.models.classifier import mean_of_sequences
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.models.sequence import SequenceModel
@@ -98,6 +100,12 @@ class MaskedLM(SequenceModel):
         """A vector of length 1 for each sequence: the mean over its real tokens."""
         hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
         return F.normalize(mean_of_sequences(hidden, cu_seqlens, padding), dim=-1)
+
+
+def is_masked_lm(directory: Path) -> bool:
+    """Whether a directory's config is that of a `MaskedLM`."""
+    file = directory / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == MaskedLM.MODEL_TYPE
 
 
 def mask_tokens(

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from anymamba.serving.answers import Answer
 from anymamba.serving.door import Door
+from anymamba.serving.embeddings import EmbeddingService
 from anymamba.serving.errors import ApiError
 from anymamba.serving.requests import Limits, Wanted, parse_body, read_chat, read_completion
 from anymamba.serving.service import Service
@@ -24,6 +25,7 @@ from anymamba.serving.states import session_key
 from anymamba.version import __version__
 
 _DRAINED = 2**24  # bytes beyond the limit that are thrown away, so that clients that still send hear the answer
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE = {
     "index.html": "text/html; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
@@ -34,7 +36,7 @@ _PAGE = {
 
 
 def make_app(
-    service: Service,
+    service: Service | EmbeddingService,
     *,
     key: str | None = None,
     hosts: tuple[str, ...] = (),
@@ -50,19 +52,9 @@ def make_app(
         origins: as for `Door`.
         verbose: as for `Door`.
     """
-    routes = Routes(service)
+    routes = Routes(service) if isinstance(service, Service) else EmbeddingRoutes(service)
     app = Starlette(
-        routes=[
-            Route("/", routes.page),
-            Route("/page/{name}", routes.page),
-            Route("/health", routes.health),
-            Route("/metrics", routes.metrics),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.model),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-            Route("/v1/sessions/{name:path}", routes.session, methods=["GET", "DELETE"]),
-        ],
+        routes=routes.table(),
         exception_handlers={404: _not_found, 405: _wrong_method, ApiError: _api_error, Exception: _mistake},
     )
     seconds = service.limits.seconds + 30
@@ -92,14 +84,100 @@ async def _mistake(request: Request, _: Exception) -> Response:
     )
 
 
-class Routes:
+class _Common:
+    """What is answered about the model, whatever it does."""
+
+    def __init__(self, service: Service | EmbeddingService) -> None:
+        self._about = service
+
+    async def models(self, _: Request) -> Response:
+        """The model."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model of a name."""
+        if (name := request.path_params["name"]) != self._about.name:
+            message = f"there is no model {name[:80]!r}; this server has {self._about.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        about = self._about
+        return {"id": about.name, "object": "model", "created": about.created, "owned_by": "anymamba"}
+
+
+class EmbeddingRoutes(_Common):
+    """What a server of embeddings answers at each path."""
+
+    def __init__(self, service: EmbeddingService) -> None:
+        """There is no page: it would have nothing to show."""
+        super().__init__(service)
+        self._service = service
+
+    def table(self) -> list[Route]:
+        """The paths."""
+        return [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            *(Route(path, self.no_text) for path in ("/", "/v1/completions", "/v1/chat/completions")),
+            *(Route(path, self.no_text, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
+        ]
+
+    async def health(self, _: Request) -> Response:
+        """That the server is there, and how much it has to do."""
+        return _json({"status": "ok", "version": __version__, "requests": self._service.open})
+
+    async def metrics(self, _: Request) -> Response:
+        """Numbers for Prometheus."""
+        service = self._service
+        counters, gauges = {"anymamba_read_tokens_total": service.tokens_read}, {"anymamba_requests_open": service.open}
+        return Response(service.metrics.text(counters, gauges), media_type=_PROMETHEUS)
+
+    async def embeddings(self, request: Request) -> Response:
+        """A vector for each text."""
+        service = self._service
+        wanted = service.read(await _object(request, service.limits))
+        made = await _unless_gone(request, service.answer(wanted), service)
+        if made is None:
+            return Response(status_code=499)
+        content = await asyncio.to_thread(json.dumps, made)  # many numbers, which are not to hold up the loop
+        return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def no_text(self, _: Request) -> Response:
+        """Say what the model is for."""
+        raise ApiError(400, "this model writes no text: it has /v1/embeddings", code="model_without_text")
+
+    def _model(self) -> dict[str, Any]:
+        return {**super()._model(), "vocab_size": self._service.vocab_size, "dimensions": self._service.dimensions}
+
+
+class Routes(_Common):
     """What is answered at each path."""
 
     def __init__(self, service: Service) -> None:
         """Load the page."""
+        super().__init__(service)
         self._service = service
         folder = files("anymamba.serving") / "page"
         self._page = {name: (folder / name).read_bytes() for name in _PAGE}
+
+    def table(self) -> list[Route]:
+        """The paths."""
+        return [
+            Route("/", self.page),
+            Route("/page/{name}", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/embeddings", self.no_embeddings, methods=["POST"]),
+            Route("/v1/sessions/{name:path}", self.session, methods=["GET", "DELETE"]),
+        ]
 
     async def page(self, request: Request) -> Response:
         """The page, or a part of it."""
@@ -131,30 +209,21 @@ class Routes:
             "anymamba_states": float(len(store)),
             "anymamba_state_bytes": float(store.nbytes),
         }
-        return Response(service.metrics.text(counters, gauges), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self, _: Request) -> Response:
-        """The model."""
-        return _json({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model of a name."""
-        if (name := request.path_params["name"]) != self._service.name:
-            message = f"there is no model {name[:80]!r}; this server has {self._service.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return _json(self._model())
+        return Response(service.metrics.text(counters, gauges), media_type=_PROMETHEUS)
 
     def _model(self) -> dict[str, Any]:
         service = self._service
         return {
-            "id": service.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "anymamba",
+            **super()._model(),
             "vocab_size": service.model.config.vocab_size,
             "state_bytes": service.state_bytes,
             "max_tokens": service.limits.max_tokens,
         }
+
+    async def no_embeddings(self, _: Request) -> Response:
+        """Say what the model is for."""
+        message = "this model gives no embeddings: it has /v1/completions and /v1/chat/completions"
+        raise ApiError(400, message, code="model_without_embeddings")
 
     async def session(self, request: Request) -> Response:
         """What is known of a session; DELETE forgets it."""
@@ -180,9 +249,9 @@ class Routes:
 
     async def _answer(self, request: Request, read: Callable[[dict[str, Any], Limits, int, str], Wanted]) -> Response:
         service = self._service
-        content = await _body(request, service.limits)
-        body = await asyncio.to_thread(parse_body, content) if len(content) > 2**16 else parse_body(content)
-        wanted = read(body, service.limits, service.model.config.vocab_size, service.name)
+        wanted = read(
+            await _object(request, service.limits), service.limits, service.model.config.vocab_size, service.name
+        )
         events, answer = service.answer(wanted), Answer(service, wanted)
         if not wanted.stream:
             return await self._whole(request, events, answer)
@@ -248,7 +317,7 @@ class _Stream(StreamingResponse):
                 await generator.aclose()
 
 
-async def _unless_gone(request: Request, work: Any, service: Service) -> Any:
+async def _unless_gone(request: Request, work: Any, service: Service | EmbeddingService) -> Any:
     """What `work` gives; None if the client goes away before."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
@@ -267,6 +336,12 @@ async def _unless_gone(request: Request, work: Any, service: Service) -> Any:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _object(request: Request, limits: Limits) -> dict[str, Any]:
+    """The body as a JSON object; a long one does not hold up the loop."""
+    content = await _body(request, limits)
+    return await asyncio.to_thread(parse_body, content) if len(content) > 2**16 else parse_body(content)
 
 
 async def _body(request: Request, limits: Limits) -> bytes:

@@ -31,7 +31,7 @@ _HEADERS = (
         b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 )
-_PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+_PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 class Door:

@@ -112,6 +112,12 @@ class Wanted:
         return self.n * (1 if self.messages is not None else len(self.prompts))
 
 
+def too_many_requests(count: int) -> ApiError:
+    """What clients are told beyond the bound on requests."""
+    message = f"{count} requests are being worked on, as many as there may be; try again"
+    return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+
+
 def parse_body(content: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
@@ -122,7 +128,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
         value = parse_json(content.decode("utf-8"))
     except ValueError as error:
         raise ApiError(
-            400, f"the body must be a JSON object in UTF-8: {_short(str(error))}", code="invalid_json"
+            400, f"the body must be a JSON object in UTF-8: {shown(str(error))}", code="invalid_json"
         ) from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
@@ -135,7 +141,7 @@ def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model
     Raises:
         ApiError: a field is wrong.
     """
-    _expect_fields(body, _COMPLETION, model)
+    expect_fields(body, _COMPLETION, model)
     logprobs = _whole(body, "logprobs", None, 0, 20)
     best_of = _whole(body, "best_of", None, 1, limits.n)
     wanted = Wanted(
@@ -156,7 +162,7 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     Raises:
         ApiError: a field is wrong.
     """
-    _expect_fields(body, _CHAT, model)
+    expect_fields(body, _CHAT, model)
     if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens exclude each other, got both")
     name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
@@ -187,14 +193,14 @@ def _common(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, 
     if options is not None:
         if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
             raise invalid(
-                "stream_options", f"stream_options must be an object with include_usage, got {_short(options)}"
+                "stream_options", f"stream_options must be an object with include_usage, got {shown(options)}"
             )
         if not stream:
             raise invalid("stream_options", "stream_options goes with stream: true")
         include_usage = _truth(options, "include_usage")
     session = body.get("session")
-    if session is not None and (not isinstance(session, str) or not 1 <= len(session) <= 256 or not _is_text(session)):
-        raise invalid("session", f"session must be a name of 1 to 256 characters, got {_short(session)}")
+    if session is not None and (not isinstance(session, str) or not 1 <= len(session) <= 256 or not is_text(session)):
+        raise invalid("session", f"session must be a name of 1 to 256 characters, got {shown(session)}")
     return {
         "sampling": _sampling(body, vocab_size),
         "n": _expect(_whole(body, "n", 1, 1, limits.n)),
@@ -228,11 +234,11 @@ def _bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:
     if table is None or table == {}:
         return None
     if not isinstance(table, dict) or len(table) > 1024:
-        raise invalid("logit_bias", f"logit_bias must be an object of up to 1,024 tokens, got {_short(table)}")
+        raise invalid("logit_bias", f"logit_bias must be an object of up to 1,024 tokens, got {shown(table)}")
     bias = {}
     for token in table:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
-            raise invalid("logit_bias", f"logit_bias must be for token ids below {vocab_size}, got {_short(token)}")
+            raise invalid("logit_bias", f"logit_bias must be for token ids below {vocab_size}, got {shown(token)}")
         bias[int(token)] = _real(table, token, 0.0, -100.0, 100.0)
     return bias
 
@@ -241,8 +247,8 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     fine = isinstance(stops, list) and len(stops) <= 16
-    if not fine or not all(isinstance(text, str) and 0 < len(text) <= 1024 and _is_text(text) for text in stops):
-        raise invalid("stop", f"stop must be a text, or up to 16 of them, of 1 to 1,024 characters, got {_short(stop)}")
+    if not fine or not all(isinstance(text, str) and 0 < len(text) <= 1024 and is_text(text) for text in stops):
+        raise invalid("stop", f"stop must be a text, or up to 16 of them, of 1 to 1,024 characters, got {shown(stop)}")
     return tuple(stops)
 
 
@@ -250,65 +256,70 @@ def _prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
     prompt = body.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt)):
         prompt = [prompt]
-    texts = isinstance(prompt, list) and all(isinstance(text, str) and _is_text(text) for text in prompt)
+    texts = isinstance(prompt, list) and all(isinstance(text, str) and is_text(text) for text in prompt)
     ids = isinstance(prompt, list) and all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in prompt)
     if not prompt or not (texts or ids):
         raise invalid(
-            "prompt", f"prompt must be a text, token ids, or a list of either, got {_short(body.get('prompt'))}"
+            "prompt", f"prompt must be a text, token ids, or a list of either, got {shown(body.get('prompt'))}"
         )
     if len(prompt) > limits.n:
         raise invalid("prompt", f"prompt may be a list of up to {limits.n}, got {len(prompt)}")
     if ids and not texts:
         wrong = next((i for x in prompt for i in x if not 0 <= i < vocab_size), None)
         if wrong is not None:
-            raise invalid("prompt", f"token ids must be between 0 and {vocab_size - 1}, got {_short(wrong)}")
+            raise invalid("prompt", f"token ids must be between 0 and {vocab_size - 1}, got {shown(wrong)}")
     return prompt
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise invalid("messages", f"messages must be a list of at least one message, got {_short(messages)}")
+        raise invalid("messages", f"messages must be a list of at least one message, got {shown(messages)}")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
 def _message(where: str, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not set(message) <= {"role", "content", "name", "refusal"}:
-        raise invalid(where, f"{where} must be an object with role and content, got {_short(message)}")
+        raise invalid(where, f"{where} must be an object with role and content, got {shown(message)}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {_short(role)}")
+        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
     if isinstance(content, list):
         if not all(isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content):
-            raise invalid(f"{where}.content", f"{where}.content must be text, got {_short(content)}")
+            raise invalid(f"{where}.content", f"{where}.content must be text, got {shown(content)}")
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or not _is_text(content):
-        raise invalid(f"{where}.content", f"{where}.content must be text, got {_short(content)}")
+    if not isinstance(content, str) or not is_text(content):
+        raise invalid(f"{where}.content", f"{where}.content must be text, got {shown(content)}")
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
-def _expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
+def expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
+    """Refuse fields that there are not, that nobody here can honour, and the name of another model.
+
+    Raises:
+        ApiError: there is one.
+    """
     for name, value in body.items():
         if name not in known and name not in _IGNORED:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"there is no field {_short(name)}{hint}", param=_short(name), code="unknown_parameter")
+            raise ApiError(400, f"there is no field {shown(name)}{hint}", param=shown(name), code="unknown_parameter")
         if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
             raise ApiError(
-                400, f"{name} is not supported, got {_short(value)}", param=name, code="unsupported_parameter"
+                400, f"{name} is not supported, got {shown(value)}", param=name, code="unsupported_parameter"
             )
     asked = body.get("model", model)
     if asked is not None and not isinstance(asked, str):
-        raise invalid("model", f"model must be a name, got {_short(asked)}")
+        raise invalid("model", f"model must be a name, got {shown(asked)}")
     if asked not in (None, model):
-        message = f"there is no model {_short(asked)}; this server has {model!r}"
+        message = f"there is no model {shown(asked)}; this server has {model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _number(body: dict[str, Any], name: str, fine: Callable[[Any], bool], what: str) -> Any:
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not fine(value)):
-        raise invalid(name, f"{name} must be {what}, got {_short(value)}")
+        raise invalid(name, f"{name} must be {what}, got {shown(value)}")
     return value
 
 
@@ -327,7 +338,7 @@ def _real(body: dict[str, Any], name: str, default: float, low: float, high: flo
 def _truth(body: dict[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise invalid(name, f"{name} must be true or false, got {_short(value)}")
+        raise invalid(name, f"{name} must be true or false, got {shown(value)}")
     return bool(value)
 
 
@@ -336,7 +347,7 @@ def _expect(value: int | None) -> int:
     return value
 
 
-def _is_text(text: str) -> bool:
+def is_text(text: str) -> bool:
     """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
@@ -350,7 +361,7 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as JSON, cut to a line; what cannot be shown, by its kind."""
     try:
         text = json.dumps(

@@ -15,20 +15,21 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from anymamba.serving.embeddings import EmbeddingService
 from anymamba.serving.service import Service
 
 
 class Server(uvicorn.Server):
     """Ends in order: what is being written when the grace is over ends as if it had reached its length."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service | EmbeddingService, grace: float) -> None:
         """Nothing runs yet."""
         super().__init__(config)
         self._service, self._grace = service, grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, and wait for what runs."""
-        self._service.engine.finish_by(time.monotonic() + self._grace)
+        self._service.finish_by(time.monotonic() + self._grace)
         await super().shutdown(sockets)
 
 
@@ -99,7 +100,7 @@ class PatientProtocol(H11Protocol):
 
 
 def serve(
-    service: Service,
+    service: Service | EmbeddingService,
     app: Callable[[], ASGIApp],
     *,
     host: str = "127.0.0.1",
@@ -140,7 +141,7 @@ def serve(
 
 
 async def _serve(
-    service: Service,
+    service: Service | EmbeddingService,
     app: Callable[[], ASGIApp],
     listener: socket.socket,
     protocol: type[asyncio.Protocol],

@@ -17,7 +17,7 @@ from anymamba.serving.errors import ApiError, invalid
 from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, ShuttingDown, Wrote
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, keep_callbacks
-from anymamba.serving.requests import Limits, Wanted
+from anymamba.serving.requests import Limits, Wanted, too_many_requests
 from anymamba.serving.rows import RowPlan
 from anymamba.serving.states import Key, NoRoom, StateStore, session_key
 
@@ -84,6 +84,10 @@ class Service:
 
         self._engine = Engine(self.model, self.tokenizer, deliver, **self._options)
 
+    def finish_by(self, deadline: float) -> None:
+        """Let no request run longer than until then, on the clock of `time.monotonic`."""
+        self.engine.finish_by(deadline)
+
     def close(self) -> None:
         """End the engine, and write what is to survive a restart."""
         if self._engine is not None:
@@ -103,8 +107,7 @@ class Service:
         """
         began = time.monotonic()
         if self.open >= self.limits.requests:
-            message = f"{self.open} requests are being worked on, as many as there may be; try again"
-            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+            raise too_many_requests(self.open)
         session = None if wanted.session is None else session_key(wanted.session)
         if session in self._busy:
             raise ApiError(409, "another request is at work on this session", param="session", code="session_in_use")
