@@ -11,13 +11,16 @@ import torch
 
 from anymamba.ground.operators import kernels_off
 from anymamba.kernels.cpu import library
+from tests.support import chromium
 
 # The suite works on small tensors, where threads only wait for each other; tests/processors.py asks for more.
 torch.set_num_threads(int(os.environ.get("ANYMAMBA_TEST_THREADS", "1")))
 
 
 def pytest_sessionstart():
-    """With ANYMAMBA_REQUIRE_KERNELS=1, refuse to skip the kernels' tests because a compiler failed to build them."""
+    """Refuse to skip what is required: kernels that a compiler failed to build, and the page's tests in a browser."""
+    if os.environ.get("ANYMAMBA_REQUIRE_BROWSER") == "1" and chromium() is None:
+        raise pytest.UsageError("expected a browser, as ANYMAMBA_REQUIRE_BROWSER asks for one, got none")
     if os.environ.get("ANYMAMBA_REQUIRE_KERNELS") != "1" or os.environ.get("ANYMAMBA_KERNELS") == "off":
         return
     names = (os.environ.get("CXX") or "c++", "g++", "clang++")

@@ -16,6 +16,7 @@ compared in float64, where a draw that falls between the two is a matter of 1e-1
 """
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -70,3 +71,8 @@ def in_another_process(code, **environment):
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
+
+
+def chromium():
+    """The path of a browser that can be driven, None if there is none."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -38,5 +38,15 @@ def test_missing_kernels_are_no_failure_otherwise(environment):
     assert collect(**environment).returncode == 0
 
 
-def test_continuous_integration_requires_the_kernels():
-    assert "export ANYMAMBA_REQUIRE_KERNELS=1\n" in (ROOT / ".ci" / "run").read_text()
+def test_a_missing_browser_fails_where_one_is_required():
+    done = collect(ANYMAMBA_REQUIRE_BROWSER="1", PATH="")
+    assert done.returncode != 0
+    assert "expected a browser, as ANYMAMBA_REQUIRE_BROWSER asks for one, got none" in done.stderr
+
+
+def test_continuous_integration_requires_the_kernels_and_a_browser():
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "export ANYMAMBA_REQUIRE_KERNELS=1\n" in script
+    assert "export ANYMAMBA_REQUIRE_BROWSER=1\n" in script
+    assert "install -y --no-install-recommends chromium" in script
+    assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=False).returncode == 0

@@ -5,22 +5,18 @@ import contextlib
 import http.client
 import itertools
 import json
-import shutil
 import subprocess
 import time
 from pathlib import Path
 
 from websockets.sync.client import connect
 
+from tests.support import chromium
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-dev-shm-usage", "--disable-extensions", "--mute-audio", "--remote-debugging-port=0",
 )  # fmt: skip
-
-
-def chromium():
-    """The browser's path, None if there is none."""
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Browser:

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from tests.models.cases import small_lm
-from tests.serving.browser import Browser, chromium
+from tests.serving.browser import Browser
 from tests.serving.running import Running
+from tests.support import chromium
 
 WORDS = """
 the a of and to in is it that was river house morning light stone quiet people water small long under over never again
