@@ -217,7 +217,7 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("a.txt", "\n\n", "a.txt: expected a prompt a line, found none"),
+            ("a.txt", "\n\n", "a.txt: expected one prompt a line, found none"),
             ("a.jsonl", '{]\n{"prompt": "x"}\n{"text": "x"}\n', "line 1: not readable JSON"),
             ("a.jsonl", '{]\n{"prompt": "x"}\n{"text": "x"}\n', 'line 3: expected an object with a text "prompt"'),
             ("a.jsonl", '{"prompt": ""}', 'line 1: expected an object with a text "prompt"'),
@@ -324,6 +324,7 @@ class TestConvert:
         assert (tmp_path / "back" / "model.safetensors").read_bytes() != b""
         a, b = MambaLM.from_pretrained(source), MambaLM.from_pretrained(tmp_path / "back")
         assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+        assert f"{sum(p.numel() for p in a.parameters()):,} parameters" in out  # a tied head counts once
 
     def test_weights_are_converted_and_tokenizers_copied(self, run, model, tmp_path):
         (tmp_path / "model" / "tokenizer.json").write_text("{}")

@@ -43,11 +43,12 @@ def test_the_names_that_options_list_are_those_of_the_library():
         (["generat"], "generat: no such command; did you mean generate?"),
         (["--verbose", "generat"], "generat: no such command; did you mean generate?"),
         (["toast"], "toast: no such command; known are train, generate, eval, inspect, convert, push, info"),
-        ([], "the following arguments are required: COMMAND (anymamba --help shows the options)"),
+        (["--quiet"], "--quiet: no such option; known are -h, --help, --version"),
+        ([], "the following arguments are required: COMMAND (anymamba --help lists the options)"),
         (
             ["generate", "m", "--dtype", "int8"],
             "argument --dtype: expected one of float32, bfloat16, float16, float64, got 'int8' "
-            "(anymamba generate --help shows the options)",
+            "(anymamba generate --help lists the options)",
         ),
         (
             ["convert", "a", "b", "--format", "hf"],
@@ -57,12 +58,12 @@ def test_the_names_that_options_list_are_those_of_the_library():
         (["generate", "m", "--temperatur=0.8", "--toplevel", "x"], "--toplevel: no such option; anymamba generate"),
         (["generate", "m", "--max-tokens", "3"], "--max-tokens: no such option; did you mean --max-new-tokens?"),
         (["generate", "m", "--Top-P", "3"], "--Top-P: no such option; did you mean --top-p?"),
-        (["generate"], "the following arguments are required: MODEL (anymamba generate --help shows the options)"),
+        (["generate"], "the following arguments are required: MODEL (anymamba generate --help lists the options)"),
         (["generate", "m", "--prompt", "a", "--file", "b"], "argument --file: not allowed with argument --prompt"),
         (["info", "a", "b"], "b: one argument too many"),
         (["train", "--sources", "a"], "--sources: no such option; did you mean --data.sources?"),
         (["train", "--wandb", "a"], "--wandb: no such option; did you mean --evaluation.wandb?"),
-        (["train", "--quantum", "a"], "--quantum: no such option; anymamba train --help shows those there are"),
+        (["train", "--quantum", "a"], "--quantum: no such option; anymamba train --help lists the options"),
         (["train", "--data.sources", "a", "b", "c.toml"], "put the config first: anymamba train c.toml --data.sources"),
     ],
 )
@@ -85,7 +86,7 @@ def test_help_shows_what_a_field_is_where_nothing_is_given(run):
     for text in (
         "family of the blocks: Mamba1, Mamba2 or Mamba3 (default: Mamba3)",
         'or "stdlib" (default: stdlib)',
-        "{true,false} the head is the embedding (default: true)",
+        "{true,false} use the embedding as the head, too (default: true)",
         "(default: data/ in the run's directory)",
     ):
         assert text in out

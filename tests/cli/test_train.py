@@ -112,7 +112,7 @@ def test_a_model_is_trained_further(run, config, tmp_path):
     flags += ["--model.init", tmp_path / "first", "--evaluation.sample_tokens", 4]
     code, _, err = run("train", "--out", tmp_path / "second", *flags)
     assert code == 0
-    assert f"beginning with the weights of {tmp_path / 'first'}" in err
+    assert f"starting from the weights of {tmp_path / 'first'}" in err
     assert weights(tmp_path / "first") != weights(tmp_path / "second")
     assert run("generate", tmp_path / "second", "--prompt", "alpha")[0] == 0
     code, _, err = run("train", "--out", tmp_path / "third", *flags, "--model.depth", 3)
@@ -256,7 +256,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_says_how_to_start_it_
         assert run("train", config, "--out", tmp_path / "run")[0] == 130
     code, out, err = run("train", "--resume", tmp_path / "run")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"the run was stopped before its first one, or this is none; start it again with --out {tmp_path}" in err
+    assert (
+        f"the run was stopped before its first one, or this is not a run; start it again with --out {tmp_path}" in err
+    )
     assert run("train", config, "--out", tmp_path / "run", "--schedule.steps", 1)[0] == 0
 
 

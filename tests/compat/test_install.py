@@ -118,7 +118,7 @@ except RuntimeError as error:
     lines = in_another_process(code, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])).splitlines()
     prefix = "anymamba.compat.install: causal_conv1d"
     assert lines == [
-        f"anymamba.compat: {prefix} is installed, and is not covered; uninstall it first",
+        f"anymamba.compat: {prefix} is installed, and the stand-in never hides it; uninstall it first",
         f"{prefix} has been imported already; call it before that import",
     ]
 

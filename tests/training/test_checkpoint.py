@@ -226,7 +226,7 @@ def test_changed_text_is_refused(trainer):
     other = begin(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
     shutil.rmtree(trainer.directory / "data")
     shutil.copytree(other.directory / "data", trainer.directory / "data")
-    with pytest.raises(ValueError, match="not what the run began to learn from"):
+    with pytest.raises(ValueError, match="not the data that the run started with"):
         open_run(trainer.directory, {}, silent)
 
 

@@ -105,7 +105,7 @@ class TestCorpus:
         assert told[0].startswith("to train on: ")
         assert f"{sum(LENGTHS) - size:,} bytes;" in told[0]
         prepare(tiny(corpus / "document0.txt").data, tmp_path / "one", ByteTokenizer(), told.append)
-        assert "to train on: 1 document, 630 bytes; held out: 1 document (of one the end), 70 bytes" in told
+        assert "to train on: 1 document, 630 bytes; held out: the end of a document, 70 bytes" in told
 
     def test_shards_of_other_text_are_kept(self, corpus, tmp_path):
         shared = {"shards": str(tmp_path / "data")}

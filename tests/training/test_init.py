@@ -185,8 +185,8 @@ class TestChanges:
             trainer._take_step()
         trainer.save()
         message = (
-            f"a run continues with the config it began with; changed: {refused}; the {taken} steps taken would "
-            "have had other learning rates; to begin another run with its weights: anymamba train --model.init .*run "
+            f"a run continues with the config it started with; changed: {refused}; the {taken} steps taken would "
+            "have had other learning rates; to start another run from its weights: anymamba train --model.init .*run "
             "--out DIR"
         )
         with pytest.raises(ValueError, match=message):
@@ -240,5 +240,5 @@ class TestChanges:
 
     def test_what_makes_another_model_or_other_data_is_refused(self, corpus, tmp_path):
         begin(tiny(corpus), tmp_path / "run", silent).save()
-        with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to begin another run with its weights:"):
+        with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to start another run from its weights:"):
             open_run(tmp_path / "run", {"seed": "1", "optimiser.lr": "1"}, silent)

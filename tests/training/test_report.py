@@ -52,9 +52,7 @@ def test_a_garbled_row_is_named(tmp_path, lines, bad):
     path = tmp_path / "metrics.csv"
     path.write_bytes(b"".join([*lines[:3], bad + b"\r\n", *lines[4:]]))
     before = path.read_bytes()
-    with pytest.raises(
-        ValueError, match=r"metrics\.csv, line 4: expected 7 numbers, got '.*'; mend or remove the line"
-    ):
+    with pytest.raises(ValueError, match=r"metrics\.csv, line 4: expected 7 numbers, got '.*'; fix or remove the line"):
         MetricsTable(path, 5, ["bits"])
     assert path.read_bytes() == before
 

@@ -120,7 +120,7 @@ class TestBadFiles:
         assert 'expected an object with a text "text", got' in problems["lines.jsonl:3"]
         assert '"text" has half a character' in problems["lines.jsonl:6"]
         assert error.value.lines[-1] == (
-            "8 in all: mend them, leave them out with --data.exclude PATTERN, or skip what is not text with "
+            "8 in all: fix them, leave them out with --data.exclude PATTERN, or skip what is not text with "
             "--data.on_error skip"
         )
         assert all(name in str(error.value) for name in self.bad)
@@ -142,7 +142,7 @@ class TestBadFiles:
 
     def test_where_nothing_is_left_there_is_nothing_to_skip(self, tmp_path):
         (tmp_path / "a.gz").write_bytes(b"x")
-        with pytest.raises(UnusableTextError, match=r"a\.gz: compressed or binary, not text.*; mend it, leave it out"):
+        with pytest.raises(UnusableTextError, match=r"a\.gz: compressed or binary, not text.*; fix it, leave it out"):
             find_text(self.config(tmp_path, on_error="skip"))
 
     def test_very_many_are_counted(self, tmp_path):

@@ -128,7 +128,7 @@ def test_another_config_or_other_data_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"changed: sum\.rows \(was 4, got 5\)"):
         train_or_resume(SumTask(config(sum={"rows": 5})), tmp_path, silent)
     monkeypatch.setattr(SumTask, "fingerprint", "others")
-    with pytest.raises(ValueError, match="began to learn from: expected the checksum sums, got others"):
+    with pytest.raises(ValueError, match="the run started with: expected the checksum sums, got others"):
         train_or_resume(SumTask(config()), tmp_path, silent)
 
 

@@ -99,7 +99,7 @@ def _entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str,
     if problems:
         raise ValueError(f"{where}: {'; '.join(problems[:20])}" + ("; and more" if len(problems) > 20 else ""))
     if not entries:
-        raise ValueError(f"{where}: expected a prompt a line, found none")
+        raise ValueError(f"{where}: expected one prompt a line, found none")
     return entries
 
 

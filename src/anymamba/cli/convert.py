@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 from pathlib import Path
@@ -22,7 +21,7 @@ from anymamba.models.pretrained import (
     save_model,
     warn_of_non_finite,
 )
-from anymamba.models.skeleton import expected_shapes
+from anymamba.models.skeleton import parameter_count
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,9 +50,10 @@ def run(args: argparse.Namespace) -> None:
             file.replace(target / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    parameters = sum(math.prod(shape) for shape in expected_shapes(model.config).values())
     stored = weight_format(model) or model.dtype
-    print(f"{checkpoint.format.name} -> {args.format}: {parameters:,} parameters, {stored} in {target}")
+    print(
+        f"{checkpoint.format.name} -> {args.format}: {parameter_count(model.config):,} parameters, {stored} in {target}"
+    )
     if copied:
         print(f"copied {', '.join(copied)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import platform
 from typing import Any
 
@@ -16,7 +15,7 @@ from anymamba.kernels.cpu.library import LIBRARY
 from anymamba.models.activation import is_undecided
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import expect_weights, non_finite_values, open_checkpoint
-from anymamba.models.skeleton import expected_shapes, skeleton
+from anymamba.models.skeleton import parameter_count, skeleton
 from anymamba.version import __version__
 
 
@@ -67,8 +66,7 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
     config = checkpoint.config
     narrow = expect_weights(checkpoint, args.weights, dtype)
     model = skeleton(config, dtype or checkpoint.dtype, narrow)
-    parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
-    parameters -= config.padded_vocab_size * config.d_model if config.tie_embeddings else 0
+    parameters = parameter_count(config)
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
     working = _working_bytes(model)

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print below its usage."""
-        raise ValueError(f"{message} ({self.prog} --help shows the options)")
+        raise ValueError(f"{message} ({self.prog} --help lists the options)")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -36,11 +36,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is not None:
         expect_known(name, commands, "", "command")
+    elif arguments:
+        expect_known(arguments[0].partition("=")[0], parser._option_string_actions, "", "option")
     args, unknown = parser.parse_known_args(arguments)
     for argument in unknown:
         if argument.startswith("-"):
             known = [option for option in commands[args.command]._option_string_actions if option.startswith("--")]
-            otherwise = f"anymamba {args.command} --help shows those there are"
+            otherwise = f"anymamba {args.command} --help lists the options"
             expect_known(argument.partition("=")[0], known, "", "option", otherwise)
     if unknown:
         raise ValueError(f"{unknown[0]}: one argument too many")
@@ -91,10 +93,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="FILE", help='tokenizer.json, a directory or hub id with one, or "bytes"'
     )
-    parser.add_argument("--dtype", **_one_of(DTYPES), help="to compute in (default: that of the file)")
+    parser.add_argument("--dtype", **_one_of(DTYPES), help="dtype to compute in (default: that of the file)")
     _add_weights(parser)
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=_WHOLE, metavar="N", help="CPU threads to compute with")
+    parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    parser.add_argument(
+        "--threads", type=_WHOLE, metavar="N", help="CPU threads to compute with (default: torch's choice)"
+    )
     _add_block(parser)
 
 
@@ -106,7 +110,7 @@ def _add_block(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the blocks in place of the config's, such as a_activation=softplus; repeatable",
+        help="override an option of the blocks, such as a_activation=softplus; repeatable",
     )
 
 
@@ -125,7 +129,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         **_one_of(WEIGHTS),
-        help="keep weights in fewer bits, to read less for a token (default: as stored)",
+        help="keep the weights in fewer bits, so that less is read for each token (default: as stored)",
     )
 
 
@@ -148,7 +152,7 @@ def _add_train(commands: Any) -> None:
         "that is a list takes several values: --data.sources books notes.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file (default: all defaults)")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file (default: the default of every field)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
     where.add_argument("--resume", metavar="DIR", help="continue the run in a directory")
@@ -187,7 +191,7 @@ def _add_generate(commands: Any) -> None:
     text.add_argument(
         "--prompt", metavar="TEXT", help="the text to continue (default: stdin, without a newline at its end)"
     )
-    text.add_argument("--file", metavar="FILE", help="continue the text of a file, as it is, with a newline at its end")
+    text.add_argument("--file", metavar="FILE", help="continue the text of a file, including a newline at its end")
     text.add_argument(
         "--prompts",
         metavar="FILE",
@@ -205,25 +209,36 @@ def _add_generate(commands: Any) -> None:
         help="the text is a message, to be answered in the model's chat template, or a plain one where there is none "
         "(default: for --interactive, if the model has a template)",
     )
-    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of a conversation")
     _add_special_tokens(parser)
-    parser.add_argument("--max-new-tokens", type=_WHOLE, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--temperature", type=_REAL, metavar="T", help="default: 0, the most likely token; 1 with a seed or filter"
+        "--max-new-tokens", type=_WHOLE, default=128, metavar="N", help="most tokens to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_REAL,
+        metavar="T",
+        help="of draws (default: 0, the most likely token; 1 with --seed, --top-k, --top-p or --min-p)",
     )
     parser.add_argument("--top-k", type=_WHOLE, metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top-p", type=_REAL, default=1.0, metavar="P", help="draw from those that together reach P")
-    parser.add_argument("--min-p", type=_REAL, default=0.0, metavar="P", help="draw from those at least P as likely")
+    parser.add_argument(
+        "--top-p", type=_REAL, default=1.0, metavar="P", help="draw from the most likely that together reach P"
+    )
+    parser.add_argument(
+        "--min-p", type=_REAL, default=0.0, metavar="P", help="draw from those at least P times as likely as the first"
+    )
     parser.add_argument("--repetition-penalty", type=_REAL, default=1.0, metavar="R", help="above 1: repeat less")
-    parser.add_argument("--seed", type=_WHOLE, metavar="N", help="draw, and draw the same each time")
+    parser.add_argument("--seed", type=_WHOLE, metavar="N", help="draw at random, the same text each time")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
     parser.add_argument("--ignore-end", action="store_true", help="do not stop at the tokenizer's end token")
     parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")
     parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
     several = parser.add_argument_group("with --prompts")
-    several.add_argument("--samples", type=_WHOLE, default=1, metavar="N", help="of each prompt (default: %(default)s)")
     several.add_argument(
-        "--logprobs", type=_WHOLE, metavar="K", help="with log-probabilities, and those of the K likeliest tokens"
+        "--samples", type=_WHOLE, default=1, metavar="N", help="samples of each prompt (default: %(default)s)"
+    )
+    several.add_argument(
+        "--logprobs", type=_WHOLE, metavar="K", help="add log-probabilities, and those of the K most likely tokens"
     )
     several.add_argument(
         "--batch-size", type=_WHOLE, default=16, metavar="N", help="rows computed together (default: %(default)s)"
@@ -235,8 +250,8 @@ def _add_eval(commands: Any) -> None:
         "eval",
         help="bits per byte and perplexity of texts",
         description="Bits per byte and perplexity of texts, each from a fresh start, and of all together. The first "
-        "token of a text is read and not predicted, so its bytes do not count; if it is part of a character, that is "
-        "one byte.",
+        "token of a text is read but not predicted, so its bytes do not count (one byte, if it is part of a "
+        "character).",
     )
     _add_model(parser)
     _add_special_tokens(parser)
@@ -254,10 +269,12 @@ def _add_inspect(commands: Any) -> None:
     _add_model(parser)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text (default: stdin)")
-    text.add_argument("--file", metavar="FILE", help="the text of a file")
-    parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (default: %(default)s)")
+    text.add_argument("--file", metavar="FILE", help="file with the text")
     parser.add_argument(
-        "--tokens", type=_WHOLE, default=256, metavar="N", help="of the text, at most (default: %(default)s)"
+        "--out", metavar="FILE", default="report.html", help="where to write the page (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=_WHOLE, default=256, metavar="N", help="most tokens of the text to show (default: %(default)s)"
     )
 
 
@@ -265,8 +282,10 @@ def _add_convert(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("convert", help="convert a checkpoint to another format")
     parser.add_argument("source", metavar="SRC", help="directory or hub id")
     parser.add_argument("target", metavar="DST", help="directory to write")
-    parser.add_argument("--format", **_one_of(FORMATS), default="official", help="default: %(default)s")
-    parser.add_argument("--dtype", **_one_of(DTYPES), help="of the weights (default: as they are)")
+    parser.add_argument(
+        "--format", **_one_of(FORMATS), default="official", help="format to write (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", **_one_of(DTYPES), help="dtype of the weights (default: as they are)")
     _add_weights(parser)
     _add_block(parser)
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
@@ -275,14 +294,18 @@ def _add_convert(commands: Any) -> None:
 def _add_push(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("push", help="write a model to the Hugging Face hub")
     parser.add_argument("model", metavar="MODEL", help="directory with config and weights, such as that of a run")
-    parser.add_argument("name", metavar="OWNER/NAME", help="repository, which is made if there is none")
-    parser.add_argument("--format", **_one_of(FORMATS), help="default: official, or anymamba where that cannot hold it")
+    parser.add_argument("name", metavar="OWNER/NAME", help="repository, created if there is none")
+    parser.add_argument(
+        "--format",
+        **_one_of(FORMATS),
+        help="format to write (default: official, or anymamba where that cannot hold the model)",
+    )
     parser.add_argument("--private", action="store_true", help="make a new repository private")
 
 
 def _add_info(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("info", help="what this machine offers, or what a model is")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id (default: this machine)")
-    parser.add_argument("--dtype", **_one_of(DTYPES), help="to load the model in (default: that of the file)")
+    parser.add_argument("--dtype", **_one_of(DTYPES), help="dtype to load the model in (default: that of the file)")
     _add_weights(parser)
     _add_block(parser)

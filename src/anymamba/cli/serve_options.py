@@ -18,36 +18,55 @@ def add_serve(
     """MODEL, where to listen, who may ask, and what one request may take."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
-        help="answer requests over HTTP, as OpenAI's API has them, and with a page to talk to the model",
+        help="answer HTTP requests in OpenAI's form, with a page to talk to the model",
         description="Answer requests over HTTP: /v1/completions and /v1/chat/completions as OpenAI's clients send "
         "them, and a page at / to talk to the model. A conversation takes the same memory at any length, and is not "
         "read twice.",
     )
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    parser.add_argument("--port", type=whole, default=8080, metavar="N", help="0: a free one (default: %(default)s)")
-    parser.add_argument("--name", help="of the model, for clients (default: its directory's)")
     parser.add_argument(
-        "--chat-template", metavar="DIR", help="directory with the template (default: that of the model)"
+        "--port",
+        type=whole,
+        default=8080,
+        metavar="N",
+        help="port to listen on; 0: any free one (default: %(default)s)",
+    )
+    parser.add_argument("--name", help="name of the model, for clients (default: its directory's)")
+    parser.add_argument(
+        "--chat-template", metavar="DIR", help="directory with the chat template (default: that of the model)"
     )
     parser.add_argument("--verbose", action="store_true", help="print a line for every request")
-    safety = parser.add_argument_group("who may ask")
+    safety = parser.add_argument_group("who may send requests")
     safety.add_argument("--api-key", metavar="KEY", help=f"that clients must send (default: ${KEY_VARIABLE}, or none)")
     safety.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="name by which the server may be reached"
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host name by which the server may be reached; repeatable",
     )
-    safety.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="site whose pages may ask")
+    safety.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN", help="site whose pages may send requests; repeatable"
+    )
     states = parser.add_argument_group("states that are kept")
-    states.add_argument("--states", metavar="DIR", help="keep them on disk, too: sessions survive a restart")
-    states.add_argument("--state-memory", type=whole, default=1024, metavar="MIB", help="default: %(default)s")
-    states.add_argument("--state-disk", type=whole, default=8192, metavar="MIB", help="default: %(default)s")
+    states.add_argument("--states", metavar="DIR", help="keep states on disk, too, so that sessions survive a restart")
+    states.add_argument(
+        "--state-memory", type=whole, default=1024, metavar="MIB", help="memory for states (default: %(default)s)"
+    )
+    states.add_argument(
+        "--state-disk", type=whole, default=8192, metavar="MIB", help="disk space for states (default: %(default)s)"
+    )
     work = parser.add_argument_group("how work is divided")
-    work.add_argument("--rows", type=whole, default=64, metavar="N", help="decoded together, up to 64 (default)")
+    work.add_argument(
+        "--rows", type=whole, default=64, metavar="N", help="rows decoded together, at most 64 (default: 64)"
+    )
     work.add_argument(
         "--together",
         action="store_true",
         default=None,
-        help="decode together without the compiled kernels, too: faster, but last bits then depend on who else asks",
+        help="decode rows together without the compiled kernels, too: faster, but the last bits of a reply then depend "
+        "on the other requests",
     )
     work.add_argument("--segment-len", type=whole, default=256, metavar="N", help="tokens read at once (default: 256)")
     work.add_argument(
@@ -55,7 +74,7 @@ def add_serve(
         type=real,
         default=0.1,
         metavar="SECONDS",
-        help="that reading may hold up writing (default: %(default)s)",
+        help="how long reading prompts may hold up writing (default: %(default)s)",
     )
     _add_limits(parser, whole, real)
 
@@ -63,15 +82,15 @@ def add_serve(
 def _add_limits(parser: argparse.ArgumentParser, whole: Callable[[str], Any], real: Callable[[str], Any]) -> None:
     limits = parser.add_argument_group("limits")
     for name, kind, default, unit, text in (
-        ("max-body", whole, 4, "MIB", "of a request"),
+        ("max-body", whole, 4, "MIB", "size of a request"),
         ("max-prompt", whole, 131_072, "N", "tokens of a prompt"),
         ("max-tokens", whole, 4096, "N", "tokens of a reply"),
         ("max-n", whole, 16, "N", "replies to a request"),
-        ("max-requests", whole, 256, "N", "at a time, waiting ones included; others get status 429"),
-        ("max-connections", whole, 1024, "N", "at a time"),
-        ("request-seconds", real, 600.0, "S", "for a request, after which its reply ends"),
-        ("body-seconds", real, 10.0, "S", "for a request to arrive"),
-        ("grace", real, 10.0, "S", "for running requests when the server is stopped"),
+        ("max-requests", whole, 256, "N", "requests at a time, waiting ones included; others get status 429"),
+        ("max-connections", whole, 1024, "N", "connections at a time"),
+        ("request-seconds", real, 600.0, "S", "time for a request, after which its reply ends"),
+        ("body-seconds", real, 10.0, "S", "time for a request to arrive"),
+        ("grace", real, 10.0, "S", "time for running requests to finish when the server is stopped"),
     ):
         limits.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text} (default: {default})")
 

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         trainer = _prepared(args, overrides)
     except KeyboardInterrupt:
-        to_stderr("stopped before the first step: there is nothing to save, and what is tokenised need not be again")
+        to_stderr("stopped before the first step: there is nothing to save; text that is tokenised stays so")
         raise
     if args.plan:
         print(plan_table(trainer.optimiser.plan()))

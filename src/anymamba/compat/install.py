@@ -75,7 +75,9 @@ def install() -> None:
         if name in sys.modules:
             raise RuntimeError(f"anymamba.compat.install: {name} has been imported already; call it before that import")
         if importlib.util.find_spec(name) is not None:
-            raise RuntimeError(f"anymamba.compat.install: {name} is installed, and is not covered; uninstall it first")
+            raise RuntimeError(
+                f"anymamba.compat.install: {name} is installed, and the stand-in never hides it; uninstall it first"
+            )
     sys.meta_path.append(_finder)
     # transformers' modules look for the packages once, when they are imported.
     early = [n for n, module in sys.modules.items() if n.startswith("transformers.models.") and _is_mixer(module)]

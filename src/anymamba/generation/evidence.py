@@ -59,7 +59,7 @@ class Evidence(NamedTuple):
                 f"--block a_activation={second} says otherwise"
             )
         return (
-            "the config does not say how Mamba-3's decay rates are activated, and a short text does not tell "
+            "the config does not say how Mamba-3's decay rates are activated, and a short text does not settle it "
             f"({first}: {figures}); heavy_tail is taken, official since June 2026. Pass --block a_activation=softplus, "
             "or heavy_tail, to say which"
         )

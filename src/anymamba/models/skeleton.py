@@ -76,6 +76,12 @@ def expected_shapes(
     return shapes
 
 
+def parameter_count(config: MambaLMConfig) -> int:
+    """How many parameters the model of `config` has; a head that is the embedding does not count again."""
+    stored = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    return stored - (config.padded_vocab_size * config.d_model if config.tie_embeddings else 0)
+
+
 def _elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """How many elements a call makes room for; 0 for one that makes none, or small ones out of others."""
     if name in _MAKERS:

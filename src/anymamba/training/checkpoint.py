@@ -137,7 +137,7 @@ def load_latest(directory: Path, report: Callable[[str], None]) -> RunState:
     raise ValueError(
         f"{run}: no such directory"
         if not run.is_dir()
-        else f"{run}: no checkpoint to resume from: the run was stopped before its first one, or this is none; "
+        else f"{run}: no checkpoint to resume from: the run was stopped before its first one, or this is not a run; "
         f"start it again with --out {run}"
     )
 

@@ -46,8 +46,8 @@ class RunConfig:
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
-    seed: int = option(0, "of the weights and of the order of the data")
-    device: str = option("cpu", "to compute on")
+    seed: int = option(0, "seed of the weights and of the order of the data")
+    device: str = option("cpu", "device to compute on")
     threads: int | None = option(None, "CPU threads; another number rounds differently", default="torch's choice")
 
     def __post_init__(self) -> None:

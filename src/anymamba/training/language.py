@@ -106,7 +106,7 @@ def begin(config: TrainingConfig, directory: Path, report: Callable[[str], None]
     with locked(directory):
         expect_no_run(directory)
         if config.model.init is not None:
-            report(f"beginning with the weights of {config.model.init}")
+            report(f"starting from the weights of {config.model.init}")
         task = LanguageTask(config, directory, report)
     return Trainer(task, directory, None, report)
 
@@ -119,7 +119,7 @@ def open_run(
     Raises:
         ValueError: there is none, or `overrides` change what the run is.
     """
-    instead = f"; to begin another run with its weights: anymamba train --model.init {directory} --out DIR"
+    instead = f"; to start another run from its weights: anymamba train --model.init {directory} --out DIR"
     reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), report, instead)
     task = LanguageTask(reopened.config, directory, report, begun=reopened.checkpoint.path)
     return Trainer(task, directory, reopened, report)
@@ -139,12 +139,14 @@ def settled(config: TrainingConfig) -> TrainingConfig:
         config.model.lm_config(256)
         name = name or "bytes"
     elif pairs is not None:
-        raise ValueError(f"data.tokenizer = {name}: model.init has a tokenizer, and its weights know no other")
+        raise ValueError(
+            f"data.tokenizer = {name}: model.init comes with the tokenizer that its weights were trained with"
+        )
     else:
         found = open_checkpoint(config.model.init)
         if found.weights is not None:
             raise ValueError(
-                f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; begin with the "
+                f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; start from the "
                 "model that they were made from"
             )
         warn_if_undecided(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")

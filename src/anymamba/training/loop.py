@@ -100,7 +100,7 @@ def reopen(
         why = "" if keeps_rates else f"; the {step} steps taken would have had other learning rates"
         why = f"; {step} steps have been taken" if config.schedule.steps < step else why
         raise ValueError(
-            f"{directory}: a run continues with the config it began with; changed: {', '.join(refused)}{why}{instead}"
+            f"{directory}: a run continues with the config it started with; changed: {', '.join(refused)}{why}{instead}"
         )
     for name, (was, new) in changes.items():
         report(f"{name} changes from {was} to {new} after step {step}")
@@ -144,7 +144,7 @@ class Trainer(Generic[T]):
         checkpoint = reopened.checkpoint if reopened is not None else None
         if checkpoint is not None and checkpoint.data != task.fingerprint:
             raise ValueError(
-                f"{directory}: not what the run began to learn from: "
+                f"{directory}: not the data that the run started with: "
                 f"expected the checksum {checkpoint.data}, got {task.fingerprint}"
             )
         if config.threads is not None:

@@ -98,7 +98,7 @@ def read_metrics(path: Path) -> list[Row]:
         except ValueError as error:  # noqa: PERF203
             if number < len(lines):
                 raise ValueError(
-                    f"{path}, line {number}: expected {len(header)} numbers, got {line[:80]!r}; mend or remove the line"
+                    f"{path}, line {number}: expected {len(header)} numbers, got {line[:80]!r}; fix or remove the line"
                 ) from error
     return found
 

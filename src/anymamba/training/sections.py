@@ -37,23 +37,23 @@ class ModelSection:
     """The language model: another to begin with, or one dial, or its sizes."""
 
     init: str | None = option(
-        None, "directory or hub id of a model to begin with: its weights, sizes and, unless another is named, tokenizer"
+        None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
     )
     family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default="Mamba3")
     depth: int | None = option(
-        None, "the one dial: layers; the width is 64 times as much, in heads of 64 (twice as many)", default="4"
+        None, "the one dial: number of layers; the width is 64 times that, in heads of 64", default="4"
     )
-    n_layer: int | None = option(None, "layers, where the dial does not suit", default="model.depth")
+    n_layer: int | None = option(None, "number of layers, in place of the dial's", default="model.depth")
     d_model: int | None = option(
-        None, "width of the residual stream, where the dial does not suit", default="64 times model.depth"
+        None, "width of the residual stream, in place of the dial's", default="64 times model.depth"
     )
     d_state: int | None = option(None, "state size of a head", default="64, or 16 for Mamba1's channels")
     headdim: int | None = option(None, "width of a head", default="64, or a divisor of the width below that")
     d_intermediate: int | None = option(None, "width of an MLP after each block", default="0, no MLP")
-    tie_embeddings: bool | None = option(None, "the head is the embedding", default="true")
+    tie_embeddings: bool | None = option(None, "use the embedding as the head, too", default="true")
     block: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
+        metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
     )
     stack: dict[str, Any] = field(
         default_factory=dict,
@@ -133,7 +133,7 @@ class DataSection:
     )
     exclude: tuple[str, ...] = option((), "patterns of files and directories to leave out: '*.log' drafts")
     on_error: Literal["stop", "skip"] = option(
-        "stop", "at files that are not text: stop and list them all, or skip and list them"
+        "stop", "where files are not text: stop and list them all, or skip and list them"
     )
     tokenizer: str | None = option(
         None,
@@ -145,10 +145,10 @@ class DataSection:
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
-    held_out: float = option(0.02, "share of the text that is kept from training, at most")
-    held_out_bytes: int = option(65536, "the most held-out text that is kept for evaluation")
+    held_out: float = option(0.02, "largest share of the text to keep from training")
+    held_out_bytes: int = option(65536, "most bytes of held-out text to evaluate on")
     shards: str | None = option(None, "directory of the tokenised text", default="data/ in the run's directory")
-    shard_tokens: int = option(2**24, "tokens of a shard, about")
+    shard_tokens: int = option(2**24, "tokens in a shard, roughly")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -164,22 +164,24 @@ class DataSection:
 class OptimiserSection:
     """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
 
-    kind: Literal["adamw", "muon"] = option("adamw", "muon: for the projections between embedding and head")
+    kind: Literal["adamw", "muon"] = option(
+        "adamw", "muon: Muon for the projections between embedding and head, AdamW for the rest"
+    )
     lr: float = option(3e-3, "the largest learning rate", onwards=True)
     beta1: float = option(0.9, "decay of the mean of the gradients")
     beta2: float = option(0.95, "decay of the mean of their squares")
-    eps: float = option(1e-8, "added to the root of the squares")
+    eps: float = option(1e-8, "added to the root of that mean")
     weight_decay: float = option(
-        0.1, "of matrices; dt_bias, A_log, D, norms and biases are never decayed", onwards=True
+        0.1, "weight decay of matrices; dt_bias, A_log, D, norms and biases never decay", onwards=True
     )
-    decay_embeddings: bool = option(False, "decay embedding and head too")
+    decay_embeddings: bool = option(False, "decay the embedding and the head, too")
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
     muon_lr: float | None = option(
         None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
     )
-    momentum: float = option(0.95, "of Muon")
+    momentum: float = option(0.95, "momentum of Muon")
     muon_without: tuple[str, ...] = option(
-        ("dt_proj",), "projections, or parts of them (in_proj[z]), that AdamW moves all the same"
+        ("dt_proj",), "projections, or parts of them (in_proj[z]), to leave to AdamW"
     )
 
     def __post_init__(self) -> None:
@@ -194,12 +196,12 @@ class OptimiserSection:
 class ScheduleSection:
     """How long, and the learning rate on the way."""
 
-    steps: int = option(1000, "steps of the optimiser")
+    steps: int = option(1000, "number of steps")
     kind: Literal["cosine", "wsd", "constant"] = option(
         "cosine", "after the warm-up: a half cosine, constant with a linear decay at the end, or constant"
     )
     warmup: int = option(50, "steps of linear warm-up")
-    decay: float = option(0.2, "share of the steps that a wsd schedule decays for")
+    decay: float = option(0.2, "share of the steps over which a wsd schedule decays")
     final: float = option(0.1, "learning rate at the end, as a share of the largest")
 
     def __post_init__(self) -> None:
@@ -239,9 +241,9 @@ class PrecisionSection:
     """Numbers and memory."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = option(
-        "float32", "of the computation; bfloat16: autocast, with weights in float32"
+        "float32", "dtype to compute in; bfloat16: autocast, with weights in float32"
     )
-    compile: bool = option(False, "let torch compile the layers, with a C++ compiler")
+    compile: bool = option(False, "have torch compile the layers; needs a C++ compiler")
     activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
 
 
@@ -250,10 +252,10 @@ class EvaluationSection:
     """What is looked at on the way."""
 
     every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
-    log_every: int = option(10, "steps between lines of progress, where there is no terminal", free=True)
+    log_every: int = option(10, "steps between lines of progress, where stderr is no terminal", free=True)
     tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
     wandb: str | None = option(
-        None, "project of Weights & Biases to log to (pip install 'anymamba[wandb]')", default="no log", free=True
+        None, "Weights & Biases project to log to (pip install 'anymamba[wandb]')", default="no log", free=True
     )
 
     def __post_init__(self) -> None:
@@ -268,12 +270,12 @@ class TextEvaluationSection(EvaluationSection):
 
     prompt: str | None = option(
         None,
-        "that the sample of each evaluation begins with",
+        "text that the sample of each evaluation starts with",
         default='"def " for stdlib, or the first words of the held-out text',
         free=True,
     )
-    sample_tokens: int = option(200, "length of the sample; 0: none", free=True)
-    temperature: float = option(0.8, "of the sample", free=True)
+    sample_tokens: int = option(200, "tokens of the sample; 0: no sample", free=True)
+    temperature: float = option(0.8, "temperature of the sample", free=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -286,7 +288,7 @@ class CheckpointSection:
     """When the run is saved."""
 
     every: int = option(100, "steps between checkpoints; 0: only at the end", free=True)
-    keep: int = option(2, "checkpoints that are kept", free=True)
+    keep: int = option(2, "checkpoints to keep", free=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -123,8 +123,10 @@ def _is_complete(index: dict[str, Any], key: str) -> bool:
 
 def _described(documents: list[Document], text: Text, what: str) -> str:
     size, count = sum(document.size(text.stdin) for document in documents), len(documents)
-    cut = " (of one the end)" if any(document.begin for document in documents) else ""
-    return f"{what}: {count:,} {'document' if count == 1 else 'documents'}{cut}, {size:,} bytes"
+    ends = sum(document.begin > 0 for document in documents)  # at most one, of which only the end is there
+    whole = f"{count - ends:,} {'document' if count - ends == 1 else 'documents'}"
+    named = whole if not ends else "the end of a document" if count == ends else f"{whole} and the end of another"
+    return f"{what}: {named}, {size:,} bytes"
 
 
 def open_corpus(directory: Path) -> Corpus:

@@ -76,9 +76,9 @@ class UnusableTextError(ValueError):
         """Say all of them."""
         self.problems = problems
         end = "with --data.exclude PATTERN, or skip what is not text with --data.on_error skip"
-        self.lines = [f"{problems[0]}; mend it, leave it out {end}"]
+        self.lines = [f"{problems[0]}; fix it, leave it out {end}"]
         if len(problems) > 1:
-            self.lines = [*shortened(problems), f"{len(problems):,} in all: mend them, leave them out {end}"]
+            self.lines = [*shortened(problems), f"{len(problems):,} in all: fix them, leave them out {end}"]
         super().__init__("; ".join(self.lines))
 
 
