@@ -194,7 +194,7 @@ class TestChanges:
 
     def test_steps_that_have_been_taken_are_not_undone(self, corpus, tmp_path):
         assert begin(tiny(corpus, schedule={"kind": "constant"}), tmp_path / "run", silent).run()
-        with pytest.raises(ValueError, match=r"schedule.steps \(was 6, got 3\); 6 steps have been taken; to begin"):
+        with pytest.raises(ValueError, match=r"schedule.steps \(was 6, got 3\); 6 steps have been taken; to start"):
             open_run(tmp_path / "run", {"schedule.steps": "3"}, silent)
 
     @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -5,6 +5,7 @@ python docs/learn/figures/chunks.py       # measures, draws chunks.png and print
 
 from __future__ import annotations
 
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -30,8 +31,8 @@ def inputs() -> dict[str, torch.Tensor]:
     return {name: tensor.requires_grad_() for name, tensor in made.items()}
 
 
-def measure(path: SsdPath, repeats: int = 2) -> tuple[float, float]:
-    """Milliseconds of forward and backward, the least of some, and MiB that are kept between the two."""
+def kept_memory(path: SsdPath) -> float:
+    """MiB that are kept from forward to backward."""
     given, kept = inputs(), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,20 +42,32 @@ def measure(path: SsdPath, repeats: int = 2) -> tuple[float, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y, _ = ssd(**given, path=path)
     y.sum().backward()
-    times = []
-    for _ in range(repeats):
-        began = perf_counter()
-        y, _ = ssd(**given, path=path)
-        y.sum().backward()
-        times.append(perf_counter() - began)
-    return 1e3 * min(times), sum(kept.values()) / 2**20
+    return sum(kept.values()) / 2**20
+
+
+def timed(path: SsdPath) -> float:
+    """Milliseconds of a forward and a backward pass."""
+    given = inputs()
+    began = perf_counter()
+    y, _ = ssd(**given, path=path)
+    y.sum().backward()
+    return 1e3 * (perf_counter() - began)
+
+
+def measure(rounds: int = 7) -> dict[str, list[tuple[float, float]]]:
+    """By algorithm and chunk length: the median time, all of them taken in turns, and the memory."""
+    paths = {(name, length): SsdPath(name, length) for name in ALGORITHMS for length in LENGTHS}
+    memory = {key: kept_memory(path) for key, path in paths.items()}
+    times = [{key: timed(path) for key, path in paths.items()} for _ in range(rounds)]
+    medians = {key: median(row[key] for row in times) for key in paths}
+    return {name: [(medians[name, length], memory[name, length]) for length in LENGTHS] for name in ALGORITHMS}
 
 
 def draw() -> None:
     """Measure, print and draw."""
     torch.set_num_threads(1)
-    found = {name: [measure(SsdPath(name, length)) for length in LENGTHS] for name in ALGORITHMS}
-    print("| chunk length | " + " | ".join(map(str, LENGTHS)) + " |\n|---" * 1 + "|---" * len(LENGTHS) + "|")
+    found = measure()
+    print("| chunk length | " + " | ".join(map(str, LENGTHS)) + " |\n|---" + "|---" * len(LENGTHS) + "|")
     for name, pairs in found.items():
         print(f"| `{name}`, ms | " + " | ".join(f"{time:.0f}" for time, _ in pairs) + " |")
     for name, pairs in found.items():
