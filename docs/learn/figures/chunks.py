@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from style import ACCENT, MINUS, PLUS, plt, save
+from style import ACCENT, MINUS, PLUS, plain_log, plt, save
 
 from anymamba import SsdPath, ssd
 
@@ -78,7 +78,7 @@ def draw() -> None:
         for name, colour in ALGORITHMS.items():
             place.plot(LENGTHS, [pair[i] for pair in found[name]], "o-", color=colour, label=name, ms=4)
         place.set_xscale("log", base=2)
-        place.set_yscale("log")
+        plain_log(place)
         place.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
         place.set_xlabel("chunk length")
         place.set_title(title)

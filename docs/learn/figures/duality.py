@@ -40,7 +40,7 @@ def draw() -> None:
     order = many.abs().sum((1, 2)).argsort()
     for found, channel in zip(axes, order[[0, 20, 40, 63]].tolist(), strict=True):
         heat(found, many[channel], f"channel {channel}", root=True)
-    axes[0].set_ylabel("t")
+    axes[0].set_ylabel("t, the token that reads")
     save(figure, "channels.png")
 
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 import torch
-from style import ACCENT, DIM, INK, PLUS, plt, save
+from style import ACCENT, DIM, INK, PLUS, plain_log, plt, save
 
 from anymamba import MambaLM
 from anymamba.cli.main import main
@@ -20,16 +20,19 @@ RUN = ROOT / "runs" / "learn"
 TEXT = (
     'def area(self, scale=1.0):\n    """Return it."""\n    width = self.width * scale\n    return width * self.height\n'
 )
-SIZES = ("--model.family", "Mamba2", "--model.headdim", "16", "--model.d_state", "32")
+SIZES = ("--model.family", "Mamba2", "--model.headdim", "16", "--model.d_state", "32", "--data.tokenizer", "bytes")
 
 
 def trained() -> MambaLM:
-    """The model of `make demo`, as a Mamba-2 with more and smaller heads, after 300 steps."""
+    """The model of `make demo`, as a Mamba-2 of bytes with more and smaller heads, after 300 steps."""
     if not (RUN / "model.safetensors").is_file():
         config = str(ROOT / "examples" / "demo.toml")
         if code := main(["train", config, "--out", str(RUN), *SIZES, "--schedule.steps", "300", "--seed", "0"]):
             raise SystemExit(code)
-    return MambaLM.from_pretrained(RUN)
+    model = MambaLM.from_pretrained(RUN)
+    if model.config.vocab_size != 256:
+        raise SystemExit(f"{RUN}: expected a model of bytes, got {model.config.vocab_size} tokens; remove it")
+    return model
 
 
 @torch.no_grad()
@@ -41,10 +44,11 @@ def draw(model: MambaLM) -> None:
     for i, place in enumerate(axes):
         for state, colour, name in ((fresh, "#b8bec4", "before training"), (model, ACCENT, "trained")):
             lives = horizons(*layers(state, ids)[i])[0].sort().values
-            place.plot(lives.tolist(), "o-", color=colour, label=name, ms=4, lw=1)
-        place.set_yscale("log")
-        place.set_title(f"Layer {i}: half-lives of its heads, tokens")
-        place.set_xlabel("heads, sorted")
+            place.plot(range(1, len(lives) + 1), lives.tolist(), "o-", color=colour, label=name, ms=4, lw=1)
+        plain_log(place)
+        place.set_xticks(range(2, len(lives) + 1, 2))
+        place.set_title(f"Layer {i}: horizons of its heads, in tokens")
+        place.set_xlabel("heads, from the shortest horizon to the longest")
         place.grid(axis="y", color="#e3e1dc", lw=0.7)
     axes[0].legend()
     save(figure, "horizons.png")
@@ -55,10 +59,11 @@ def draw(model: MambaLM) -> None:
     chosen = order[[len(order) // 4, len(order) // 2, -1]].tolist()
     figure, axes = plt.subplots(len(chosen), 1, figsize=(10, 4.8), sharex=True)
     for place, head in zip(axes, chosen, strict=True):
-        low = lives[:, head].min().item()
+        low = 0.7 * lives[:, head].min().item()  # so that the shortest bar is one
         place.vlines(range(len(TEXT)), low, lives[:, head].tolist(), color=ACCENT, lw=3)
-        place.set_yscale("log")
-        place.set_title(f"Head {head}: half-life at each character")
+        plain_log(place)
+        place.set_ylim(bottom=low)
+        place.set_title(f"Head {head}: half-life at each character, in tokens")
         place.tick_params(bottom=False)
     letters = [letter.replace("\n", "⏎").replace(" ", "·") for letter in TEXT]
     axes[-1].set_xticks(range(len(TEXT)), letters, fontsize=7, family="DejaVu Sans Mono")

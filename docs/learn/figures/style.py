@@ -44,6 +44,13 @@ def save(figure: Any, name: str) -> None:
     print(path)
 
 
+def plain_log(axes: Any) -> None:
+    """A logarithmic y axis with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+
+
 def heat(axes: Any, matrix: torch.Tensor, title: str, *, signed: bool = True, root: bool = False) -> None:
     """A matrix as a picture; what lies above the diagonal of a causal one is left out."""
     shown = matrix.detach().double()

@@ -51,19 +51,20 @@ def draw_parity(model: MambaLM) -> None:
     values = torch.linalg.svd(torch.einsum("tpn,n->tp", still, direction)).Vh[0]
     u, w = torch.einsum("tpn,p->tn", still, values).unbind(-1)
     seen = torch.polar(torch.hypot(u, w), torch.atan2(w, u) - turned)
-    # Every 1 writes the same again, which moves the middle about which the state turns.
+    # Every 1 writes the same again, which moves the centre about which the state turns.
     seen = seen - (seen[odd[0] == 1].mean() + seen[odd[0] == 0].mean()) / 2
-    figure, axes = plt.subplots(2, 12, figsize=(10, 2.6))
+    arrow = {"arrowstyle": "-|>", "lw": 2, "shrinkA": 0, "shrinkB": 0}
+    figure, axes = plt.subplots(2, 12, figsize=(10, 2.4))
     for t, place in enumerate(axes.flatten()):
         colour, size = (PLUS if odd[0, t] else MINUS), seen.abs().max().item()
         place.add_patch(plt.Circle((0, 0), 1, fill=False, color="#d6d3cd"))
         tip = (seen[t].real.item() / size, seen[t].imag.item() / size)
-        place.annotate("", xy=tip, xytext=(0, 0), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 2})
+        place.annotate("", xy=tip, xytext=(0, 0), arrowprops=arrow | {"color": colour})
         place.set_title(f"{drawn[0, t].item()}", loc="center", fontweight="bold" if drawn[0, t] else "normal")
         place.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
         place.axis("off")
     figure.suptitle(
-        "A pair of states after each bit, from its middle (orange: odd so far, blue: even)",
+        "A pair of states after each bit, drawn from its centre (orange: odd so far, blue: even)",
         fontsize=10.5, fontweight="bold", x=0.125, ha="left",
     )  # fmt: skip
     save(figure, "turning.png")
