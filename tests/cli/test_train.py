@@ -129,7 +129,7 @@ def test_a_model_is_trained_further(run, config, tmp_path):
         (["--data.tokenizer", "nowhere.json"], "nowhere.json: no such file"),
         (["--data.tokenizer", "bpe:many"], "expected a number of tokens, 257 or more, got 'many'"),
         (["--data.tokenizer", "bpe:256"], "expected a number of tokens, 257 or more, got '256'"),
-        (["--data.tokenizer", "bpe:300", "--model.init", "x"], "model.init has a tokenizer, and its weights know no"),
+        (["--data.tokenizer", "bpe:300", "--model.init", "x"], "model.init comes with the tokenizer that its weights"),
         (["--model.init", "./nowhere"], "./nowhere: no such directory"),
     ],
 )
@@ -228,7 +228,7 @@ def test_all_bad_files_are_listed_and_can_be_excluded_or_skipped(run, config, tm
     first, second, last = err.splitlines()
     assert first.startswith(f"anymamba: {corpus / 'a.gz'}: compressed or binary")
     assert second.startswith(f"anymamba: {corpus / 'b.jsonl'}:1: not readable JSON")
-    assert last.startswith("anymamba: 2 in all: mend them, leave them out with --data.exclude PATTERN, or skip")
+    assert last.startswith("anymamba: 2 in all: fix them, leave them out with --data.exclude PATTERN, or skip")
     code, _, err = run("train", config, "--out", tmp_path / "skip", *flags, "--data.on_error", "skip")
     assert (code, err.count("skipped: ")) == (0, 2)
     assert run("train", config, "--out", tmp_path / "run", *flags, "--data.exclude", "*.gz", "b.*")[0] == 0
