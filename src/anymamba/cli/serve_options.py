@@ -38,7 +38,9 @@ def add_serve(
     )
     parser.add_argument("--verbose", action="store_true", help="print a line for every request")
     safety = parser.add_argument_group("who may send requests")
-    safety.add_argument("--api-key", metavar="KEY", help=f"that clients must send (default: ${KEY_VARIABLE}, or none)")
+    safety.add_argument(
+        "--api-key", metavar="KEY", help=f"key that clients must send (default: ${KEY_VARIABLE}, or none)"
+    )
     safety.add_argument(
         "--allow-host",
         action="append",
@@ -133,7 +135,7 @@ def add_bench_serve(
         metavar="NAME=VALUE",
         help="of every request, such as temperature=0; repeatable",
     )
-    parser.add_argument("--api-key", metavar="KEY", help=f"of the server (default: ${KEY_VARIABLE}, or none)")
+    parser.add_argument("--api-key", metavar="KEY", help=f"key of the server (default: ${KEY_VARIABLE}, or none)")
     parser.add_argument("--json", metavar="FILE", help="write every figure and the time of every token there")
     parser.add_argument("--plot", metavar="FILE", help="draw the times there (.png, .svg or .pdf; needs matplotlib)")
 
