@@ -16,7 +16,9 @@ from anymamba import Mamba3, SsdPath
 from anymamba.blocks.modules import RMSNorm
 from anymamba.ground.operators import OPERATORS, kernels_off
 from anymamba.kernels.cpu import library
+from anymamba.ops.discretise import bounded_vector
 from anymamba.ops.gates import rank_gate
+from anymamba.ops.rotation import running_rotation
 from tests.blocks.families import results
 from tests.support import FLOOR, assert_near, relative_error
 
@@ -24,16 +26,15 @@ pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.L
 D = torch.float64
 
 
-def rotated_scan(*inputs, interleaved=True, chunk_len=16, lengths=None, bounds=None):
-    """The operator on the kernels."""
-    rotation = "interleaved" if interleaved else "halves"
-    return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, "fused", "single")
+def rotated_scan(*inputs, rotation="interleaved", chunk_len=16, lengths=None, bounds=None, pathway="single", algorithm="fused"):
+    """The operator, on the kernels if not asked for another algorithm."""
+    return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, algorithm, pathway)
 
 
-def discretise(dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, lengths=None):
+def discretise(dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, lengths=None, about_axes=False):
     """The operator."""
     return OPERATORS["discretise"](
-        dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, False, lengths
+        dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, about_axes, lengths
     )
 
 
@@ -53,6 +54,9 @@ OPTIONS = {
     "rank 3": {"is_mimo": True, "mimo_rank": 3, "d_state": 18, "ngroups": 2},
     "rank 4": {"is_mimo": True, "mimo_rank": 4, "d_state": 20, "rope_fraction": 1.0},
     "rank 5": {"is_mimo": True, "mimo_rank": 5, "headdim": 4, "rotation_range": 3.0},
+    "quaternion": {"rotation": "quaternion", "ngroups": 2, "rope_fraction": 1.0},
+    "awkward quaternion": {"rotation": "quaternion", "d_model": 15, "d_state": 36, "headdim": 3, "rope_fraction": 0.9},
+    "quaternion rank 3": {"rotation": "quaternion", "is_mimo": True, "mimo_rank": 3, "d_state": 76, "rope_fraction": 1},
 }
 LAYOUTS = {
     "batch": {},
@@ -100,7 +104,7 @@ def test_a_block_on_the_kernels_equals_the_portable_code(options, layout):
 
 @pytest.mark.parametrize("chunk_len", [1, 7, 64, 1000])
 def test_the_length_of_a_chunk_does_not_matter(chunk_len):
-    for options in (OPTIONS["siso"], OPTIONS["rank 3"]):
+    for options in (OPTIONS["siso"], OPTIONS["rank 3"], OPTIONS["awkward quaternion"]):
         block = block_of(options, D)
         expected = run_block(block, LAYOUTS["packed"], SsdPath.serial_recalculated())
         for name, x in run_block(block, LAYOUTS["packed"], SsdPath.fused(chunk_len)).items():
@@ -113,8 +117,9 @@ RESULTS = ("y", "final_state", "last_k", "turned")
 PARAMETERS = {"k_bias", "q_bias", "skip", "value_weight"}
 
 
-def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, sequences=None):
+def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, sequences=None, rotation="interleaved"):
     """Inputs of the turned scan by name; k and q are slices of a wider tensor."""
+    about_axes = rotation == "quaternion"
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -128,7 +133,7 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
         normal(b, t, r, g, n + 3, dtype=dtype)[..., 2 : n + 2],
         normal(h, r, n),
         normal(h, r, n),
-        normal(b, t, s),
+        normal(b, t, h * s * 3 if about_axes else s),
         normal(b, t, h).abs(),
         -normal(b, t, h).abs(),
         normal(b, t, h).abs(),
@@ -136,17 +141,19 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
         normal(h),
         normal(h, r, p) if r > 1 else None,
         normal(z, h, p, n),
-        normal(z, h, s),
+        normal(z, h, s, 4) if about_axes else normal(z, h, s),
     )
     return dict(zip(NAMES, values, strict=True))
 
 
-def run_scan(inputs, *, interleaved=True, lengths=None, bounds=None):
+def run_scan(inputs, *, rotation="interleaved", lengths=None, bounds=None, pathway="single", algorithm="fused"):
     """All results and gradients of the turned scan, by name."""
     leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = rotated_scan(
         *leaves.values(),
-        interleaved=interleaved,
+        rotation=rotation,
+        pathway=pathway,
+        algorithm=algorithm,
         lengths=None if lengths is None else torch.tensor(lengths),
         bounds=None if bounds is None else torch.tensor(bounds),
     )
@@ -159,34 +166,41 @@ def run_scan(inputs, *, interleaved=True, lengths=None, bounds=None):
     return {**named, **{f"d{name}": grad for name, grad in zip(given, grads, strict=True)}}
 
 
+KINDS = pytest.mark.parametrize("rotation", ["interleaved", "quaternion"])
+
+
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_float32_inside(dtype):
-    inputs = scan_inputs(r=2, dtype=dtype)
-    half = run_scan(inputs, lengths=[90, 31])
-    single = run_scan({name: None if x is None else x.float() for name, x in inputs.items()}, lengths=[90, 31])
+def test_half_precision_is_float32_inside(dtype, rotation):
+    inputs = scan_inputs(r=2, dtype=dtype, rotation=rotation)
+    half = run_scan(inputs, lengths=[90, 31], rotation=rotation)
+    wide = {name: None if x is None else x.float() for name, x in inputs.items()}
+    single = run_scan(wide, lengths=[90, 31], rotation=rotation)
     for name, x in half.items():
         assert torch.equal(x, single[name].to(x.dtype)), name
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 1, 2, 50, 90]], ids=["batch", "packed"])
 @pytest.mark.parametrize("r", [1, 3])
-def test_the_number_of_threads_moves_no_bit(r, bounds, threads):
-    inputs = scan_inputs(b=1 if bounds else 2, r=r, h=20, sequences=4 if bounds else None)
+@KINDS
+def test_the_number_of_threads_moves_no_bit(r, bounds, rotation, threads):
+    inputs = scan_inputs(b=1 if bounds else 2, r=r, h=20, sequences=4 if bounds else None, rotation=rotation)
     threads(1)
-    one = run_scan(inputs, bounds=bounds)
+    one = run_scan(inputs, bounds=bounds, rotation=rotation)
     for count in (2, 3):
         threads(count)
-        for name, x in run_scan(inputs, bounds=bounds).items():
+        for name, x in run_scan(inputs, bounds=bounds, rotation=rotation).items():
             assert torch.equal(x, one[name]), name
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
+@KINDS
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(rotation, threads):
     threads(2)
-    inputs = scan_inputs(b=3, r=2, h=8)
+    inputs = scan_inputs(b=3, r=2, h=8, rotation=rotation)
 
     def run(inputs):
         leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
-        outputs = rotated_scan(*leaves.values())
+        outputs = rotated_scan(*leaves.values(), rotation=rotation)
         of_rows = {name: x for name, x in leaves.items() if x is not None and name not in PARAMETERS}
         grads = torch.autograd.grad(sum(y.square().sum() for y in outputs), list(of_rows.values()))
         return {**dict(zip(RESULTS, outputs, strict=True)), **dict(zip(of_rows, grads, strict=True))}
@@ -198,10 +212,12 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(threads):
             assert torch.equal(x[0], together[name][row]), name
 
 
-def test_a_nan_stays_in_its_sequence():
-    inputs = scan_inputs(b=1, sequences=3)
+@KINDS
+def test_a_nan_stays_in_its_sequence(rotation):
+    inputs = scan_inputs(b=1, sequences=3, rotation=rotation)
     inputs["rate"][0, 40], inputs["x"][0, 41] = math.nan, math.inf
-    y, final_state, last_k, turned = rotated_scan(*inputs.values(), bounds=torch.tensor([0, 30, 60, 90]))
+    bounds = torch.tensor([0, 30, 60, 90])
+    y, final_state, last_k, turned = rotated_scan(*inputs.values(), bounds=bounds, rotation=rotation)
     for x in (y[:, :30], y[:, 60:], final_state[[0, 2]], last_k[[0, 2]], turned[[0, 2]]):
         assert torch.isfinite(x).all()
     assert torch.isnan(turned[1]).all()
@@ -240,6 +256,52 @@ def test_angles_stay_exact_over_a_long_sequence():
     assert (turned >= 0).all()
 
 
+def test_quaternions_stay_exact_over_a_long_sequence():
+    inputs = scan_inputs(b=1, t=5_000, h=2, g=1, p=1, n=8, s=2, rotation="quaternion")
+    turned = rotated_scan(*inputs.values(), chunk_len=64, rotation="quaternion")[3]
+    wide = [inputs[name].double() for name in ("rate", "dt", "start")]
+    expected = running_rotation("quaternion", *wide, None)[:, -1]
+    assert (turned.double() - expected).abs().max() < 1e-6
+    assert (turned.norm(dim=-1) - 1).abs().max() < 1e-6
+
+
+def test_quaternions_about_one_axis_turn_as_planes_do():
+    """Channels (4 j, 4 j + 1) and (4 j + 2, 4 j + 3) of a block turn by half the angle about the first axis."""
+    planes = scan_inputs(h=3, g=1, n=8, s=4, dtype=D)
+    quaternions = dict(planes)
+    rate, start = planes["rate"][..., ::2].repeat_interleave(2, -1), planes["start"][..., ::2].repeat_interleave(2, -1)
+    planes |= {"rate": rate, "start": start}
+    vectors = torch.zeros(2, 90, 3, 2, 3, dtype=D)
+    vectors[..., 0] = -2 * rate[:, :, None, ::2]
+    half = start[..., ::2]
+    quaternions["rate"] = vectors.flatten(2)
+    quaternions["start"] = torch.stack([half.cos(), -half.sin(), torch.zeros_like(half), torch.zeros_like(half)], -1)
+    expected, actual = rotated_scan(*planes.values()), rotated_scan(*quaternions.values(), rotation="quaternion")
+    for x, y in zip(actual[:3], expected[:3], strict=True):
+        assert_near(x, y, FLOOR[D])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8, 1e-3, 1.0, 40.0])
+def test_gradients_of_turns_of_any_size_equal_the_portable_ones(size):
+    inputs = scan_inputs(t=20, dtype=D, rotation="quaternion")
+    inputs["rate"] *= size
+    compiled = run_scan(inputs, rotation="quaternion", lengths=[20, 7])
+    with kernels_off():
+        portable = run_scan(inputs, rotation="quaternion", lengths=[20, 7], algorithm="serial_recalculated")
+    for name, x in compiled.items():
+        assert_near(x, portable[name], FLOOR[D], name)
+
+
+def test_both_pathways_are_the_same_kernel():
+    inputs = scan_inputs(r=2, dtype=D)
+    single, double = run_scan(inputs), run_scan(inputs, pathway="double")
+    with kernels_off():
+        portable = run_scan(inputs, pathway="double", algorithm="serial_recalculated")
+    for name, x in double.items():
+        assert torch.equal(x, single[name]), name
+        assert_near(x, portable[name], FLOOR[D], name)
+
+
 def raw_inputs(dtype, b=2, t=50, h=7, s=5):
     generator = torch.Generator().manual_seed(0)
     wide = (4 * torch.randn(b, t, 3 * h + s + 2, generator=generator, dtype=D)).to(dtype).requires_grad_()
@@ -247,26 +309,43 @@ def raw_inputs(dtype, b=2, t=50, h=7, s=5):
 
 
 @pytest.mark.parametrize("dtype", [D, torch.float32], ids=str)
+@pytest.mark.parametrize("about_axes", [False, True], ids=["in planes", "about axes"])
 @pytest.mark.parametrize("heavy_tail", [True, False], ids=["heavy tail", "softplus"])
-def test_the_compiled_discretisation_equals_the_portable_code(heavy_tail, dtype):
+def test_the_compiled_discretisation_equals_the_portable_code(heavy_tail, about_axes, dtype):
     def portable(dt, a, trap, turn, bias):
         dt = torch.nn.functional.softplus(dt + bias).clamp(0.1, 6.0)
         dt = dt.masked_fill(torch.tensor([[False] * 50, [False] * 20 + [True] * 30]).unsqueeze(-1), 0)
         rate = torch.relu(a) + 1 / (1 - a.clamp(max=0)) if heavy_tail else torch.nn.functional.softplus(a)
         lam = torch.sigmoid(trap)
-        return dt, -dt * rate.clamp(min=0.3), lam * dt, (1 - lam) * dt, 1.5 * math.pi * torch.tanh(turn)
+        bounded = bounded_vector(turn.unflatten(-1, (-1, 3))).flatten(-2) if about_axes else torch.tanh(turn)
+        return dt, -dt * rate.clamp(min=0.3), lam * dt, (1 - lam) * dt, 1.5 * math.pi * bounded
 
     def run(function):
-        wide, inputs = raw_inputs(dtype)
+        wide, inputs = raw_inputs(dtype, s=15 if about_axes else 5)
         bias = inputs[-1].requires_grad_()
         outputs = function(*inputs)
         generator = torch.Generator().manual_seed(1)
         heads = [torch.randn(y.shape, generator=generator, dtype=D).to(dtype) for y in outputs]
         return (*outputs, *torch.autograd.grad(outputs, [wide, bias], heads))
 
-    compiled = run(lambda *x: discretise(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20])))
+    compiled = run(lambda *x: discretise(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20]), about_axes))
     for x, expected in zip(compiled, run(portable), strict=True):
         assert_near(x, expected, FLOOR[dtype])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-200, 1e-20, 1e-3, 5.0, 1e200])
+def test_vectors_of_any_length_are_bounded_as_in_the_portable_code(size):
+    _, inputs = raw_inputs(D, s=6)
+    turn = (size * inputs[3].detach()).requires_grad_()
+
+    def run():
+        rate = discretise(*inputs[:3], turn, inputs[4], True, 0.3, 0.1, 6.0, 1.5, None, True)[4]
+        return rate, *torch.autograd.grad(rate.square().sum() + rate.sum(), turn)
+
+    compiled = run()
+    with kernels_off():
+        for x, expected in zip(compiled, run(), strict=True):
+            assert_near(x, expected, FLOOR[D])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, D], ids=str)
@@ -368,7 +447,7 @@ from anymamba.ground.operators import OPERATORS, kernels_off
 from anymamba.kernels.cpu import library
 from tests.kernels.test_mamba3 import LAYOUTS, OPTIONS, block_of, run_block
 from tests.support import FLOOR, assert_near
-for options in ("awkward", "rank 3"):
+for options in ("awkward", "rank 3", "quaternion rank 3"):
     for dtype in (torch.float64, torch.float32):
         block = block_of(OPTIONS[options], dtype)
         expected = run_block(block, LAYOUTS["packed"], SsdPath.serial_recalculated())

@@ -177,6 +177,8 @@ class _Discretise(NamedTuple):
 
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel; `tensors` are (b, t, ...)."""
+        if self.about_axes and self.turn.shape[-1] % 3:
+            raise ValueError(f"turns about axes are three numbers each, got {self.turn.shape[-1]} in all")
         raw = {"dt_raw": self.dt, "a_raw": self.a, "trap_raw": self.trap, "turn_raw": self.turn, **tensors}
         given = {name: None if x is None else x.flatten(0, 1) for name, x in raw.items()}
         given |= {"dt_bias": self.dt_bias, "lengths": checked_lengths(self.lengths, self.dt.shape[1])}
@@ -188,6 +190,7 @@ class _Discretise(NamedTuple):
             sizes={"b": self.dt.shape[0]},
             time=self.dt.shape[1],
             heavy_tail=self.heavy_tail,
+            about_axes=self.about_axes,
             rate_floor=self.a_floor,
             dt_min=self.dt_min,
             dt_max=self.dt_max,
@@ -216,11 +219,6 @@ def _discretise_backward(*arguments: Any) -> tuple[Tensor, ...]:
         raw.run("discretise_backward", {f"d{name}": x for name, x in zip(_DISCRETISED, cotangents, strict=True)}, grads)
     grads["ddt_bias"] = grads["ddt_bias"].to(raw.dt_bias.dtype)
     return tuple(grads.values())
-
-
-def _discretise_missing(*inputs: Any) -> str:
-    raw = _Discretise(*inputs)
-    return "there is none for turns about axes" if raw.about_axes else library.missing(raw.dt.dtype)
 
 
 def _run_steps(function: str, inputs: tuple[Any, ...], ddt: Tensor | None, results: dict[str, Tensor]) -> None:
@@ -299,6 +297,6 @@ IMPLEMENTATIONS = {
     "rms_norm": Implementation(_norm_forward, _norm_backward, _missing),
     "rank_gate": Implementation(_gate_forward, _gate_backward, _missing),
     "step_sizes": Implementation(_steps_forward, _steps_backward, _missing),
-    "discretise": Implementation(_discretise_forward, _discretise_backward, _discretise_missing),
+    "discretise": Implementation(_discretise_forward, _discretise_backward, _missing),
     "selective_scan": Implementation(_selective_forward, _selective_backward, _missing),
 }

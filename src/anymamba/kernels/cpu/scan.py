@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anymamba.ground.operators import Implementation
 from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu.arguments import ROTATIONS
 from anymamba.kernels.cpu.call import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
 
 # Steps times ranks of a chunk: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
@@ -153,21 +154,35 @@ class _Rotated(NamedTuple):
 
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel with all of them, and `tensors`."""
-        r, n, pairs = self.k.shape[2], self.k.shape[4], self.rate.shape[-1]
+        r = self.k.shape[2]
         if r > 1 and self.value_weight is None:
             raise ValueError(f"value_weight must be given for more than one rank, got none for {r}")
-        if not 0 <= 2 * pairs <= n:
-            raise ValueError(f"at most {n // 2} pairs can turn in a state of {n}, got {pairs}")
+        self._check_turns()
         # One row of values for all ranks, each with its own weights: a stride of zero.
         v_btrhp = self.x.unsqueeze(2).expand(-1, -1, r, -1, -1)
         given = {
-            name: getattr(self, name)
-            for name in ("k_bias", "q_bias", "rate", "start", "gamma", "kappa", "value_weight")
+            name: getattr(self, name) for name in ("k_bias", "q_bias", "rate", "gamma", "kappa", "value_weight")
         }
-        given |= {"dt": self.step, "lengths": checked_lengths(self.lengths, self.x.shape[1]), **tensors}
+        given |= {"dt": self.step, "start": self.start.flatten(2), "lengths": checked_lengths(self.lengths, self.x.shape[1]), **tensors}
         keys, skip, state = (self.k, self.q), self.skip, self.pending_state
         scan = _Scan(v_btrhp, *keys, self.log_decay, None, skip, state, self.cu_seqlens, self.chunk_len)
-        scan.run(function, given, results, interleaved=self.rotation == "interleaved")
+        scan.run(function, given, results, rotation=ROTATIONS.index(self.rotation))
+
+    def _check_turns(self) -> None:
+        """The shapes of `rate` and `start` belong together, and the channels that turn are there."""
+        heads, n, rates = self.x.shape[2], self.k.shape[4], self.rate.shape[-1]
+        if self.rotation == "quaternion":
+            width, turns, expected = 4, rates // (3 * heads), (rates // (3 * heads), 4)
+            fits = rates == heads * turns * 3
+        else:
+            width, turns, expected, fits = 2, rates, (rates,), True
+        if not fits or self.start.shape[2:] != expected:
+            raise ValueError(
+                f"rate and start must describe the same {self.rotation} rotation of {heads} heads, "
+                f"got {tuple(self.rate.shape)} and {tuple(self.start.shape)}"
+            )
+        if turns * width > n:
+            raise ValueError(f"at most {n // width} {self.rotation} turns fit into a state of {n}, got {turns}")
 
 
 def _rotated_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,7 +211,7 @@ def _rotated_backward(
     grads |= {f"d{name}": make(empty((z, *shape), wide)) for name, shape in shapes.items()}
     if z:
         given: dict[str, Tensor | None] = {"dy": dy, "dfinal_state": dfinal_state, "dlast_k": dlast_k}
-        rotated.run("scan_backward", {**given, "dturned": dturned}, grads)
+        rotated.run("scan_backward", {**given, "dturned": dturned.flatten(2)}, grads)
     for name, x in shared.items():
         if x is not None:
             grads[f"d{name}"] = grads[f"d{name}"].sum(0).to(x.dtype)
@@ -209,17 +224,8 @@ def _missing(x: Tensor, *_: Any) -> str:
     return library.missing(x.dtype)
 
 
-def _rotated_missing(*inputs: Any) -> str:
-    rotated = _Rotated(*inputs)
-    if rotated.rotation == "quaternion":
-        return "there is none for quaternion rotation"
-    if rotated.pathway == "double":
-        return "there is none for the double pathway"
-    return library.missing(rotated.x.dtype)
-
-
 IMPLEMENTATIONS = {
     "scan": Implementation(_scan_forward, _scan_backward, _missing),
     "ssd": Implementation(_ssd_forward, _ssd_backward, _missing),
-    "rotated_trapezoid_scan": Implementation(_rotated_forward, _rotated_backward, _rotated_missing),
+    "rotated_trapezoid_scan": Implementation(_rotated_forward, _rotated_backward, _missing),
 }

@@ -60,13 +60,48 @@ void widen(double* target, const T* source, int64_t width) {
   for (int64_t c = width; c < round_up<double>(static_cast<int>(width)); ++c) target[c] = 0;
 }
 
+// Vectors of three, part by part, each `lanes` numbers long, with their lengths and directions.
+struct Axes {
+  int64_t vectors, lanes;
+  double *x, *y, *z, *length;
+
+  Axes(Arena& arena, int64_t numbers)
+      : vectors(numbers / 3),
+        lanes(round_up<double>(static_cast<int>(vectors))),
+        x(arena.take<double>(lanes)),
+        y(arena.take<double>(lanes)),
+        z(arena.take<double>(lanes)),
+        length(arena.take<double>(lanes)) {}
+
+  void split(const double* source) {
+    for (int64_t j = 0; j < vectors; ++j) x[j] = source[3 * j], y[j] = source[3 * j + 1], z[j] = source[3 * j + 2];
+    for (int64_t j = vectors; j < lanes; ++j) x[j] = y[j] = z[j] = 0;
+  }
+  void join(double* target) const {
+    for (int64_t j = 0; j < vectors; ++j) target[3 * j] = x[j], target[3 * j + 1] = y[j], target[3 * j + 2] = z[j];
+  }
+  // x, y, z become directions. No square overflows or vanishes; a vector of zero has length and direction zero.
+  void normalise() {
+    for (int64_t j = 0; j < lanes; ++j) {
+      const double a = std::fabs(x[j]), b = std::fabs(y[j]), c = std::fabs(z[j]);
+      const double most = a > b ? (a > c ? a : c) : (b > c ? b : c), scale = most > 1e-150 ? most : 1e-150;
+      const double u = x[j] / scale, v = y[j] / scale, w = z[j] / scale;
+      const double size = std::sqrt(u * u + v * v + w * w), inverse = 1 / (size > 1e-150 ? size : 1e-150);
+      length[j] = scale * size;
+      x[j] = u * inverse, y[j] = v * inverse, z[j] = w * inverse;
+    }
+  }
+};
+
 // The raw numbers of a row and what becomes of them.
 struct DiscretisedRow {
   int64_t heads, turns;  // turns: how many numbers describe them
   double *dt, *a, *trap, *turn;
   double* results[5];  // dt, log_decay, gamma, kappa; the rates of turning
+  Axes axes, daxes;    // for turns about axes
 
-  DiscretisedRow(Arena& arena, int64_t heads, int64_t turns) : heads(heads), turns(turns) {
+  DiscretisedRow(Arena& arena, int64_t heads, int64_t turns)
+      : heads(heads), turns(turns), axes(arena, turns), daxes(arena, turns) {
     const size_t h = round_up<double>(static_cast<int>(heads)), s = round_up<double>(static_cast<int>(turns));
     dt = arena.take<double>(h), a = arena.take<double>(h), trap = arena.take<double>(h), turn = arena.take<double>(s);
     for (int i = 0; i < 5; ++i) results[i] = arena.take<double>(h > s ? h : s);
@@ -87,19 +122,51 @@ struct DiscretisedRow {
     }
   }
 
-  // Turns in planes: one number each.
-  void bound_angles(const StepLimits& limits) {
+  // The rates of turning: in planes, one number each, or about axes, vectors of three.
+  void bound_turns(const StepLimits& limits, bool about_axes) {
+    if (about_axes) return bound_vectors(limits);
     for (int64_t c = 0; c < turns; c += kLanes<double>)
       store(results[4] + c, limits.range * kHalfTurn * tanh<double>(load(turn + c)));
   }
-
-  // Turns about axes: vectors of three.
-  void bound_vectors(const StepLimits& limits) {
-    for (int64_t c = 0; c + 2 < turns; c += 3) {
-      const double length = std::sqrt(turn[c] * turn[c] + turn[c + 1] * turn[c + 1] + turn[c + 2] * turn[c + 2]);
-      const double factor = length > 0 ? limits.range * kHalfTurn * std::tanh(length) / length : 0;
-      for (int64_t i = c; i < c + 3; ++i) results[4][i] = factor * turn[i];
+  // The gradient `grad` on them becomes that on the raw numbers, in `out`.
+  void bound_turns_backward(const StepLimits& limits, bool about_axes, const double* grad, double* out) {
+    if (about_axes) return bound_vectors_backward(limits, grad, out);
+    for (int64_t c = 0; c < turns; c += kLanes<double>) {
+      const Vec<double> bounded = tanh<double>(load(turn + c));
+      store(out + c, limits.range * kHalfTurn * load(grad + c) * ((1.0 - bounded) * (1.0 + bounded)));
     }
+  }
+
+ private:
+  void bound_vectors(const StepLimits& limits) {
+    axes.split(turn);
+    axes.normalise();
+    for (int64_t j = 0; j < axes.lanes; j += kLanes<double>) {
+      const Vec<double> size = limits.range * kHalfTurn * tanh<double>(load(axes.length + j));
+      store(axes.x + j, size * load(axes.x + j));
+      store(axes.y + j, size * load(axes.y + j));
+      store(axes.z + j, size * load(axes.z + j));
+    }
+    axes.join(results[4]);
+  }
+
+  // Along the direction n the slope of tanh, across it tanh(length) / length.
+  void bound_vectors_backward(const StepLimits& limits, const double* grad, double* out) {
+    axes.split(turn);
+    axes.normalise();
+    daxes.split(grad);
+    for (int64_t j = 0; j < axes.lanes; j += kLanes<double>) {
+      const Vec<double> length = load(axes.length + j), bounded = tanh<double>(length), least = broadcast(1e-150);
+      const Vec<double> across = length > least ? bounded / (length > least ? length : least) : broadcast(1.0);
+      const Vec<double> x = load(axes.x + j), y = load(axes.y + j), z = load(axes.z + j);
+      const Vec<double> dx = load(daxes.x + j), dy = load(daxes.y + j), dz = load(daxes.z + j);
+      const Vec<double> along = ((1.0 - bounded) * (1.0 + bounded) - across) * (x * dx + y * dy + z * dz);
+      const double range = limits.range * kHalfTurn;
+      store(daxes.x + j, range * (across * dx + along * x));
+      store(daxes.y + j, range * (across * dy + along * y));
+      store(daxes.z + j, range * (across * dz + along * z));
+    }
+    daxes.join(out);
   }
 };
 
@@ -146,7 +213,7 @@ struct DiscretiseRows {
       return write(args.dt, 0, index, args.heads, own_dtype<T>());
     }
     row.compute(limits, is_padding(index));
-    row.bound_angles(limits);
+    row.bound_turns(limits, args.about_axes != 0);
     void* const targets[4] = {args.dt, args.log_decay, args.gamma, args.kappa};
     for (int i = 0; i < 4; ++i) write(targets[i], i, index, args.heads, own_dtype<T>());
     write(args.rate, 4, index, args.pairs, own_dtype<T>());
@@ -176,10 +243,7 @@ struct DiscretiseRows {
       store(row.results[1] + c, dlog_decay * dt.value * rate.slope);
       store(row.results[2] + c, (dgamma - dkappa) * dt.value * (now * before));
     }
-    for (int64_t c = 0; c < s; c += kLanes<double>) {
-      const Vec<double> turn = tanh<double>(load(row.turn + c));
-      store(row.results[3] + c, limits.range * kHalfTurn * load(grads[4] + c) * ((1.0 - turn) * (1.0 + turn)));
-    }
+    row.bound_turns_backward(limits, args.about_axes != 0, grads[4], row.results[3]);
     for (int64_t c = 0; c < h; ++c) dbias[c] += row.results[0][c];
     void* const targets[3] = {args.ddt_raw, args.da_raw, args.dtrap_raw};
     for (int i = 0; i < 3; ++i) write(targets[i], i, index, h, args.dtype);

@@ -9,7 +9,7 @@ namespace ANYMAMBA_ISA {
 // on the number of threads nor on the batch.
 constexpr int64_t kBackwardHeads = 4;
 
-// Fills b.entering: H_0 = initial state, H_{c+1} = kept H_c + k (w rho v), and b.angles.
+// Fills b.entering: H_0 = initial state, H_{c+1} = kept H_c + k (w rho v), and b.rotations.
 template <typename T>
 void recompute_states(const ScanArgs& args, const Task& task, const Sequence& seq, int64_t chunks,
                       BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
@@ -20,8 +20,7 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
     fill_zero(first, numbers);
     transpose(first, size.p_row, static_cast<const T*>(args.initial_state) + lane * args.width * args.state, size.n,
               size.p, size.n);
-    for (int s = 0; s < size.pairs; ++s)
-      b.angles[e * chunks * size.pairs_row + s] = static_cast<const T*>(args.start)[lane * size.pairs + s];
+    if (args.k_bias) read_rotation(b.rotations + e * chunks * size.turn.state, args.start, lane, args, size.turn);
   }
   for (int64_t c = 0; c + 1 < chunks; ++c) {
     const Chunk chunk = chunk_of(seq, c, size.steps);
@@ -33,9 +32,9 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
       RowPrefetch next_v = prefetch_of(args.v, args.dtype, args.v_strides, last ? task.first_head : head + 1,
                                        last ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
       if (args.k_bias) {
-        double* angle = b.angles + (e * chunks + c) * size.pairs_row;
-        std::memcpy(angle + size.pairs_row, angle, size.pairs * sizeof(double));
-        b.keys.turns.advance(args, chunk, head, angle + size.pairs_row, size);
+        double* rotation = b.rotations + (e * chunks + c) * size.turn.state;
+        std::memcpy(rotation + size.turn.state, rotation, size.turn.state * sizeof(double));
+        b.keys.turns.advance(args, chunk, head, rotation + size.turn.state, size);
         b.keys.turn_head_keys(e, rows);
       }
       b.decay.read(args, chunk, head, size.rank);
@@ -83,6 +82,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
   const int64_t chunks = (seq.stop - seq.start + size.steps - 1) / size.steps, last = last_step(args, task.sequence);
   const size_t numbers = size_t(size.n) * size.p_row, key_numbers = size_t(size.n) * size.rows_row;
   const int64_t first_lane = task.sequence * args.heads + task.first_head;
+  const bool shared_rates = size.turn.turns && !size.turn.quaternion;
   const int64_t all_block = task.group * HeadBlocks(args, kBackwardHeads).blocks_per_group + task.block;
 
   b.keys.start(task);
@@ -92,10 +92,9 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     const int64_t lane = first_lane + e;
     transpose(b.g + e * numbers, size.p_row, static_cast<const T*>(args.dfinal_state) + lane * args.width * args.state,
               size.n, size.p, size.n);
-    for (int s = 0; s < size.pairs; ++s)
-      b.dangles[e * size.pairs_row + s] = static_cast<const T*>(args.dturned)[lane * size.pairs + s];
   }
   if (args.k_bias) {
+    b.dturns.clear(size);
     fill_zero(b.dk_bias, task.heads * b.keys.pattern_numbers());
     fill_zero(b.dq_bias, task.heads * b.keys.pattern_numbers());
   }
@@ -114,7 +113,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     }
     fill_zero(b.dgroup_k, key_numbers);
     fill_zero(b.dgroup_q, key_numbers);
-    fill_zero(b.drate, size_t(size.steps) * size.pairs_row);
+    if (shared_rates) fill_zero(b.dturns.drate, size_t(size.steps) * size.turn.lanes);
     for (int64_t e = 0; e < task.heads; ++e) {
       const bool last_head = e + 1 == task.heads;
       const int64_t head = task.first_head + e;
@@ -126,8 +125,10 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         next_dy = prefetch_of(args.dy, args.dtype, args.dy_strides, next_head, next, size.rank, size.p);
       }
       if (args.k_bias) {
-        std::memcpy(b.angle, b.angles + (e * chunks + c) * size.pairs_row, size.pairs * sizeof(double));
-        b.keys.turns.advance(args, chunk, head, b.angle, size);
+        std::memcpy(b.rotation, b.rotations + (e * chunks + c) * size.turn.state, size.turn.state * sizeof(double));
+        b.keys.turns.advance(args, chunk, head, b.rotation, size);
+        if (c + 1 == chunks)
+          read_drotation(b.dturns.sum + e * size.turn.axes, b.rotation, first_lane + e, args, size.turn);
         b.keys.turn_head_keys(e, rows);
         b.keys.turn_head_queries(e, rows);
         chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
@@ -139,19 +140,20 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         backward_keys(b.dk, b.dq, rows, b, size);
         if (last >= chunk.start && last < chunk.start + chunk.steps)
           b.keys.add_last(b.dk, chunk, last, task.sequence, head);
-        b.keys.turn_back_keys(e, b.dk, b.dgroup_k, b.dk_bias + e * b.keys.pattern_numbers(), b.dangle, rows);
-        b.keys.turn_back_queries(e, b.dq, b.dgroup_q, b.dq_bias + e * b.keys.pattern_numbers(), b.dangle, rows);
-        backward_angles(args, chunk, head, b.dangles + e * size.pairs_row, b, size);
+        b.keys.turn_back_keys(b.dk, b.dgroup_k, b.dk_bias + e * b.keys.pattern_numbers(), b.dturns.rows, rows);
+        b.keys.turn_back_queries(b.dq, b.dgroup_q, b.dq_bias + e * b.keys.pattern_numbers(), b.dturns.rows, rows);
+        b.dturns.walk(args, chunk, head, b.dturns.sum + e * size.turn.axes,
+                      b.rotations + (e * chunks + c) * size.turn.state, b.keys.turns, size);
       }
     }
     if (!args.k_bias) backward_keys(b.dgroup_k, b.dgroup_q, rows, b, size);
     write_keys(args.dk, partial.dk, partial, b.dgroup_k, args, task, chunk, rows_buffer, size);
     write_keys(args.dq, partial.dq, partial, b.dgroup_q, args, task, chunk, rows_buffer, size);
-    if (size.pairs) {
+    if (shared_rates) {
       T* drate = partial.drate ? partial.drate + all_block * partial.rate_numbers : static_cast<T*>(args.drate);
       for (int l = 0; l < chunk.steps; ++l)
-        std::memcpy(drate + (chunk.batch * args.time + chunk.start + l) * size.pairs,
-                    b.drate + l * ptrdiff_t(size.pairs_row), size.pairs * sizeof(T));
+        std::memcpy(drate + (chunk.batch * args.time + chunk.start + l) * args.rates,
+                    b.dturns.drate + l * ptrdiff_t(size.turn.lanes), args.rates * sizeof(T));
     }
   }
   for (int64_t e = 0; e < task.heads; ++e) {
@@ -161,8 +163,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     if (!args.k_bias) continue;
     b.keys.gather_bias(args.dk_bias, lane, b.dk_bias + e * b.keys.pattern_numbers());
     b.keys.gather_bias(args.dq_bias, lane, b.dq_bias + e * b.keys.pattern_numbers());
-    for (int s = 0; s < size.pairs; ++s)
-      static_cast<T*>(args.dstart)[lane * size.pairs + s] = static_cast<T>(b.dangles[e * size.pairs_row + s]);
+    write_dstart(b.dturns.sum + e * size.turn.axes, b.rotations + e * chunks * size.turn.state, lane, args, size.turn);
   }
 }
 
@@ -198,10 +199,11 @@ bool scan_backward(const ScanArgs& args) {
   const int64_t in_group = blocks.blocks_per_group, in_all = args.groups * in_group;
   Partials<T> partial;
   partial.numbers = args.batch * args.time * args.rank * args.groups * args.state;
-  partial.rate_numbers = args.batch * args.time * size.pairs;
+  const bool shared_rates = size.turn.turns && !size.turn.quaternion;  // by the heads, which sum their gradients
+  partial.rate_numbers = shared_rates ? args.batch * args.time * args.rates : 0;
   Arena counted;
   if (in_group > 1) counted.take<T>(in_group * partial.numbers), counted.take<T>(in_group * partial.numbers);
-  if (in_all > 1) counted.take<T>(in_all * partial.rate_numbers);
+  if (shared_rates && in_all > 1) counted.take<T>(in_all * partial.rate_numbers);
   const Scratch sums(counted.used());
   if (!sums.get()) return false;
   Arena arena(sums.get());
@@ -209,15 +211,15 @@ bool scan_backward(const ScanArgs& args) {
     partial.dk = arena.take<T>(in_group * partial.numbers);
     partial.dq = arena.take<T>(in_group * partial.numbers);
   }
-  if (in_all > 1) partial.drate = arena.take<T>(in_all * partial.rate_numbers);
+  if (shared_rates && in_all > 1) partial.drate = arena.take<T>(in_all * partial.rate_numbers);
   bool ok = run_tasks(blocks.tasks(args), args.threads, count.used(), [&](int64_t index, void* scratch) {
     backward_task<T>(args, Task(blocks, args, index), size, most_chunks, partial, scratch);
   });
   if (ok && in_group > 1)
     ok = sum_partials(args.dk, args.dtype, partial.dk, in_group, partial.numbers, args.state, args.threads) &&
          sum_partials(args.dq, args.dtype, partial.dq, in_group, partial.numbers, args.state, args.threads);
-  if (ok && args.k_bias && in_all > 1)
-    ok = sum_partials(args.drate, own_dtype<T>(), partial.drate, in_all, partial.rate_numbers, size.pairs,
+  if (ok && partial.drate)
+    ok = sum_partials(args.drate, own_dtype<T>(), partial.drate, in_all, partial.rate_numbers, args.rates,
                       args.threads);
   return ok;
 }

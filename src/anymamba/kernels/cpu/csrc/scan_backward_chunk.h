@@ -21,10 +21,10 @@ struct BackwardBuffers {
   T *sums, *out, *in, *d_later, *d_own;         // (rows)
   T* g;                                       // (heads, n, p): gradient of the state that leaves the chunk
   T* entering;                                // (heads, chunks, n, p): the states that enter the chunks
-  T *dangle, *dangle_rows, *drate;            // (pairs, rows), (rows, pairs), (steps, pairs)
   T *dk_bias, *dq_bias;                       // (heads), patterns
-  double *angles, *angle, *dangles;           // (heads, chunks, pairs), (pairs), (heads, pairs)
+  double *rotations, *rotation;               // (heads, chunks): those that enter the chunks, and the one at hand
   double* crossing;                           // (steps)
+  TurnGradient<T> dturns;
   Decay<T> decay;
   Weights<T> weights;
 
@@ -56,15 +56,12 @@ struct BackwardBuffers {
         d_own(arena.take<T>(s.rows_row)),
         g(arena.take<T>(size_t(heads) * s.n * s.p_row)),
         entering(arena.take<T>(size_t(heads) * chunks * s.n * s.p_row)),
-        dangle(arena.take<T>(size_t(s.pairs) * s.rows_row)),
-        dangle_rows(arena.take<T>(size_t(s.rows) * s.pairs_row)),
-        drate(arena.take<T>(size_t(s.steps) * s.pairs_row)),
         dk_bias(arena.take<T>(args.k_bias ? heads * keys.pattern_numbers() : 0)),
         dq_bias(arena.take<T>(args.k_bias ? heads * keys.pattern_numbers() : 0)),
-        angles(arena.take<double>(size_t(heads) * chunks * s.pairs_row)),
-        angle(arena.take<double>(s.pairs_row)),
-        dangles(arena.take<double>(size_t(heads) * s.pairs_row)),
+        rotations(arena.take<double>(size_t(heads) * chunks * s.turn.state)),
+        rotation(arena.take<double>(s.turn.state)),
         crossing(arena.take<double>(s.steps)),
+        dturns(arena, s, heads),
         decay(arena, s),
         weights(arena, s) {}
 };
@@ -228,35 +225,6 @@ void backward_keys(T* dk, T* dq, int rows, BackwardBuffers<T>& b, const ChunkSiz
   keys.span = Span::kDepthFromColumn;
   keys.rank = size.rank;
   gemm(keys);
-}
-
-// The angles' gradient, from last to first step: an angle is the sum of all turns up to it.
-template <typename T>
-void backward_angles(const ScanArgs& args, const Chunk& chunk, int64_t head, double* dangle, BackwardBuffers<T>& b,
-                     const ChunkSizes<T>& size) {
-  const int rank = size.rank, pairs = size.pairs;
-  transpose(b.dangle_rows, size.pairs_row, b.dangle, size.rows_row, pairs, chunk.steps * rank);
-  for (int l = chunk.steps - 1; l >= 0; --l) {
-    const int64_t time = chunk.start + l;
-    const double dt = *at_step<T>(args.dt, args, chunk.batch, time, head);
-    const T* rate = static_cast<const T*>(args.rate) + (chunk.batch * args.time + time) * pairs;
-    T* drate = b.drate + l * ptrdiff_t(size.pairs_row);
-    for (int r = 0; r < rank; ++r) {
-      const T* row = b.dangle_rows + (l * rank + r) * ptrdiff_t(size.pairs_row);
-      for (int s = 0; s < pairs; ++s) dangle[s] += static_cast<double>(row[s]);
-    }
-    for (int s = 0; s < pairs; ++s) drate[s] += static_cast<T>(dangle[s] * dt);
-    Vec<double> sum = {};
-    int s = 0;
-    for (; s + kLanes<double> <= pairs; s += kLanes<double>) {
-      Vec<double> wide;
-      for (int i = 0; i < kLanes<double>; ++i) wide[i] = static_cast<double>(rate[s + i]);
-      sum += load(dangle + s) * wide;
-    }
-    double ddt = sum_lanes<double>(sum);
-    for (; s < pairs; ++s) ddt += dangle[s] * static_cast<double>(rate[s]);
-    *at_step<T>(args.ddt, args, chunk.batch, time, head) = static_cast<T>(ddt);
-  }
 }
 
 template <typename T>

@@ -71,12 +71,35 @@ constexpr int row_stride(int x) {
   return ((x + line - 1) / line | 1) * line;
 }
 
+// How the keys and queries of a head turn: in `turns` planes by an angle each, or in as many blocks of four channels by a
+// quaternion each. Arrays hold them part by part, each part `lanes` numbers long.
+template <typename T>
+struct TurnSizes {
+  bool quaternion;
+  int turns, lanes;
+  int state;   // numbers of a running rotation: angles, or four parts
+  int parts;   // of what a key is multiplied with: cosine and sine, or four
+  int axes;    // of its gradient: an angle, or a vector
+  int parts_row, axes_row;
+
+  explicit TurnSizes(const ScanArgs& args)
+      : quaternion(args.rotation == kQuaternion),
+        turns(static_cast<int>(!args.k_bias ? 0 : quaternion ? args.angles / 4 : args.angles)),
+        lanes(round_up<T>(turns)),
+        state((quaternion ? 4 : 1) * lanes),
+        parts((quaternion ? 4 : 2) * lanes),
+        axes((quaternion ? 3 : 1) * lanes),
+        parts_row(row_stride<T>(parts)),
+        axes_row(row_stride<T>(axes)) {}
+};
+
 // Sizes of a chunk's matrices, in numbers: as they are, rounded up to whole vectors (`_cols`), and as strides (`_row`).
 template <typename T>
 struct ChunkSizes {
-  int steps, rank, rows, p, n, pairs;
+  int steps, rank, rows, p, n;
   int p_cols;
-  int rows_row, p_row, n_row, pairs_row;
+  int rows_row, p_row, n_row;
+  TurnSizes<T> turn;
 
   explicit ChunkSizes(const ScanArgs& args)
       : steps(static_cast<int>(args.chunk_len < longest_sequence(args) ? args.chunk_len : longest_sequence(args))),
@@ -84,12 +107,11 @@ struct ChunkSizes {
         rows(steps * rank),
         p(static_cast<int>(args.width)),
         n(static_cast<int>(args.state)),
-        pairs(static_cast<int>(args.k_bias ? args.pairs : 0)),
         p_cols(round_up<T>(p)),
         rows_row(row_stride<T>(rows)),
         p_row(row_stride<T>(p)),
         n_row(row_stride<T>(n)),
-        pairs_row(row_stride<T>(pairs)) {}
+        turn(args) {}
 };
 
 // A stretch of time of one sequence.

@@ -12,7 +12,7 @@ struct ForwardBuffers {
   T* scores;                                // of the group or head: (rows, rows)
   T *v, *weighted, *y, *skip, *rank_weight;  // of a head: (rows, p), (rows, rows), (rows, p), (p), (p)
   T* states;                                // (heads of the block, n, p)
-  double* angles;                           // (heads of the block, pairs)
+  double* rotations;                        // (heads of the block), running
   Decay<T> decay;
   Weights<T> weights;
 
@@ -25,7 +25,7 @@ struct ForwardBuffers {
         skip(arena.take<T>(s.p_row)),
         rank_weight(arena.take<T>(s.p_row)),
         states(arena.take<T>(size_t(heads) * s.n * s.p_row)),
-        angles(arena.take<double>(size_t(heads) * s.pairs_row)),
+        rotations(arena.take<double>(size_t(heads) * s.turn.state)),
         decay(arena, s),
         weights(arena, s) {}
 };
@@ -103,8 +103,7 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
               size.n, size.p, size.n);
   if (args.k_bias)
     for (int64_t e = 0; e < task.heads; ++e) {
-      for (int s = 0; s < size.pairs; ++s)
-        b.angles[e * size.pairs_row + s] = static_cast<const T*>(args.start)[(first_lane + e) * size.pairs + s];
+      read_rotation(b.rotations + e * size.turn.state, args.start, first_lane + e, args, size.turn);
       if (last < seq.start) b.keys.clear_last(task.sequence, task.first_head + e);
     }
   const int64_t chunks = (seq.stop - seq.start + size.steps - 1) / size.steps;
@@ -122,7 +121,7 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
         next_v = prefetch_of(args.v, args.dtype, args.v_strides, last_head ? task.first_head : head + 1,
                              last_head ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
       if (args.k_bias) {
-        b.keys.turns.advance(args, chunk, head, b.angles + e * size.pairs_row, size);
+        b.keys.turns.advance(args, chunk, head, b.rotations + e * size.turn.state, size);
         b.keys.turn_head_keys(e, rows);
         b.keys.turn_head_queries(e, rows);
         if (last >= chunk.start && last < chunk.start + chunk.steps)
@@ -135,41 +134,43 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
   for (int64_t e = 0; e < task.heads; ++e) {
     transpose(outer_state(static_cast<T*>(args.final_state), e), size.n, b.states + e * state_numbers, size.p_row,
               size.n, size.p);
-    for (int s = 0; s < size.pairs; ++s)
-      static_cast<T*>(args.turned)[(first_lane + e) * size.pairs + s] =
-          static_cast<T>(b.angles[e * size.pairs_row + s]);
+    if (args.k_bias)
+      write_rotation(args.turned, b.rotations + e * size.turn.state, first_lane + e, args, size.turn);
   }
 }
 
 // Sequences of one step: the state of a head advances where it lies.
 template <typename T>
 struct StepBuffers {
-  double* angle;
-  T *quarter, *rest, *cos, *sin;
+  TurnSizes<T> turn;
+  double *rotation, *vectors;
+  T *quarter, *rest, *turned;
   T *k, *q, *v, *values, *weight, *y;
 
-  StepBuffers(Arena& arena, const ScanArgs& args) {
-    const int64_t pairs = round_up<T>(static_cast<int>(args.k_bias ? args.pairs : 0));
+  StepBuffers(Arena& arena, const ScanArgs& args) : turn(args) {
     const int64_t n = round_up<T>(static_cast<int>(args.state)), p = round_up<T>(static_cast<int>(args.width));
-    angle = arena.take<double>(pairs);
-    quarter = arena.take<T>(pairs), rest = arena.take<T>(pairs), cos = arena.take<T>(pairs), sin = arena.take<T>(pairs);
+    rotation = arena.take<double>(turn.state), vectors = arena.take<double>(4 * turn.lanes);
+    quarter = arena.take<T>(turn.lanes), rest = arena.take<T>(turn.lanes), turned = arena.take<T>(turn.parts);
     k = arena.take<T>(args.rank * n), q = arena.take<T>(args.rank * n);
     v = arena.take<T>(args.rank * p), values = arena.take<T>(args.rank * args.width);
     weight = arena.take<T>(p), y = arena.take<T>(args.rank * args.width);
   }
 };
 
-// The angles of a head after its step, and with them its keys and queries, biased and turned.
+// The rotation of a head after its step, and with it its keys and queries, biased and turned.
 template <typename T>
 void turn_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, StepBuffers<T>& b) {
-  const int pairs = static_cast<int>(args.pairs), n = static_cast<int>(args.state), row = round_up<T>(n);
-  const int64_t lane = (sequence * args.heads + head) * pairs;
-  for (int s = 0; s < pairs; ++s) b.angle[s] = static_cast<double>(static_cast<const T*>(args.start)[lane + s]);
-  for (int s = pairs; s < round_up<T>(pairs); ++s) b.quarter[s] = b.rest[s] = 0;
+  const int n = static_cast<int>(args.state), row = round_up<T>(n), turns = b.turn.turns, lanes = b.turn.lanes;
+  const int64_t lane = sequence * args.heads + head;
+  read_rotation(b.rotation, args.start, lane, args, b.turn);
+  for (int s = turns; s < lanes; ++s) b.quarter[s] = b.rest[s] = 0;
   const double dt = static_cast<double>(*at_step<T>(args.dt, args, chunk.batch, chunk.start, head));
-  const T* rate = static_cast<const T*>(args.rate) + (chunk.batch * args.time + chunk.start) * pairs;
-  advance_angles(b.angle, rate, dt, pairs, b.quarter, b.rest, b.cos, b.sin);
-  for (int s = 0; s < pairs; ++s) static_cast<T*>(args.turned)[lane + s] = static_cast<T>(b.angle[s]);
+  const T* rate = Turns<T>::rates(args, chunk.batch, chunk.start, head, b.turn);
+  if (b.turn.quaternion)
+    advance_quaternions(b.rotation, rate, dt, turns, lanes, b.vectors, b.turned, b.quarter, b.rest);
+  else
+    advance_angles(b.rotation, rate, dt, turns, b.quarter, b.rest, b.turned, b.turned + lanes);
+  write_rotation(args.turned, b.rotation, lane, args, b.turn);
   const bool is_real = !args.lengths || args.lengths[sequence] > 0;
   for (int64_t r = 0; r < args.rank; ++r) {
     T* const rows[2] = {b.k + r * row, b.q + r * row};
@@ -177,7 +178,10 @@ void turn_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64
     for (int side = 0; side < 2; ++side) {
       const T* bias = static_cast<const T*>(biases[side]) + (head * args.rank + r) * n;
       for (int c = 0; c < n; ++c) rows[side][c] += bias[c];
-      rotate_pairs(rows[side], b.cos, b.sin, pairs, n, args.interleaved != 0);
+      if (b.turn.quaternion)
+        rotate_blocks(rows[side], b.turned, turns, lanes);
+      else
+        rotate_pairs(rows[side], b.turned, b.turned + lanes, turns, n, args.rotation == kInterleaved);
     }
     char* last = static_cast<char*>(args.last_k) +
                  ((sequence * args.rank + r) * args.heads + head) * n * static_cast<int64_t>(size_of(args.dtype));

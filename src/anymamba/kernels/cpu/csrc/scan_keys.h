@@ -1,11 +1,10 @@
 // Keys and queries of a chunk, held transposed, (n, rows): those of a group, or for Mamba-3 a head's own, which are the
-// group's with the head's bias, turned by the head's angles. Formulas: ops/rotation.py.
+// group's with the head's bias, turned by the head's rotations. Formulas: ops/rotation.py.
 #pragma once
 
 #include <numeric>
 
-#include "rotate.h"
-#include "scan_chunk.h"
+#include "scan_turns.h"
 
 namespace ANYMAMBA_ISA {
 
@@ -17,61 +16,17 @@ inline int64_t last_step(const ScanArgs& args, int64_t sequence) {
 
 // Which channels turn together, and which stay as they are.
 struct Pairing {
-  int pairs, stride, apart;     // pair s is (s stride, s stride + apart)
+  bool quaternion;
+  int turns, stride, apart;     // channel i of turn s is s stride + i apart
   int still[2], still_stop[2];  // two ranges
 
-  Pairing(const ScanArgs& args, int n)
-      : pairs(static_cast<int>(args.pairs)),
-        stride(args.interleaved ? 2 : 1),
-        apart(args.interleaved ? 1 : n / 2),
-        still{args.interleaved ? 2 * pairs : pairs, args.interleaved ? n : n / 2 + pairs},
-        still_stop{args.interleaved ? n : n / 2, n} {}
-};
-
-// The angles of a chunk of one head: running sums over time, and their cosines and sines, (pairs, rows).
-template <typename T>
-struct Turns {
-  T *cos, *sin;
-  T *quarter, *rest, *step_cos, *step_sin;  // scratch, (pairs), (pairs), (steps, pairs), (steps, pairs)
-
-  Turns(Arena& arena, const ChunkSizes<T>& s)
-      : cos(arena.take<T>(size_t(s.pairs) * s.rows_row)),
-        sin(arena.take<T>(size_t(s.pairs) * s.rows_row)),
-        quarter(arena.take<T>(s.pairs_row)),
-        rest(arena.take<T>(s.pairs_row)),
-        step_cos(arena.take<T>(size_t(s.steps) * s.pairs_row)),
-        step_sin(arena.take<T>(size_t(s.steps) * s.pairs_row)) {}
-
-  void clear(const ChunkSizes<T>& size) {
-    fill_zero(cos, size_t(size.pairs) * size.rows_row);
-    fill_zero(sin, size_t(size.pairs) * size.rows_row);
-    fill_zero(quarter, size.pairs_row);
-    fill_zero(rest, size.pairs_row);
-  }
-
-  // Advances `angle` (pairs) over the steps of a chunk.
-  void advance(const ScanArgs& args, const Chunk& chunk, int64_t head, double* angle, const ChunkSizes<T>& size) {
-    const int pairs = size.pairs;
-    for (int l = 0; l < chunk.steps; ++l) {
-      const int64_t time = chunk.start + l;
-      const double dt = *at_step<T>(args.dt, args, chunk.batch, time, head);
-      const T* rate = static_cast<const T*>(args.rate) + (chunk.batch * args.time + time) * pairs;
-      const ptrdiff_t row = l * ptrdiff_t(size.pairs_row);
-      advance_angles(angle, rate, dt, pairs, quarter, rest, step_cos + row, step_sin + row);
-    }
-    spread(cos, step_cos, chunk.steps, size);
-    spread(sin, step_sin, chunk.steps, size);
-  }
-
- private:
-  // target (pairs, rows) = source (steps, pairs), each step once for every rank.
-  static void spread(T* target, const T* source, int steps, const ChunkSizes<T>& size) {
-    if (size.rank == 1) return transpose(target, size.rows_row, source, size.pairs_row, steps, size.pairs);
-    for (int l = 0; l < steps; ++l)
-      for (int s = 0; s < size.pairs; ++s)
-        for (int r = 0; r < size.rank; ++r)
-          target[s * ptrdiff_t(size.rows_row) + l * size.rank + r] = source[l * ptrdiff_t(size.pairs_row) + s];
-  }
+  Pairing(const ScanArgs& args, int turns, int n)
+      : quaternion(args.rotation == kQuaternion),
+        turns(turns),
+        stride(quaternion ? 4 : args.rotation == kInterleaved ? 2 : 1),
+        apart(args.rotation == kHalves ? n / 2 : 1),
+        still{stride * turns, args.rotation == kHalves ? n / 2 + turns : n},
+        still_stop{args.rotation == kHalves ? n / 2 : n, n} {}
 };
 
 // Biases vary with the rank, which is the faster index of a row, so a channel's bias along the rows repeats after
@@ -114,7 +69,7 @@ class Keys {
         turns(arena, size),
         args_(args),
         size_(size),
-        pairing_(args, size.n),
+        pairing_(args, size.turn.turns, size.n),
         pattern_(size.rank),
         rows_(arena.take<T>(size_t(size.rows) * size.n_row)) {
     k = group_k;
@@ -146,12 +101,12 @@ class Keys {
   void turn_head_queries(int64_t e, int rows) { turn(q, group_q, q_bias_ + e * pattern_numbers(), rows); }
 
   // From the gradients of the head's own to those of the group's and of the bias' pattern, which gain them, and of the
-  // angles, (pairs, rows).
-  void turn_back_keys(int64_t e, const T* dk, T* dgroup_k, T* dbias, T* dangle, int rows) const {
-    turn_back<false>(dgroup_k, dbias, dangle, dk, group_k, k_bias_ + e * pattern_numbers(), rows);
+  // rotations, (axes, rows).
+  void turn_back_keys(const T* dk, T* dgroup_k, T* dbias, T* drotation, int rows) const {
+    turn_back<false>(dgroup_k, dbias, drotation, dk, k, rows);
   }
-  void turn_back_queries(int64_t e, const T* dq, T* dgroup_q, T* dbias, T* dangle, int rows) const {
-    turn_back<true>(dgroup_q, dbias, dangle, dq, group_q, q_bias_ + e * pattern_numbers(), rows);
+  void turn_back_queries(const T* dq, T* dgroup_q, T* dbias, T* drotation, int rows) const {
+    turn_back<true>(dgroup_q, dbias, drotation, dq, q, rows);
   }
   void gather_bias(void* dbias, int64_t lane, const T* pattern) const {
     pattern_.gather(dbias, lane, pattern, size_.rank, size_.n);
@@ -188,62 +143,92 @@ class Keys {
     transpose_chunk(target, rows_, size_.n_row, chunk.steps * size_.rank, size_.n, size_);
   }
 
+  // body(i, phase) for every vector of a row, with where it is in the bias' pattern.
+  template <typename Body>
+  void for_vectors(int rows, const Body& body) const {
+    int phase = 0;
+    for (int i = 0; i < rows; i += kLanes<T>) {
+      body(i, phase);
+      phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
+    }
+  }
+  // body(c) for every channel that does not turn.
+  template <typename Body>
+  void for_still(const Body& body) const {
+    for (int half = 0; half < 2; ++half)
+      for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) body(c);
+  }
+  // Part `part` of turn s.
+  const T* part(int part, int s) const { return turns.turned + (part * size_.turn.lanes + s) * ptrdiff_t(size_.rows_row); }
+
   void turn(T* own, const T* group, const T* bias, int rows) const {
     const ptrdiff_t row = size_.rows_row;
-    for (int s = 0; s < pairing_.pairs; ++s) {
+    const auto biased = [&](int c, int i, int phase) { return load(group + c * row + i) + load(bias + c * pattern_.row + phase); };
+    for (int s = 0; s < pairing_.turns; ++s) {
       const int first = s * pairing_.stride, second = first + pairing_.apart;
-      int phase = 0;
-      for (int i = 0; i < rows; i += kLanes<T>) {
-        const Vec<T> u = load(group + first * row + i) + load(bias + first * pattern_.row + phase);
-        const Vec<T> w = load(group + second * row + i) + load(bias + second * pattern_.row + phase);
-        const Vec<T> cos = load(turns.cos + s * row + i), sin = load(turns.sin + s * row + i);
-        store(own + first * row + i, u * cos - w * sin);
-        store(own + second * row + i, u * sin + w * cos);
-        phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
-      }
+      if (pairing_.quaternion)
+        for_vectors(rows, [&](int i, int phase) {
+          const Vec<T> x0 = biased(first, i, phase), x1 = biased(first + 1, i, phase);
+          const Vec<T> x2 = biased(first + 2, i, phase), x3 = biased(first + 3, i, phase);
+          const Vec<T> w = load(part(0, s) + i), a = load(part(1, s) + i), b = load(part(2, s) + i), c = load(part(3, s) + i);
+          store(own + first * row + i, w * x0 + a * x1 + b * x2 + c * x3);
+          store(own + (first + 1) * row + i, w * x1 - a * x0 - b * x3 + c * x2);
+          store(own + (first + 2) * row + i, w * x2 + a * x3 - b * x0 - c * x1);
+          store(own + (first + 3) * row + i, w * x3 - a * x2 + b * x1 - c * x0);
+        });
+      else
+        for_vectors(rows, [&](int i, int phase) {
+          const Vec<T> u = biased(first, i, phase), w = biased(second, i, phase);
+          const Vec<T> cos = load(part(0, s) + i), sin = load(part(1, s) + i);
+          store(own + first * row + i, u * cos - w * sin);
+          store(own + second * row + i, u * sin + w * cos);
+        });
     }
-    for (int half = 0; half < 2; ++half)
-      for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) {
-        int phase = 0;
-        for (int i = 0; i < rows; i += kLanes<T>) {
-          store(own + c * row + i, load(group + c * row + i) + load(bias + c * pattern_.row + phase));
-          phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
-        }
-      }
+    for_still([&](int c) {
+      for_vectors(rows, [&](int i, int phase) { store(own + c * row + i, biased(c, i, phase)); });
+    });
   }
 
-  template <bool kAddAngle>
-  void turn_back(T* dgroup, T* dbias, T* dangle, const T* d_own, const T* group, const T* bias, int rows) const {
-    const ptrdiff_t row = size_.rows_row;
+  // The gradient on a rotation, in the frame that turns with it, needs what was turned and its gradient only.
+  template <bool kAddRotation>
+  void turn_back(T* dgroup, T* dbias, T* drotation, const T* d_own, const T* own, int rows) const {
+    const ptrdiff_t row = size_.rows_row, axis = size_.turn.lanes * row;
     const auto add = [](T* target, Vec<T> x) { store(target, load(target) + x); };
-    for (int s = 0; s < pairing_.pairs; ++s) {
+    const auto gain = [&](int c, int i, int phase, Vec<T> x) {
+      add(dgroup + c * row + i, x);
+      add(dbias + c * pattern_.row + phase, x);
+    };
+    const auto rotation = [&](T* target, Vec<T> x) { store(target, kAddRotation ? load(target) + x : x); };
+    for (int s = 0; s < pairing_.turns; ++s) {
       const int first = s * pairing_.stride, second = first + pairing_.apart;
-      int phase = 0;
-      for (int i = 0; i < rows; i += kLanes<T>) {
-        const Vec<T> u = load(group + first * row + i) + load(bias + first * pattern_.row + phase);
-        const Vec<T> w = load(group + second * row + i) + load(bias + second * pattern_.row + phase);
-        const Vec<T> cos = load(turns.cos + s * row + i), sin = load(turns.sin + s * row + i);
-        const Vec<T> du_own = load(d_own + first * row + i), dw_own = load(d_own + second * row + i);
-        const Vec<T> du = du_own * cos + dw_own * sin, dw = dw_own * cos - du_own * sin;
-        const Vec<T> angle = u * dw - w * du;
-        store(dangle + s * row + i, kAddAngle ? load(dangle + s * row + i) + angle : angle);
-        add(dgroup + first * row + i, du);
-        add(dgroup + second * row + i, dw);
-        add(dbias + first * pattern_.row + phase, du);
-        add(dbias + second * pattern_.row + phase, dw);
-        phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
-      }
+      T* const to = drotation + s * row;
+      if (pairing_.quaternion)
+        for_vectors(rows, [&](int i, int phase) {
+          const T *x = own + first * row + i, *dx = d_own + first * row + i;
+          const Vec<T> x0 = load(x), x1 = load(x + row), x2 = load(x + 2 * row), x3 = load(x + 3 * row);
+          const Vec<T> d0 = load(dx), d1 = load(dx + row), d2 = load(dx + 2 * row), d3 = load(dx + 3 * row);
+          const Vec<T> w = load(part(0, s) + i), a = load(part(1, s) + i), b = load(part(2, s) + i), c = load(part(3, s) + i);
+          rotation(to + i, x1 * d0 - x0 * d1 + x3 * d2 - x2 * d3);
+          rotation(to + axis + i, x2 * d0 - x0 * d2 + x1 * d3 - x3 * d1);
+          rotation(to + 2 * axis + i, x3 * d0 - x0 * d3 + x2 * d1 - x1 * d2);
+          gain(first, i, phase, w * d0 - a * d1 - b * d2 - c * d3);
+          gain(first + 1, i, phase, w * d1 + a * d0 + b * d3 - c * d2);
+          gain(first + 2, i, phase, w * d2 - a * d3 + b * d0 + c * d1);
+          gain(first + 3, i, phase, w * d3 + a * d2 - b * d1 + c * d0);
+        });
+      else
+        for_vectors(rows, [&](int i, int phase) {
+          const Vec<T> u = load(own + first * row + i), w = load(own + second * row + i);
+          const Vec<T> du = load(d_own + first * row + i), dw = load(d_own + second * row + i);
+          const Vec<T> cos = load(part(0, s) + i), sin = load(part(1, s) + i);
+          rotation(to + i, u * dw - w * du);
+          gain(first, i, phase, du * cos + dw * sin);
+          gain(second, i, phase, dw * cos - du * sin);
+        });
     }
-    for (int half = 0; half < 2; ++half)
-      for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) {
-        int phase = 0;
-        for (int i = 0; i < rows; i += kLanes<T>) {
-          const Vec<T> d = load(d_own + c * row + i);
-          add(dgroup + c * row + i, d);
-          add(dbias + c * pattern_.row + phase, d);
-          phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
-        }
-      }
+    for_still([&](int c) {
+      for_vectors(rows, [&](int i, int phase) { gain(c, i, phase, load(d_own + c * row + i)); });
+    });
   }
 
   const ScanArgs& args_;

@@ -31,10 +31,7 @@ void discretise_token(const Token<T>& token, const Mamba3Phase& phase, int64_t r
   widen(numbers.trap, token.at(row, phase.trap), h);
   widen(numbers.turn, token.at(row, phase.turn), count);
   numbers.compute(limits, false);
-  if (phase.rotation == kQuaternion)
-    numbers.bound_vectors(limits);
-  else
-    numbers.bound_angles(limits);
+  numbers.bound_turns(limits, phase.rotation == kQuaternion);
   T* to = token.at(row, phase.numbers);
   for (int i = 0; i < 5; ++i)
     for (int64_t c = 0; c < (i < 4 ? h : count); ++c) to[i * h + c] = static_cast<T>(numbers.results[i][c]);
@@ -57,16 +54,16 @@ void mamba3_tokens(const Token<T>& token, const Mamba3Phase& phase, void* scratc
 
 template <typename T>
 struct Mamba3Buffers {
-  double* angle;
-  T *quarter, *rest, *cos, *sin, *turned;
+  int lanes;  // of a part of the rotation
+  double *rotation, *vectors;
+  T *quarter, *rest, *turned;  // turned: cosines and sines, or w, x, y, z
   T *row, *keys, *queries, *values, *before, *y, *z, *o, *norm;
 
   Mamba3Buffers(Arena& arena, const Mamba3Phase& phase) {
     const int64_t p = phase.head_width, r = phase.rank, stride = round_up<T>(static_cast<int>(phase.state));
-    const int64_t turns = round_up<T>(static_cast<int>(rotation_count(phase)));
-    angle = arena.take<double>(turns);
-    quarter = arena.take<T>(turns), rest = arena.take<T>(turns);
-    cos = arena.take<T>(turns), sin = arena.take<T>(turns), turned = arena.take<T>(turns);
+    lanes = round_up<T>(static_cast<int>(phase.turns));
+    rotation = arena.take<double>(4 * lanes), vectors = arena.take<double>(4 * lanes);
+    quarter = arena.take<T>(lanes), rest = arena.take<T>(lanes), turned = arena.take<T>(4 * lanes);
     row = arena.take<T>(phase.state > p ? phase.state : p);
     keys = arena.take<T>(2 * r * stride), queries = arena.take<T>(r * stride);
     values = arena.take<T>(2 * r * p), before = arena.take<T>(p), y = arena.take<T>(r * p);
@@ -91,20 +88,17 @@ void advance_rotation(const Token<T>& token, const Mamba3Phase& phase, int64_t r
   const T* before = reinterpret_cast<const T*>(token.before(phase.cache_rotation, at, own_dtype<T>()));
   T* after = reinterpret_cast<T*>(token.after(phase.cache_rotation, at, own_dtype<T>()));
   const T* rates = token.at(row, phase.numbers + 4 * phase.heads);
+  const int turns = static_cast<int>(phase.turns);
   if (phase.rotation == kQuaternion) {
-    for (int64_t j = 0; j < phase.turns; ++j) {
-      const T* q = before + 4 * j;
-      const Quaternion turned =
-          advance_quaternion(Quaternion{q[0], q[1], q[2], q[3]}, rates + (head * phase.turns + j) * 3, dt);
-      const double parts[4] = {turned.w, turned.x, turned.y, turned.z};
-      for (int i = 0; i < 4; ++i) after[4 * j + i] = b.turned[4 * j + i] = static_cast<T>(parts[i]);
-    }
-    return;
+    read_quaternions(b.rotation, before, turns, b.lanes);
+    advance_quaternions(b.rotation, rates + head * phase.turns * 3, static_cast<double>(dt), turns, b.lanes, b.vectors,
+                        b.turned, b.quarter, b.rest);
+    return write_quaternions(after, b.turned, turns, b.lanes);
   }
-  for (int64_t s = 0; s < count; ++s) b.angle[s] = static_cast<double>(before[s]);
-  for (int64_t s = count; s < round_up<T>(static_cast<int>(count)); ++s) b.quarter[s] = b.rest[s] = 0;
-  advance_angles(b.angle, rates, static_cast<double>(dt), static_cast<int>(count), b.quarter, b.rest, b.cos, b.sin);
-  for (int64_t s = 0; s < count; ++s) after[s] = static_cast<T>(b.angle[s]);
+  for (int64_t s = 0; s < count; ++s) b.rotation[s] = static_cast<double>(before[s]);
+  for (int64_t s = count; s < b.lanes; ++s) b.quarter[s] = b.rest[s] = 0;
+  advance_angles(b.rotation, rates, static_cast<double>(dt), turns, b.quarter, b.rest, b.turned, b.turned + b.lanes);
+  for (int64_t s = 0; s < count; ++s) after[s] = static_cast<T>(b.rotation[s]);
 }
 
 // out (rank, stride) = rotated(normed + bias), with zeros after each row.
@@ -120,9 +114,9 @@ void turned_rows(const Token<T>& token, const Mamba3Phase& phase, int64_t row, i
     for (int64_t i = 0; i < n; ++i) target[i] = normed[i] + bias[i];
     for (int64_t i = n; i < stride; ++i) target[i] = 0;
     if (phase.rotation == kQuaternion)
-      for (int64_t j = 0; j < phase.turns; ++j) rotate_block(target + 4 * j, b.turned + 4 * j);
+      rotate_blocks(target, b.turned, phase.turns, b.lanes);
     else
-      rotate_pairs(target, b.cos, b.sin, phase.turns, n, phase.rotation == kInterleaved);
+      rotate_pairs(target, b.turned, b.turned + b.lanes, phase.turns, n, phase.rotation == kInterleaved);
   }
 }
 

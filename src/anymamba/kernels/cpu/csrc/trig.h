@@ -10,10 +10,8 @@ constexpr double kQuarterHigh = 1.57079632673412561417e+00;
 constexpr double kQuarterLow = 6.07710050650619224932e-11;
 
 // x rounded to the nearest integer, for |x| < 2^51. No call, so that loops over it become vectors everywhere.
-inline double nearest(double x) {
-  const double magic = 6755399441055744.0;  // 1.5 * 2^52
-  return (x + magic) - magic;
-}
+constexpr double kNearest = 6755399441055744.0;  // 1.5 * 2^52
+inline double nearest(double x) { return (x + kNearest) - kNearest; }
 
 // The angle in [0, 2 pi).
 inline double full_turns_removed(double angle) {
