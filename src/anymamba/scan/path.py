@@ -49,7 +49,7 @@ class SsdPath:
     1 upwards is valid, also one beyond the sequence. `recurrent` has no chunks and ignores it.
 
     Mamba-3's trapezoidal rule has two pathways on any algorithm, `single` (one scan) and `double` (two scans); others
-    ignore it. Both leave the same state, so a sequence may change its pathway at any cut.
+    ignore it, and the kernels need neither. Both leave the same state, so a sequence may change its pathway at any cut.
     """
 
     algorithm: Algorithm = "fastest"

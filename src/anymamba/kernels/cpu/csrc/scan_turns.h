@@ -13,14 +13,14 @@ namespace ANYMAMBA_ISA {
 template <typename T>
 struct Turns {
   T* turned;            // (parts, rows): cosines and sines, or w, x, y, z
-  T* step_turned;       // (steps, parts)
+  T* by_row;            // (rows, parts)
   T *half_cos, *half_sinc;  // (steps, lanes): of the turn of each step, for quaternions
   T *quarter, *rest;    // scratch, (lanes)
   double* vectors;      // scratch, (4, lanes)
 
   Turns(Arena& arena, const ChunkSizes<T>& s)
       : turned(arena.take<T>(size_t(s.turn.parts) * s.rows_row)),
-        step_turned(arena.take<T>(size_t(s.steps) * s.turn.parts_row)),
+        by_row(arena.take<T>(size_t(s.rows) * s.turn.parts_row)),
         half_cos(arena.take<T>(s.turn.quaternion ? size_t(s.steps) * s.turn.lanes : 0)),
         half_sinc(arena.take<T>(s.turn.quaternion ? size_t(s.steps) * s.turn.lanes : 0)),
         quarter(arena.take<T>(s.turn.lanes)),
@@ -29,7 +29,7 @@ struct Turns {
 
   void clear(const ChunkSizes<T>& size) {
     fill_zero(turned, size_t(size.turn.parts) * size.rows_row);
-    fill_zero(step_turned, size_t(size.steps) * size.turn.parts_row);
+    fill_zero(by_row, size_t(size.rows) * size.turn.parts_row);
     fill_zero(quarter, size.turn.lanes);
     fill_zero(rest, size.turn.lanes);
   }
@@ -40,31 +40,26 @@ struct Turns {
     for (int l = 0; l < chunk.steps; ++l) {
       const double dt = *at_step<T>(args.dt, args, chunk.batch, chunk.start + l, head);
       const T* rate = rates(args, chunk.batch, chunk.start + l, head, turn);
-      T* out = step_turned + l * ptrdiff_t(turn.parts_row);
+      T* out = after_step(l, size);
       if (turn.quaternion)
         advance_quaternions(state, rate, dt, turn.turns, turn.lanes, vectors, out, half_cos + l * turn.lanes,
                             half_sinc + l * turn.lanes);
       else
         advance_angles(state, rate, dt, turn.turns, quarter, rest, out, out + turn.lanes);
+      for (int r = 1; r < size.rank; ++r) std::memcpy(out + r * ptrdiff_t(turn.parts_row), out, turn.parts * sizeof(T));
     }
-    spread(chunk.steps, size);
+    transpose(turned, size.rows_row, by_row, turn.parts_row, chunk.steps * size.rank, turn.parts);
+  }
+
+  // The rotation after a step, (parts).
+  T* after_step(int step, const ChunkSizes<T>& size) const {
+    return by_row + step * size.rank * ptrdiff_t(size.turn.parts_row);
   }
 
   // The rates of a step: those of all heads, or the head's own.
   static const T* rates(const ScanArgs& args, int64_t batch, int64_t time, int64_t head, const TurnSizes<T>& turn) {
     const int64_t own = turn.quaternion ? head * turn.turns * 3 : 0;
     return static_cast<const T*>(args.rate) + (batch * args.time + time) * args.rates + own;
-  }
-
- private:
-  // turned (parts, rows) = step_turned (steps, parts), each step once for every rank.
-  void spread(int steps, const ChunkSizes<T>& size) {
-    const int parts = size.turn.parts;
-    if (size.rank == 1) return transpose(turned, size.rows_row, step_turned, size.turn.parts_row, steps, parts);
-    for (int l = 0; l < steps; ++l)
-      for (int s = 0; s < parts; ++s)
-        for (int r = 0; r < size.rank; ++r)
-          turned[s * ptrdiff_t(size.rows_row) + l * size.rank + r] = step_turned[l * ptrdiff_t(size.turn.parts_row) + s];
   }
 };
 
@@ -159,7 +154,7 @@ struct TurnGradient {
       const int64_t time = chunk.start + l;
       const double dt = *at_step<T>(args.dt, args, chunk.batch, time, head);
       const T* given = Turns<T>::rates(args, chunk.batch, time, head, turn);
-      const T* previous = l ? turns.step_turned + (l - 1) * ptrdiff_t(turn.parts_row) : before;
+      const T* previous = l ? turns.after_step(l - 1, size) : before;
       T* ddt = at_step<T>(args.ddt, args, chunk.batch, time, head);
       if (turn.quaternion)
         *ddt = vectors(sums, given, static_cast<T>(dt), previous, turns.half_cos + l * turn.lanes,
