@@ -26,7 +26,9 @@ pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.L
 D = torch.float64
 
 
-def rotated_scan(*inputs, rotation="interleaved", chunk_len=16, lengths=None, bounds=None, pathway="single", algorithm="fused"):
+def rotated_scan(
+    *inputs, rotation="interleaved", chunk_len=16, lengths=None, bounds=None, pathway="single", algorithm="fused"
+):
     """The operator, on the kernels if not asked for another algorithm."""
     return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, algorithm, pathway)
 

@@ -160,10 +160,13 @@ class _Rotated(NamedTuple):
         self._check_turns()
         # One row of values for all ranks, each with its own weights: a stride of zero.
         v_btrhp = self.x.unsqueeze(2).expand(-1, -1, r, -1, -1)
-        given = {
-            name: getattr(self, name) for name in ("k_bias", "q_bias", "rate", "gamma", "kappa", "value_weight")
+        given = {name: getattr(self, name) for name in ("k_bias", "q_bias", "rate", "gamma", "kappa", "value_weight")}
+        given |= {
+            "dt": self.step,
+            "start": self.start.flatten(2),
+            "lengths": checked_lengths(self.lengths, self.x.shape[1]),
+            **tensors,
         }
-        given |= {"dt": self.step, "start": self.start.flatten(2), "lengths": checked_lengths(self.lengths, self.x.shape[1]), **tensors}
         keys, skip, state = (self.k, self.q), self.skip, self.pending_state
         scan = _Scan(v_btrhp, *keys, self.log_decay, None, skip, state, self.cu_seqlens, self.chunk_len)
         scan.run(function, given, results, rotation=ROTATIONS.index(self.rotation))
