@@ -434,6 +434,14 @@ def test_an_empty_batch_has_empty_results():
     assert RMSNorm(4)(torch.zeros(0, 4)).shape == (0, 4)
 
 
+def test_turns_that_do_not_fit_are_refused():
+    inputs = scan_inputs(t=5, rotation="quaternion")
+    with pytest.raises(ValueError, match="must describe the same quaternion rotation of 6 heads"):
+        rotated_scan(*{**inputs, "rate": inputs["rate"][..., :-1]}.values(), rotation="quaternion")
+    with pytest.raises(ValueError, match="at most 2 quaternion turns fit into a state of 8, got 3"):
+        rotated_scan(*scan_inputs(t=5, n=8, rotation="quaternion").values(), rotation="quaternion")
+
+
 def test_a_second_derivative_is_refused():
     inputs = [None if x is None else x.detach().requires_grad_() for x in scan_inputs(t=5).values()]
     y = rotated_scan(*inputs, chunk_len=4)[0]

@@ -174,12 +174,10 @@ class _Rotated(NamedTuple):
     def _check_turns(self) -> None:
         """The shapes of `rate` and `start` belong together, and the channels that turn are there."""
         heads, n, rates = self.x.shape[2], self.k.shape[4], self.rate.shape[-1]
-        if self.rotation == "quaternion":
-            width, turns, expected = 4, rates // (3 * heads), (rates // (3 * heads), 4)
-            fits = rates == heads * turns * 3
-        else:
-            width, turns, expected, fits = 2, rates, (rates,), True
-        if not fits or self.start.shape[2:] != expected:
+        about_axes = self.rotation == "quaternion"
+        turns, width = (rates // max(1, 3 * heads), 4) if about_axes else (rates, 2)
+        expected = (heads * turns * 3, turns, 4) if about_axes else (turns, turns)
+        if (rates, *self.start.shape[2:]) != expected:
             raise ValueError(
                 f"rate and start must describe the same {self.rotation} rotation of {heads} heads, "
                 f"got {tuple(self.rate.shape)} and {tuple(self.start.shape)}"
