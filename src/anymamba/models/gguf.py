@@ -6,7 +6,6 @@ or added. Quantised tensors (Q8_0, Q4_0, ...) are read as float32.
 
 from __future__ import annotations
 
-import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from anymamba.models import gguf_tokenizer
 from anymamba.models.config import MambaLMConfig
 
 SUFFIX = ".gguf"
@@ -37,9 +37,6 @@ _MAMBA1 = {"ssm_x.weight": "mixer.x_proj.weight", "ssm_dt.weight": "mixer.dt_pro
 _MAMBA1["ssm_dt.bias"] = "mixer.dt_proj.bias"
 _MAMBA2 = {"ssm_dt.bias": "mixer.dt_bias"}
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Names of llama.cpp for texts that are split as GPT-2 splits them.
-_LIKE_GPT2 = ("gpt-2", "gpt-neox", "olmo", "mpt", "phi-2", "default")
-_CONTROL, _UNUSED = 3, 5  # kinds of tokens
 
 
 class GgufFormat:
@@ -199,36 +196,4 @@ def tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
         ValueError: it has none, or one of a kind that cannot be written so.
     """
     with GgufFile(path) as file:
-        tokens, kind = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.model")
-        if (whole := file.field("tokenizer.huggingface.json")) is not None:
-            tokenizer: dict[str, Any] = json.loads(whole)
-        elif kind is None or tokens is None:
-            raise ValueError(f"{path}: the file has no tokenizer; pass one with --tokenizer")
-        elif kind != "gpt2" or (split := file.field("tokenizer.ggml.pre", "default")) not in _LIKE_GPT2:
-            found = kind if kind != "gpt2" else split
-            raise ValueError(f"{path}: its tokenizer is of a kind not read here ({found}); pass one with --tokenizer")
-        else:
-            kinds = file.field("tokenizer.ggml.token_type", [1] * len(tokens))
-            tokenizer = _byte_pairs(tokens, kinds, file.field("tokenizer.ggml.merges", []))
-        config: dict[str, Any] = {}
-        for name in ("bos", "eos"):
-            number = file.field(f"tokenizer.ggml.{name}_token_id")
-            if number is not None and tokens is not None and number < len(tokens):
-                config[f"{name}_token"] = tokens[number]
-        if (template := file.field("tokenizer.chat_template")) is not None:
-            config["chat_template"] = template
-        return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
-
-
-def _byte_pairs(tokens: list[str], kinds: list[int], merges: list[str]) -> dict[str, Any]:
-    """The content of a tokenizer.json for byte pairs, split as GPT-2 splits a text."""
-    special = [
-        {"id": i, "content": token, "special": True, "normalized": False}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind == _CONTROL
-    ]
-    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": [merge.split(" ") for merge in merges]}
-    return {"version": "1.0", "added_tokens": special, "pre_tokenizer": split, "decoder": split, "model": model}
+        return gguf_tokenizer.tokenizer_files(str(path), file.field)
