@@ -1,5 +1,8 @@
 """A server under random load for a long time: python -m tests.serving.soak --seconds 1800
 
+python -m tests.serving.soak --only fuzz --clients 10000
+python -m tests.serving.soak --only vanish --clients 1000
+
 Clients ask, talk, stream, vanish at any point and send what they should not. Replies are compared with what `generate`
 gives alone. Every half minute the server's memory and descriptors are noted; at the end it must have nothing left to
 do, no more descriptors than at the beginning, and no more memory than in the second quarter of the time.
@@ -35,19 +38,20 @@ GROWTH = 1.02  # of memory, for what the allocator does
 class Soak:
     """The load and what it found."""
 
-    def __init__(self, server, model, seconds, seed):
+    def __init__(self, server, model, seconds, seed, only, most):
         self.server, self.seed = server, seed
         self.counts, self.problems = Counter(), []
         self.known = list(_known(model, random.Random(seed)))
-        self.until = time.monotonic() + seconds
+        every = [self.exact, self.exact, self.vanish, self.vanish, self.talk, self.talk, self.fuzz, self.scattered]
+        self.kinds = [kind for kind in every if only in (None, kind.__name__)]
+        self.most, self.until = most, time.monotonic() + seconds
 
     def work(self, number):
         """One client after another."""
         chance = random.Random(f"{self.seed}/{number}")
         fuzzed = bodies(10**9, seed=self.seed * CLIENTS + number)
-        kinds = [self.exact, self.exact, self.vanish, self.vanish, self.talk, self.talk, self.fuzz, self.scattered]
-        while time.monotonic() < self.until and not self.problems:
-            kind = chance.choice(kinds)
+        while time.monotonic() < self.until and not self.problems and self.counts.total() < self.most:
+            kind = chance.choice(self.kinds)
             try:
                 kind(chance, fuzzed)
                 self.counts[kind.__name__] += 1
@@ -135,13 +139,13 @@ def settled(server):
     return found
 
 
-def soak(seconds, seed):
+def soak(seconds, seed, only=None, most=float("inf")):
     """Run the load; what went wrong, a line each."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory) / "model")
         options = ["--states", f"{directory}/states", "--state-memory", 1, "--state-disk", 4, "--segment-len", SEGMENT]
         server = Running(Path(directory) / "model", *options, "--body-seconds", 600, "--request-seconds", 6000)
-        load = Soak(server, model, seconds, seed)
+        load = Soak(server, model, seconds, seed, only, most)
         load.talk(random.Random(0), None)  # which starts what renders templates
         start = settled(server)["process_open_fds"]
         clients = [threading.Thread(target=load.work, args=(i,)) for i in range(CLIENTS)]
@@ -192,9 +196,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", choices=["exact", "vanish", "talk", "fuzz", "scattered"], help="one kind of client")
+    parser.add_argument("--clients", type=int, default=10**9, help="stop after so many")
     given = parser.parse_args()
     chosen = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     print(f"seed {chosen}", flush=True)
-    wrong = soak(given.seconds, chosen)
+    wrong = soak(given.seconds, chosen, given.only, given.clients)
     print("\n".join(wrong) or "nothing went wrong")
     sys.exit(bool(wrong))
