@@ -1,4 +1,6 @@
+import os
 import queue
+import random
 import threading
 import time
 
@@ -14,6 +16,7 @@ from anymamba.serving.slots import Slots
 from tests.models.cases import FAMILIES, small_lm
 
 SEGMENT = 16
+STORMS = int(os.environ.get("ANYMAMBA_STORMS", "20"))
 
 
 def byte_model(family="Mamba2"):
@@ -249,6 +252,46 @@ def test_closing_fails_what_is_not_done(running):
     closing.join()
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(made)
+
+
+def test_whoever_comes_while_the_engine_ends_hears_of_it():
+    model = byte_model()
+    for seed in range(STORMS):
+        chance, asked = random.Random(seed), []
+
+        def deliver(events):
+            for made, event in events:
+                made.emit(event)
+
+        engine = Engine(model, ByteTokenizer(), deliver, segment_len=SEGMENT, rows=3, stall=0.0)
+
+        def ask(seed, engine=engine, asked=asked):
+            chance = random.Random(seed)
+            for _ in range(6):
+                plans = [plan(chance.randrange(1, 30))] * chance.randrange(1, 3)
+                made, events = job([1] * chance.randrange(1, 60), plans)
+                vanishes = chance.random() < 0.3
+                try:
+                    engine.submit(made)
+                except RuntimeError:  # it has been closed
+                    return
+                asked.append((len(plans), events, vanishes))
+                if vanishes:
+                    time.sleep(chance.random() * 0.002)
+                    made.cancel()
+
+        threads = [threading.Thread(target=ask, args=(f"{seed}/{i}",)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(chance.random() * 0.02)
+        engine.close()
+        for thread in threads:
+            thread.join()
+        assert not any(engine.load.values())
+        for rows, events, vanishes in asked:
+            heard = list(events.queue)
+            ended = sum(isinstance(event, Ended) for event in heard)
+            assert vanishes or ended == rows or isinstance(heard[-1], Failed)
 
 
 def test_slots_refuse_more_rows_than_the_kernels_have():

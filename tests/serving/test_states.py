@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -108,3 +110,24 @@ def test_a_session_survives_with_its_text_and_a_damaged_one_is_refused(tmp_path)
     file.write_bytes(content)
     with pytest.raises(ValueError, match="checksum"):
         StateStore(MODEL, 2 * SIZE, tmp_path).get(session_key("mine"))
+
+
+def test_nobody_waits_for_a_slow_disk(tmp_path, monkeypatch):
+    store = StateStore(MODEL, 2 * SIZE, tmp_path)
+    write, may_write = store.files.write, threading.Event()
+
+    def slowly(*arguments):
+        assert may_write.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(store.files, "write", slowly)
+    states = [state(i + 1, 5) for i in range(5)]
+    for i, kept in enumerate(states):
+        store.put(kept, 2, text_key(f"t{i}"))  # returns although nothing can be written
+    assert len(store) == 2
+    found, length = store.longest("text", b"t0 and more")
+    assert (same(found.state, states[0]), length) == (True, 2)
+    may_write.set()
+    store.close()
+    again = StateStore(MODEL, 9 * SIZE, tmp_path)
+    assert all(same(again.get(text_key(f"t{i}")).state, kept) for i, kept in enumerate(states))

@@ -20,6 +20,7 @@ import threading
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +29,8 @@ from anymamba.models.lm import MambaLM
 from anymamba.serving.statefiles import StateFiles
 
 Kind = Literal["cut", "end", "text", "session"]
+
+_LEAVING = 8  # states that may wait to be written
 
 
 class Key(NamedTuple):
@@ -99,6 +102,8 @@ class StateStore:
         self._kept: OrderedDict[int, Kept] = OrderedDict()  # by identity, the least recently used first
         self._by_key: dict[Key, Kept] = {}
         self._lengths: dict[Kind, Counter[int]] = {"cut": Counter(), "text": Counter()}
+        self._writer = ThreadPoolExecutor(1, "states")
+        self._leaving: dict[Key, Kept] = {}  # pushed out of memory and not yet in files
         self.hits = self.misses = self.evictions = 0
 
     def __len__(self) -> int:
@@ -132,12 +137,15 @@ class StateStore:
             if (found := self._by_key.get(key)) is not None:
                 self._kept.move_to_end(id(found))
                 return found
+            if (found := self._leaving.get(key)) is not None:
+                return found
         return self._from_file(key)
 
     def longest(self, kind: Literal["cut", "text"], content: bytes) -> tuple[Kept, int] | None:
         """The state that has read the longest beginning of `content`, and how many bytes that is."""
         with self._lock:
-            lengths = {*self._lengths[kind], *([] if self.files is None else self.files.lengths(kind))}
+            lengths = {*self._lengths[kind], *(key.length for key in self._leaving if key.kind == kind)}
+            lengths |= set() if self.files is None else self.files.lengths(kind)
         keys, digest, begin = [], hashlib.blake2b(digest_size=16), 0
         for length in sorted(n for n in lengths if n <= len(content)):
             digest.update(content[begin:length])
@@ -164,9 +172,12 @@ class StateStore:
 
     def close(self) -> None:
         """Write what is in memory to files, if there is a directory."""
+        self._writer.shutdown()
         with self._lock:
             rest = list(self._kept.values())
-        self._write([kept for kept in rest if not _is_session(kept)])
+        for kept in rest:
+            if not _is_session(kept):
+                self._write_one(kept)
 
     def _from_file(self, key: Key) -> Kept | None:
         if self.files is None or (found := self.files.read(key)) is None:
@@ -213,10 +224,25 @@ class StateStore:
         return pushed
 
     def _write(self, pushed: list[Kept]) -> None:
-        if self.files is not None:
-            for kept in pushed:
-                if not _is_session(kept):  # which has been written
-                    self.files.write(kept.state, kept.tokens, kept.keys)
+        """Have states written to files, in a thread that nobody waits for; when it falls behind, some are lost."""
+        for kept in pushed:
+            if self.files is None or _is_session(kept):  # which has been written
+                continue
+            with self._lock:
+                if len({id(other) for other in self._leaving.values()}) >= _LEAVING:
+                    continue
+                self._leaving.update(dict.fromkeys(kept.keys, kept))
+            self._writer.submit(self._write_one, kept)
+
+    def _write_one(self, kept: Kept) -> None:
+        try:
+            if self.files is not None:
+                self.files.write(kept.state, kept.tokens, kept.keys)
+        finally:
+            with self._lock:
+                for key in kept.keys:
+                    if self._leaving.get(key) is kept:
+                        del self._leaving[key]
 
 
 def _is_session(kept: Kept) -> bool:
