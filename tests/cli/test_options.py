@@ -42,7 +42,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
     [
         (["generat"], "generat: no such command; did you mean generate?"),
         (["--verbose", "generat"], "generat: no such command; did you mean generate?"),
-        (["toast"], "toast: no such command; known are train, generate, eval, inspect, convert, push, info"),
+        (["toast"], "toast: no such command; known are train, predict, generate, eval, inspect, convert, push, info"),
         (["--quiet"], "--quiet: no such option; known are -h, --help, --version"),
         ([], "the following arguments are required: COMMAND (anymamba --help lists the options)"),
         (

@@ -20,13 +20,19 @@ import torch
 import torch._dynamo
 
 from anymamba.training.checkpoint import checkpoints
+from anymamba.training.file_runs import begin_files, open_files
 from anymamba.training.language import begin, open_run
 from tests.training.cases import silent, tiny, write_corpus
+from tests.training.test_file_task import config_of, write_files
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
 
 def trainer_for(directory, mode):
+    if mode == "files":
+        if checkpoints(directory / "checkpoints"):
+            return open_files(directory, {}, silent)
+        return begin_files(config_of(directory.parent / "corpus", "masked-lm"), directory, silent)
     if checkpoints(directory / "checkpoints"):
         return open_run(directory, {}, silent)
     config = tiny(
@@ -76,6 +82,7 @@ def main(directory, seed, mode, kills):
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     directory, chance = Path(directory), random.Random(int(seed))
     write_corpus(directory / "corpus")
+    write_files(directory / "corpus")
     began = time.perf_counter()
     assert attempt(directory / "whole", mode) == 0
     took = time.perf_counter() - began

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
 from anymamba.cli.serve_options import add_bench_serve, add_serve
-from anymamba.training.config import TrainingConfig
+from anymamba.training.config import RunConfig, TrainingConfig
+from anymamba.training.file_config import KINDS, FileConfig
 from anymamba.training.values import choices, expect_known, is_list
 from anymamba.version import __version__
 
@@ -54,7 +55,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="anymamba", description="Mamba-1, Mamba-2 and Mamba-3 on any machine.")
     parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (_add_train, _add_generate, _add_eval, _add_inspect, _add_convert, _add_push, _add_info):
+    for add in (_add_train, _add_predict, _add_generate, _add_eval, _add_inspect, _add_convert, _add_push, _add_info):
         add(commands)
     add_serve(commands, _add_model, _WHOLE, _REAL)
     add_bench_serve(commands, _WHOLE, _REAL, _option)
@@ -159,9 +160,22 @@ def _add_train(commands: Any) -> None:
     parser.add_argument(
         "--plan", action="store_true", help="show which optimiser moves which parameters, and train nothing"
     )
-    fields = parser.add_argument_group("fields of the config")
-    hints = TrainingConfig.hints()
-    for name, field in TrainingConfig.fields_by_name().items():
+    parser.add_argument(
+        "--task",
+        **_one_of(("language", *KINDS)),
+        help="what is learnt: to write text, or from tables, JSON lines and .npy files (default: language)",
+    )
+    _add_fields(parser.add_argument_group("fields of the config"), TrainingConfig, ())
+    others = parser.add_argument_group("fields of the other tasks' config, where it differs")
+    _add_fields(others, FileConfig, (*TrainingConfig.fields_by_name(), "task"))
+
+
+def _add_fields(fields: Any, config: type[RunConfig], known: Sequence[str]) -> None:
+    """An option for every field of a config, without those that are known."""
+    hints = config.hints()
+    for name, field in config.fields_by_name().items():
+        if name in known:
+            continue
         allowed = ("true", "false") if bool in (hints[name], *get_args(hints[name])) else choices(hints[name])
         default = field.metadata.get("default") or _shown(field.default)
         text = field.metadata["help"] + (f" (default: {default})" if default else "")
@@ -182,6 +196,26 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _add_predict(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "predict",
+        help="classes, numbers, forecasts or embeddings of the sequences of a file",
+        description="What a model of `anymamba train --task` says of each sequence of a file, a line each.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="directory of the run, or of one of its checkpoints")
+    parser.add_argument("file", metavar="FILE", help=".csv, .jsonl or .npy, with the inputs of the training's files")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: stdout)")
+    parser.add_argument(
+        "--format", **_one_of(("jsonl", "csv")), help="default: jsonl, or csv where --out is named .csv"
+    )
+    parser.add_argument("--steps", type=_WHOLE, default=1, metavar="N", help="of a forecast (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=_WHOLE, default=32, metavar="N", help="sequences computed together (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--threads", type=_WHOLE, metavar="N", help="CPU threads to compute with")
 
 
 def _add_generate(commands: Any) -> None:

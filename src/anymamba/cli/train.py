@@ -8,8 +8,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from anymamba.training.config import TrainingConfig, read_config
-from anymamba.training.language import LanguageTask, begin, open_run, to_stderr
+from anymamba.training.config import read_config
+from anymamba.training.file_config import FileConfig
+from anymamba.training.file_runs import begin_files, is_file_run, open_files
+from anymamba.training.file_task import FileTask
+from anymamba.training.language import begin, open_run, to_stderr
 from anymamba.training.loop import Trainer
 from anymamba.training.optim import plan_table
 
@@ -17,8 +20,7 @@ from anymamba.training.optim import plan_table
 def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
     _expect_one_process()
-    values = {name: getattr(args, f"field:{name}") for name in TrainingConfig.fields_by_name()}
-    overrides = {name: value for name, value in values.items() if value is not None}
+    overrides = _overrides(args)
     try:
         trainer = _prepared(args, overrides)
     except KeyboardInterrupt:
@@ -29,17 +31,29 @@ def run(args: argparse.Namespace) -> None:
         return
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
-    to_stderr(f"{model.config.layer}, {parameters:,} parameters, in {trainer.directory}")
+    family = getattr(model.config, "layer", None) or model.config.stack_config().layer
+    to_stderr(f"{family}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
 
 
-def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Trainer[LanguageTask]:
+def _overrides(args: argparse.Namespace) -> dict[str, str | list[str]]:
+    """The fields that were given as options."""
+    given = {name.removeprefix("field:"): value for name, value in vars(args).items() if name.startswith("field:")}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    return overrides if args.task is None else {"task": args.task, **overrides}
+
+
+def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Trainer[Any]:
     if args.resume is None:
         _expect_no_config_among(overrides)
-        return begin(read_config(args.config, overrides), Path(args.out), to_stderr)
+        config = read_config(args.config, overrides)
+        if isinstance(config, FileConfig):
+            return begin_files(config, Path(args.out), to_stderr)
+        return begin(config, Path(args.out), to_stderr)
     if args.config is not None:
         raise ValueError(f"--resume takes the config of the run; got also {args.config}")
-    trainer = open_run(Path(args.resume), overrides, to_stderr)
+    opened: Any = open_files if is_file_run(Path(args.resume)) else open_run
+    trainer: Trainer[Any] = opened(Path(args.resume), overrides, to_stderr)
     to_stderr(f"resuming after step {trainer.step}")
     return trainer
 
@@ -65,10 +79,14 @@ def _expect_one_process() -> None:
         )
 
 
-def _conclude(trainer: Trainer[LanguageTask], finished: bool) -> None:
+def _conclude(trainer: Trainer[Any], finished: bool) -> None:
     where = shlex.quote(str(trainer.directory))
     if not finished:
         print(f"stopped after step {trainer.step}; continue with: anymamba train --resume {where}")
+        return
+    if isinstance(trainer.task, FileTask):
+        print(f"model: {where}; every step: {where}/metrics.csv")
+        print(f"anymamba predict {where} FILE")
         return
     if trainer.task.held_out is not None:
         bits, neighbours = trainer.task.held_out

@@ -76,12 +76,21 @@ class RunConfig:
         Raises:
             ValueError: an unknown name, or a value that cannot work.
         """
-        values, hints = self.to_dict(), self.hints()
+        return self.from_dict(self.merged(self.to_dict(), overrides), "config")
+
+    @classmethod
+    def merged(cls, values: Mapping[str, Any], overrides: Mapping[str, str | Sequence[str]]) -> dict[str, Any]:
+        """Nested tables with fields replaced by what texts spell.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        found, hints = {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}, cls.hints()
         for name, text in overrides.items():
             expect_known(name, hints, "--")
             section, _, key = name.rpartition(".")
-            (values[section] if section else values)[key] = parse(name, text, hints[name])
-        return self.from_dict(values, "config")
+            (found.setdefault(section, {}) if section else found)[key] = parse(name, text, hints[name])
+        return found
 
     def flat(self) -> dict[str, Any]:
         """Every value by its dotted name: "optimiser.lr"."""
@@ -126,10 +135,10 @@ class TrainingConfig(RunConfig):
     evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 
-def read_config(
-    path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None
-) -> TrainingConfig:
+def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None) -> Any:
     """The config of a TOML file (none: the defaults), with fields replaced.
+
+    It is a `TrainingConfig`, or a `FileConfig` where its `task` is another than "language".
 
     Args:
         path: the file.
@@ -148,7 +157,14 @@ def read_config(
             raise ValueError(f"{path}: not readable TOML (nested too deeply)") from None
         except ValueError as error:
             raise ValueError(f"{path}: not readable TOML ({error})") from error
-    return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides or {})
+    from anymamba.training.file_config import FileConfig  # which imports this module
+
+    overrides = dict(overrides or {})
+    task = overrides.pop("task", values.pop("task", "language"))
+    if task == "language":
+        return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides)
+    given = {name: value for name, value in FileConfig.merged(values, overrides).items() if name != "task"}
+    return FileConfig.from_dict({"task": task, **given}, str(path or "config"))
 
 
 def _annotations(config: type[RunConfig]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
+from anymamba.training.file_config import FileConfig
+from anymamba.training.file_runs import begin_files, is_file_run, open_files
 from anymamba.training.layers import expect_compiler
 from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
 from anymamba.training.report import plot_losses
@@ -34,13 +36,13 @@ from anymamba.training.task import Evaluation, Task
 
 
 def train(
-    config: TrainingConfig | None = None,
+    config: TrainingConfig | FileConfig | None = None,
     directory: str | os.PathLike[str] = "runs/train",
     *,
     callbacks: Iterable[Callback] = (),
     report: Callable[[str], None] | None = None,
-) -> Trainer[LanguageTask]:
-    """Train a language model: what `anymamba train CONFIG --out DIRECTORY` does.
+) -> Trainer[Any]:
+    """Train a language model, or a model of what files have: what `anymamba train CONFIG --out DIRECTORY` does.
 
         run = train(read_config("mine.toml", {"optimiser.lr": "1e-3"}), "runs/mine", callbacks=[print])
         run.finished, run.step, run.evaluated.values, run.model
@@ -58,7 +60,11 @@ def train(
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
         FloatingPointError: the loss or gradient is not finite.
     """
-    trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr)
+    trainer: Trainer[Any]
+    if isinstance(config, FileConfig):
+        trainer = begin_files(config, Path(directory), report or to_stderr)
+    else:
+        trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr)
     trainer.run(callbacks, shown=report is None)
     return trainer
 
@@ -69,7 +75,7 @@ def resume(
     *,
     callbacks: Iterable[Callback] = (),
     report: Callable[[str], None] | None = None,
-) -> Trainer[LanguageTask]:
+) -> Trainer[Any]:
     """Continue a run from its latest good checkpoint: what `anymamba train --resume DIRECTORY` does.
 
     Args:
@@ -85,7 +91,8 @@ def resume(
         ValueError: there is none, or `changes` are of what a run cannot change.
         FloatingPointError: the loss or gradient is not finite.
     """
-    trainer = open_run(Path(directory), changes or {}, report or to_stderr)
+    opened: Any = open_files if is_file_run(Path(directory)) else open_run
+    trainer: Trainer[Any] = opened(Path(directory), changes or {}, report or to_stderr)
     trainer.run(callbacks, shown=report is None)
     return trainer
 

@@ -115,6 +115,24 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def plot_metrics(metrics: Path, target: Path, name: str, neighbours: dict[str, float]) -> None:
+    """Draw the training's loss and, beside it, what evaluations found and what simpler methods reach."""
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(metrics)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left = figure.add_subplot(1, 2, 1, xlabel="step", ylabel="training loss")
+    left.plot([r.step for r in rows], [r.loss for r in rows], lw=0.8)
+    right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel=name.replace("_", " "))
+    seen = [(r.step, r.evaluated[name]) for r in rows if name in r.evaluated]
+    right.plot([s for s, _ in seen], [x for _, x in seen], marker="o", label="held out")
+    for (label, value), style in zip(neighbours.items(), ("--", ":"), strict=False):
+        right.axhline(value, color="grey", ls=style, label=label)
+    right.legend()
+    with replacing(target) as temporary:
+        figure.savefig(temporary, format="png")
+
+
 def plot_losses(metrics: Path, target: Path, neighbours: dict[str, float], bytes_per_token: float) -> None:
     """Draw training and held-out bits per byte, and those of simpler methods, over the steps."""
     from matplotlib.figure import Figure

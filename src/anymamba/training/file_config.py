@@ -1,0 +1,132 @@
+"""The configuration of a run that learns from files of numbers, labels or texts: `anymamba train --task ...`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from anymamba.training.config import RunConfig
+from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, option
+
+Kind = Literal["classification", "regression", "masked-lm", "next-value"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceModelSection:
+    """The model: one dial, or its sizes."""
+
+    family: str = option("Mamba3", "family of the blocks: Mamba1, Mamba2 or Mamba3")
+    n_layer: int = option(2, "layers; of a model that reads in both directions, those of both")
+    d_model: int = option(64, "width of the residual stream")
+    d_state: int | None = option(None, "state size of a head", default="32, or 16 for Mamba1's channels")
+    headdim: int | None = option(None, "width of a head", default="16, or a divisor of the width below that")
+    bidirectional: bool | None = option(
+        None, "read in both directions", default="true, but for next-value, which cannot"
+    )
+    pooling: Literal["last", "mean", "class_token"] = option("mean", "what stands for a sequence that gets one answer")
+    block: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
+    )
+    stack: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "table of how layers are put together: '{dropout = 0.1}'", "free": False},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim")
+
+    def stack_fields(self) -> dict[str, Any]:
+        """The fields of the stack."""
+        block: dict[str, Any] = {"layer": self.family, **self.block}
+        if self.family == "Mamba1":
+            if self.headdim is not None:
+                raise ValueError(f"model.headdim: Mamba1 has none, got {self.headdim}")
+            block = {"d_state": self.d_state or 16, **block}
+        else:
+            divisor = next(p for p in (16, 8, 4, 2, 1) if 2 * self.d_model % p == 0)
+            block = {"d_state": self.d_state or 32, "headdim": self.headdim or divisor, **block}
+        return {"d_model": self.d_model, "n_layer": self.n_layer, "ssm_cfg": block, **self.stack}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesSection:
+    """Where the sequences come from."""
+
+    sources: tuple[str, ...] = option((), "files: .csv, .jsonl or .npy; several are read one after another")
+    targets: tuple[str, ...] = option(
+        (), "what is predicted: columns of a table, fields of JSON lines, or for .npy another .npy with a row each"
+    )
+    inputs: tuple[str, ...] = option(
+        (), "columns of a table, or the field of JSON lines, that is read", default="all others, or the one other"
+    )
+    sequence: str | None = option(
+        None,
+        "column of a table that names the sequence a row is a step of",
+        default="a row is a sequence; for next-value, a step",
+    )
+    labels: tuple[str, ...] = option((), "classes in their order", default="those in the files, sorted")
+    held_out: float = option(0.1, "share that is kept from training: sequences, or for next-value the end of each")
+    standardise: bool = option(True, "subtract the mean of numbers and divide by their deviation, as of the training")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be above 0 and below 1, got {self.held_out}")
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError(f"labels must all be different, got {' '.join(self.labels)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsSection:
+    """What a step reads."""
+
+    rows: int = option(32, "sequences of a step")
+    length: int = option(1024, "the most steps of a sequence; what is longer is cut")
+    accumulation: int = option(1, "parts of a step whose gradients are added up, for less memory")
+    hidden: float = option(0.15, "share of the tokens that a masked language model has to find")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "rows", "length", "accumulation")
+        if self.rows % self.accumulation:
+            raise ValueError(f"rows must be a multiple of accumulation = {self.accumulation}, got {self.rows}")
+        if not 0 < self.hidden < 1:
+            raise ValueError(f"hidden must be above 0 and below 1, got {self.hidden}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileConfig(RunConfig):
+    """A run that learns from files."""
+
+    task: Kind = option("classification", "what is learnt")  # noqa: RUF009 (a field, as everywhere)
+    model: SequenceModelSection = field(default_factory=SequenceModelSection)
+    data: FilesSection = field(default_factory=FilesSection)
+    batch: RowsSection = field(default_factory=RowsSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        super().__post_init__()
+        if self.task not in KINDS:
+            raise ValueError(f"task must be language or one of {', '.join(KINDS)}, got {self.task!r}")
+        if self.task in ("classification", "regression") and not self.data.targets:
+            raise ValueError(f"data.targets must name what {self.task} predicts, got nothing")
+        if self.task == "classification" and len(self.data.targets) > 1:
+            found = " ".join(self.data.targets)
+            raise ValueError(f"data.targets must name one column, the class, got {found}")
+        if self.task in ("masked-lm", "next-value") and self.data.targets:
+            found = " ".join(self.data.targets)
+            raise ValueError(f"data.targets: {self.task} predicts its own inputs, got {found}")
+        if self.task == "next-value" and self.model.bidirectional:
+            raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")
+        if self.task == "masked-lm" and self.model.bidirectional is False:
+            raise ValueError("model.bidirectional: a masked language model reads in both directions, got false")
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether the model reads in both directions."""
+        return self.task != "next-value" if self.model.bidirectional is None else self.model.bidirectional
