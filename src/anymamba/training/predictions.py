@@ -53,7 +53,6 @@ class Predictor:
         """
         return open_table(self.facts, path)
 
-    @torch.no_grad()
     def predict(self, table: Table, *, rows: int = 32, steps: int = 1) -> Iterator[dict[str, Any]]:
         """What the model says of each sequence, in their order; a forecast has a line for each step.
 
@@ -71,7 +70,9 @@ class Predictor:
             weight = next(self.model.parameters())
             inputs, lengths = (x.to(weight.device) for x in padded(chosen, weight.dtype))
             mask = None if bool((lengths == inputs.shape[1]).all()) else lengths
-            yield from self._said(inputs, mask, steps, start)
+            with torch.no_grad():
+                said = list(self._said(inputs, mask, steps, start))
+            yield from said
 
     def _said(self, inputs: Tensor, mask: Tensor | None, steps: int, start: int) -> Iterator[dict[str, Any]]:
         model: Any = self.model
