@@ -12,6 +12,7 @@ from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
 from anymamba.kernels.cpu.library import LIBRARY
+from anymamba.kernels.cpu.narrow import torch_has_the_faster_bfloat16
 from anymamba.models.activation import is_undecided
 from anymamba.models.lm import MambaLM
 from anymamba.models.pretrained import expect_weights, non_finite_values, open_checkpoint
@@ -36,6 +37,14 @@ def _machine() -> list[tuple[str, str]]:
         ("kernels", _kernels()),
         *_default_paths(),
     ]
+
+
+def _bfloat16_products() -> str:
+    """How a prompt in bfloat16 is multiplied with weights in bfloat16."""
+    if missing_kernel("narrow_linear", torch.empty(0, dtype=torch.bfloat16)):
+        return "of weights widened to float32"
+    own = torch_has_the_faster_bfloat16()
+    return f"of prompts in {'bfloat16' if own else 'float32'}, the faster here (measured)"
 
 
 def _default_paths() -> list[tuple[str, str]]:
@@ -89,6 +98,7 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("weights", f"{readable_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {kept}"),
         ("state", f"{readable_bytes(state)} a sequence, whatever its length"),
         ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
+        *([("products", _bfloat16_products())] if narrow == "bfloat16" and model.dtype == torch.bfloat16 else []),
         ("values", non_finite_values(checkpoint) or "all finite"),
     ]
 

@@ -16,7 +16,7 @@ constexpr int64_t kTeamBytes = 128 << 10;  // a program that reads less is not w
 template <typename T>
 void read_input(const Token<T>& token, const EdgePhase& phase) {
   const int64_t dtype = token.args.input_dtype, size = static_cast<int64_t>(size_of(dtype));
-  share(token.args.batch, [&](int64_t row) {
+  token.share(token.args.batch, [&](int64_t row) {
     const char* source = static_cast<const char*>(token.args.input) + row * token.args.input_row * size;
     read_row(token.at(row, phase.slot), source, dtype, static_cast<int>(phase.width), static_cast<int>(phase.width));
   });
@@ -31,7 +31,7 @@ char* output_at(const Token<T>& token, int64_t row, int64_t at) {
 
 template <typename T>
 void write_output(const Token<T>& token, const EdgePhase& phase) {
-  share(token.args.batch, [&](int64_t row) {
+  token.share(token.args.batch, [&](int64_t row) {
     write_row(output_at(token, row, 0), token.at(row, phase.slot), token.args.dtype, static_cast<int>(phase.width));
   });
 }
@@ -46,7 +46,7 @@ const T* read_weight(T* buffer, const Parameter& weight, int64_t width) {
 
 template <typename T>
 void norm_rows(const Token<T>& token, const NormPhase& phase, void* scratch) {
-  share(token.args.batch, [&](int64_t row) {
+  token.share(token.args.batch, [&](int64_t row) {
     Arena arena(scratch);
     const T* weight = read_weight(arena.take<T>(phase.width), phase.weight, phase.width);
     T* unit = arena.take<T>(phase.group_size);
@@ -63,7 +63,7 @@ void norm_rows(const Token<T>& token, const NormPhase& phase, void* scratch) {
 
 template <typename T>
 void gate_rows(const Token<T>& token, const GatePhase& phase) {
-  share(token.args.batch, [&](int64_t row) {
+  token.share(token.args.batch, [&](int64_t row) {
     const T *x = token.at(row, phase.x), *z = token.at(row, phase.z);
     T* to = token.at(row, phase.to);
     for (int64_t c = 0; c < phase.width; c += kLanes<T>)
@@ -74,7 +74,7 @@ void gate_rows(const Token<T>& token, const GatePhase& phase) {
 
 template <typename T>
 void scale_rows(const Token<T>& token, const ScalePhase& phase, void* scratch) {
-  share(token.args.batch, [&](int64_t row) {
+  token.share(token.args.batch, [&](int64_t row) {
     const T* weight = read_weight(static_cast<T*>(scratch), phase.weight, phase.width);
     const T *x = token.at(row, phase.x), factor = static_cast<T>(phase.factor);
     T* to = token.at(row, phase.to);
@@ -85,7 +85,9 @@ void scale_rows(const Token<T>& token, const ScalePhase& phase, void* scratch) {
 template <typename T, typename Rows>
 void project(const Token<T>& token, const LinearPhase& phase, const Rows& weight, void* scratch) {
   const int64_t rows = task_rows(weight);
-  share((phase.out + rows - 1) / rows, [&](int64_t task) {
+  Arena arena(scratch);
+  const auto x = operand(arena, weight, token.at(0, phase.x), token.args.width, token.args.batch);
+  token.share((phase.out + rows - 1) / rows, [&](int64_t task) {
     const int64_t start = task * rows, stop = start + rows < phase.out ? start + rows : phase.out;
     const auto emit = [&](int64_t col, int64_t row, T* products, int count) {
       if (phase.bias.data)
@@ -94,14 +96,13 @@ void project(const Token<T>& token, const LinearPhase& phase, const Rows& weight
       T* to = token.at(col, phase.to + row);
       for (int i = 0; i < count; ++i) to[i] = phase.add ? to[i] + products[i] : products[i];
     };
-    small_product(weight, start, stop, token.at(0, phase.x), token.args.width, token.args.batch,
-                  static_cast<T*>(scratch), emit);
+    small_product(weight, start, stop, x, emit);
   });
 }
 
 template <typename T>
 void project_any(const Token<T>& token, const LinearPhase& phase, void* scratch) {
-  with_rows<T>(phase.weight.data, phase.scale.data, phase.weight.dtype, phase.in,
+  with_rows<T>(phase.weight.data, phase.scale.data, phase.weight.dtype, phase.out, phase.in,
                [&](const auto& weight) { project(token, phase, weight, scratch); });
 }
 
@@ -111,7 +112,15 @@ const Args& args_of(const Phase& phase) {
 }
 
 template <typename T>
-size_t phase_scratch(const Phase& phase) {
+size_t linear_scratch(const LinearPhase& phase, int64_t batch) {
+  Arena count;
+  with_rows<T>(phase.weight.data, phase.scale.data, phase.weight.dtype, phase.out, phase.in,
+               [&](const auto& weight) { operand(count, weight, static_cast<const T*>(nullptr), 0, batch); });
+  return count.used();
+}
+
+template <typename T>
+size_t phase_scratch(const Phase& phase, int64_t batch) {
   switch (phase.kind) {
     case kNorm: {
       Arena count;
@@ -121,7 +130,7 @@ size_t phase_scratch(const Phase& phase) {
     case kScale:
       return static_cast<size_t>(args_of<ScalePhase>(phase).width) * sizeof(T);
     case kLinear:
-      return kDotRows * static_cast<size_t>(args_of<LinearPhase>(phase).in) * sizeof(T);
+      return linear_scratch<T>(args_of<LinearPhase>(phase), batch);
     case kConv:
       return conv_scratch<T>(args_of<ConvPhase>(phase));
     case kMamba1:
@@ -174,31 +183,25 @@ void run_phase(const Token<T>& token, const Phase& phase, void* scratch) {
 
 template <typename T>
 bool run_program(const ProgramArgs& args) {
-  const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T));
-  if (!slots.get()) return false;
-  const Token<T> token{args, static_cast<T*>(slots.get())};
   size_t bytes = 0;
   int64_t read = 0;
   for (int64_t i = 0; i < args.count; ++i) {
-    const size_t needed = phase_scratch<T>(args.phases[i]);
+    const size_t needed = phase_scratch<T>(args.phases[i], args.batch);
     bytes = needed > bytes ? needed : bytes;
     read += phase_bytes(args.phases[i]);
   }
-  const int team = read < kTeamBytes || anymamba_is_forked() ? 1 : static_cast<int>(args.threads);
-  bool ok = true;
-#pragma omp parallel num_threads(team) if (team > 1)
-  {
-    const FlushDenormals flush;
-    const Scratch scratch(bytes);
-    if (!scratch.get()) {
-#pragma omp atomic write
-      ok = false;
-    }
-#pragma omp barrier
-    if (ok)
-      for (int64_t i = 0; i < args.count; ++i) run_phase(token, args.phases[i], scratch.get());
-  }
-  return ok;
+  const int team = team_size(args.threads, read < kTeamBytes ? 1 : args.threads);
+  // Everything is there before the threads come, so that none waits for another to begin.
+  bytes = (bytes + 63) / 64 * 64;
+  const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T)), scratch(bytes * team);
+  const Queues queues(args.count);
+  if (!slots.get() || !scratch.get() || !queues.get()) return false;
+  run_team(team, [&](int thread) {
+    Token<T> token{args, static_cast<T*>(slots.get()), queues.get()};
+    void* own = static_cast<char*>(scratch.get()) + bytes * thread;
+    for (int64_t i = 0; i < args.count; ++i, ++token.queue) run_phase(token, args.phases[i], own);
+  });
+  return true;
 }
 
 }  // namespace ANYMAMBA_ISA

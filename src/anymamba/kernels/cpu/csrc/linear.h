@@ -8,6 +8,7 @@
 #endif
 
 #include "dtypes.h"
+#include "integers.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -100,7 +101,6 @@ inline Vec<int32_t> load_bytes(const Byte* source) {
 template <typename T, typename W>
 struct Numbers {
   static constexpr int64_t kGroup = int64_t{1} << 62;  // all of a row: there are no scales
-  static constexpr bool kIsNarrow = sizeof(W) < sizeof(T);
   struct Scale {};
   const W* data;
   int64_t k;
@@ -118,16 +118,17 @@ struct Numbers {
 // Whole numbers of eight bits, times a scale for each group of columns. The products are exact: seven bits by eight.
 struct Int8Rows {
   static constexpr int64_t kGroup = 64;
-  static constexpr bool kIsNarrow = true;
+  using Block = Int8Block;
   using Scale = Vec<float>;
   const int8_t* codes;
-  const uint16_t* scales;  // bfloat16
+  const uint16_t *scales, *scales_end;  // bfloat16
   int64_t k;
 
   int64_t groups() const { return (k + kGroup - 1) / kGroup; }
   int64_t row_bytes() const { return k; }
   const char* address(int64_t row) const { return reinterpret_cast<const char*>(codes + row * k); }
-  Int8Rows from(int64_t row) const { return {codes + row * k, scales + row * groups(), k}; }
+  Int8Rows until(int64_t rows) const { return {codes, scales, scales + rows * groups(), k}; }
+  Int8Rows from(int64_t row) const { return {codes + row * k, scales + row * groups(), scales_end, k}; }
   Scale scale(int64_t row, int64_t j) const {
     return broadcast(from_bfloat16(scales[row * groups() + j / kGroup]));
   }
@@ -148,16 +149,19 @@ struct Int8Rows {
 // one, each plus 8. Rows are filled up to whole groups.
 struct Int4Rows {
   static constexpr int64_t kGroup = 32;
-  static constexpr bool kIsNarrow = true;
+  using Block = Int4Block;
   using Scale = Vec<float>;
   const uint8_t* codes;
-  const uint16_t* scales;
+  const uint16_t *scales, *scales_end;
   int64_t k;
 
   int64_t groups() const { return (k + kGroup - 1) / kGroup; }
   int64_t row_bytes() const { return groups() * (kGroup / 2); }
   const char* address(int64_t row) const { return reinterpret_cast<const char*>(codes + row * row_bytes()); }
-  Int4Rows from(int64_t row) const { return {codes + row * row_bytes(), scales + row * groups(), k}; }
+  Int4Rows until(int64_t rows) const { return {codes, scales, scales + rows * groups(), k}; }
+  Int4Rows from(int64_t row) const {
+    return {codes + row * row_bytes(), scales + row * groups(), scales_end, k};
+  }
   Scale scale(int64_t row, int64_t j) const {
     return broadcast(from_bfloat16(scales[row * groups() + j / kGroup]));
   }
@@ -171,16 +175,6 @@ struct Int4Rows {
 };
 
 constexpr int kDotRows = kTileRows, kDotCols = 2;  // sums and operands of a tile fill the registers
-
-// Asks for memory ahead of its use, little by little: `step` bytes at a time.
-struct Ahead {
-  const char *at, *until;
-  int64_t step;
-
-  void advance() {
-    for (until += step; at < until; at += 64) __builtin_prefetch(at, 0, 3);
-  }
-};
 
 // emit(col, row, products, count) for the first kRows rows of w, which are those from `row` on, and kCols rows of x.
 template <int kRows, int kCols, typename T, typename Rows, typename Emit>
@@ -253,39 +247,98 @@ inline int64_t task_rows(const Rows& w) {
   return wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
 }
 
-// emit(col, row, products, count) for all products of the rows [start, stop) of w with the `cols` rows of x.
-// `buffer` has kDotRows * k numbers.
-template <typename T, typename Rows, typename Emit>
-inline void small_product(const Rows& w, int64_t start, int64_t stop, const T* x, int64_t x_row, int64_t cols,
-                          T* buffer, const Emit& emit) {
-  const int64_t passes = (cols + kDotCols - 1) / kDotCols, vectors = w.k / kLanes<T> + 1;
+// Rows of x as the product with a matrix wants them, in memory of the caller's thread.
+template <typename T, typename W>
+struct Operand {
+  const T* x;
+  int64_t x_row, cols;
+  T* buffer;  // kDotRows rows of the matrix, widened
+
+  Operand(Arena& arena, const Numbers<T, W>& w, const T* x, int64_t x_row, int64_t cols)
+      : x(x), x_row(x_row), cols(cols), buffer(arena.take<T>(kDotRows * w.k)) {}
+};
+template <typename Rows>
+struct CodeOperand {
+  int64_t cols;
+  Activations<typename Rows::Block> x;
+
+  CodeOperand(Arena& arena, const Rows& w, const float* source, int64_t x_row, int64_t cols)
+      : cols(cols), x(arena, cols, w.k) {
+    if (x.words)
+      for (int64_t col = 0; col < cols; ++col) x.fill(col, source + col * x_row, w.k);
+  }
+};
+template <typename T, typename W>
+inline Operand<T, W> operand(Arena& arena, const Numbers<T, W>& w, const T* x, int64_t x_row, int64_t cols) {
+  return {arena, w, x, x_row, cols};
+}
+template <typename T, typename Rows, typename = typename Rows::Block>
+inline CodeOperand<Rows> operand(Arena& arena, const Rows& w, const T* x, int64_t x_row, int64_t cols) {
+  return {arena, w, x, x_row, cols};
+}
+
+// emit(col, row, products, count) for all products of the rows [start, stop) of w with the rows of x.
+template <typename T, typename W, typename Emit>
+inline void small_product(const Numbers<T, W>& w, int64_t start, int64_t stop, const Operand<T, W>& x,
+                          const Emit& emit) {
+  const int64_t passes = (x.cols + kDotCols - 1) / kDotCols, vectors = w.k / kLanes<T> + 1;
   // A single pass over wide numbers waits for memory only, and the processor's own foresight serves it better.
+  const bool is_narrow = sizeof(W) < sizeof(T);
   const int64_t step =
-      !Rows::kIsNarrow && passes == 1 ? 0 : (kDotRows * w.row_bytes() + vectors * passes - 1) / (vectors * passes);
+      !is_narrow && passes == 1 ? 0 : (kDotRows * w.row_bytes() + vectors * passes - 1) / (vectors * passes);
   int64_t row = start;
   for (; row + kDotRows <= stop; row += kDotRows) {
     const char* next = w.address(row + kDotRows);
     const Ahead ahead{next, next, step};
-    if (!Rows::kIsNarrow || passes == 1) {
-      dot_rows<kDotRows>(w.from(row), row, x, x_row, cols, ahead, emit);
+    if (!is_narrow || passes == 1) {
+      dot_rows<kDotRows>(w.from(row), row, x.x, x.x_row, x.cols, ahead, emit);
       continue;
     }
     // Narrow numbers are widened once for all passes.
-    widen_rows<T>(buffer, w.from(row), kDotRows);
-    dot_rows<kDotRows>(Numbers<T, T>{buffer, w.k}, row, x, x_row, cols, ahead, emit);
+    widen_rows<T>(x.buffer, w.from(row), kDotRows);
+    dot_rows<kDotRows>(Numbers<T, T>{x.buffer, w.k}, row, x.x, x.x_row, x.cols, ahead, emit);
   }
-  for (; row < stop; ++row) dot_rows<1>(w.from(row), row, x, x_row, cols, Ahead{}, emit);
+  for (; row < stop; ++row) dot_rows<1>(w.from(row), row, x.x, x.x_row, x.cols, Ahead{}, emit);
 }
 
-// body(rows) with the reader of a weight of a dtype. Narrow weights are read as float only.
+constexpr int kCodeRows = 4, kCodeCols = kTileRows > 4 ? 4 : 2;
+constexpr int64_t kAheadBytes = 12 << 10;  // nearer, memory comes too late; a tile itself is too little
+
+template <int kRows, typename Rows, typename Emit>
+inline void code_rows(const Rows& w, int64_t row, const CodeOperand<Rows>& x, Ahead ahead, const Emit& emit) {
+  int64_t col = 0;
+  for (; col + kCodeCols <= x.cols; col += kCodeCols) code_tile<kRows, kCodeCols>(w, row, x.x, col, ahead, emit);
+  for (; col < x.cols; ++col) code_tile<kRows, 1>(w, row, x.x, col, ahead, emit);
+}
+
+template <typename Rows, typename Emit>
+inline void small_product(const Rows& w, int64_t start, int64_t stop, const CodeOperand<Rows>& x, const Emit& emit) {
+  const int64_t passes = x.cols / kCodeCols + x.cols % kCodeCols, blocks = w.row_bytes() / Rows::Block::kBytes + 1;
+  const int64_t step = (kCodeRows * w.row_bytes() + blocks * passes - 1) / (blocks * passes);
+  const int64_t tile = kCodeRows * w.row_bytes(), distance = (kAheadBytes + tile - 1) / tile * tile;
+  int64_t row = start;
+  for (; row + kCodeRows <= stop; row += kCodeRows) {
+    const char* next = w.address(row) + distance;
+    code_rows<kCodeRows>(w.from(row), row, x, Ahead{next, next, step}, emit);
+  }
+  for (; row < stop; ++row) code_rows<1>(w.from(row), row, x, Ahead{}, emit);
+}
+
+// body(rows) with the reader of a weight (rows, k) of a dtype. Narrow weights are read as float only.
 template <typename T, typename Body>
-inline void with_rows(const void* data, const void* scales, int64_t dtype, int64_t k, const Body& body) {
+inline void with_rows(const void* data, const void* scales, int64_t dtype, int64_t rows, int64_t k, const Body& body) {
   if constexpr (sizeof(T) == 4) {
     const uint16_t* bits = static_cast<const uint16_t*>(scales);
     if (dtype == kBFloat16) return body(Numbers<T, BFloat16>{static_cast<const BFloat16*>(data), k});
     if (dtype == kFloat16) return body(Numbers<T, Float16>{static_cast<const Float16*>(data), k});
-    if (dtype == kInt8) return body(Int8Rows{static_cast<const int8_t*>(data), bits, k});
-    if (dtype == kInt4) return body(Int4Rows{static_cast<const uint8_t*>(data), bits, k});
+    if (dtype == kInt8) {
+      const Int8Rows reader{static_cast<const int8_t*>(data), bits, nullptr, k};
+      return body(reader.until(rows));
+    }
+    if (dtype == kInt4) {
+      const Int4Rows reader{static_cast<const uint8_t*>(data), bits, nullptr, k};
+      return body(reader.until(rows));
+    }
   }
   body(Numbers<T, T>{static_cast<const T*>(data), k});
 }

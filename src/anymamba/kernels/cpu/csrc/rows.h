@@ -36,6 +36,16 @@ inline const T* row_as(T* buffer, const void* base, int64_t at, int64_t dtype, i
   return buffer;
 }
 
+// Asks for memory ahead of its use, little by little: `step` bytes at a time.
+struct Ahead {
+  const char *at, *until;
+  int64_t step;
+
+  void advance() {
+    for (until += step; at < until; at += 64) __builtin_prefetch(at, 0, 3);
+  }
+};
+
 // silu(x) and its derivative.
 template <typename T>
 inline Vec<T> silu(Vec<T> x) {

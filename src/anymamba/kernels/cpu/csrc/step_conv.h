@@ -30,7 +30,7 @@ void rounded_row(T* target, const T* source, int64_t dtype, int64_t count) {
 template <typename T>
 void convolve(const Token<T>& token, const ConvPhase& phase, void* scratch) {
   const int64_t blocks = (phase.channels + kConvChannels - 1) / kConvChannels, w = phase.width, dtype = token.args.dtype;
-  share(token.args.batch * blocks, [&](int64_t task) {
+  token.share(token.args.batch * blocks, [&](int64_t task) {
     Arena arena(scratch);
     T *window = arena.take<T>(kConvChannels * w), *weight_buffer = arena.take<T>(kConvChannels * w);
     T* x = arena.take<T>(kConvChannels);

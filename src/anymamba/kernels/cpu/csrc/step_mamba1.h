@@ -63,7 +63,7 @@ void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t ro
 template <typename T>
 void mamba1_states(const Token<T>& token, const Mamba1Phase& phase, void* scratch) {
   const int64_t blocks = (phase.channels + kMamba1Block - 1) / kMamba1Block;
-  share(token.args.batch * blocks, [&](int64_t task) {
+  token.share(token.args.batch * blocks, [&](int64_t task) {
     const int64_t start = task % blocks * kMamba1Block, left = phase.channels - start;
     mamba1_channels(token, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block, Arena(scratch));
   });

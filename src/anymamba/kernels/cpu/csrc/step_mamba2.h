@@ -49,7 +49,7 @@ void mamba2_head(const Token<T>& token, const Mamba2Phase& phase, int64_t row, i
 
 template <typename T>
 void mamba2_heads(const Token<T>& token, const Mamba2Phase& phase, void* scratch) {
-  share(token.args.batch * phase.heads,
+  token.share(token.args.batch * phase.heads,
         [&](int64_t task) { mamba2_head(token, phase, task / phase.heads, task % phase.heads, Arena(scratch)); });
 }
 

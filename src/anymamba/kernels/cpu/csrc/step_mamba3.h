@@ -41,7 +41,7 @@ void discretise_token(const Token<T>& token, const Mamba3Phase& phase, int64_t r
 template <typename T>
 void mamba3_tokens(const Token<T>& token, const Mamba3Phase& phase, void* scratch) {
   const int64_t n = phase.state, rows = phase.rank * phase.groups;
-  share(token.args.batch * 3, [&](int64_t task) {
+  token.share(token.args.batch * 3, [&](int64_t task) {
     const int64_t row = task / 3, side = task % 3;
     if (side == 2) return discretise_token(token, phase, row, Arena(scratch));
     const T* weight = read_parameter(static_cast<T*>(scratch), side ? phase.query_norm : phase.key_norm, 0, n);
@@ -207,7 +207,7 @@ void mamba3_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, i
 
 template <typename T>
 void mamba3_heads(const Token<T>& token, const Mamba3Phase& phase, void* scratch) {
-  share(token.args.batch * phase.heads,
+  token.share(token.args.batch * phase.heads,
         [&](int64_t task) { mamba3_head(token, phase, task / phase.heads, task % phase.heads, Arena(scratch)); });
 }
 

@@ -1,9 +1,24 @@
 // Tasks over OpenMP threads, with denormals flushed inside them only.
+//
+// Other programs may take a core from one of the threads for milliseconds. So a thread waits for work that is not done,
+// never for a thread that has none; and it spins for microseconds only, then sleeps, which leaves its own core to the
+// one that it waits for.
 #pragma once
 
+#include <atomic>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <new>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <xmmintrin.h>
@@ -72,25 +87,113 @@ class Arena {
   size_t used_ = 0;
 };
 
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Counts what is done, up to a total that all threads know.
+class Counter {
+ public:
+  void add(int32_t total) {
+    if (value_.fetch_add(1) + 1 == total && sleepers_.load()) wake();
+  }
+
+  void wait_for(int32_t total) {
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (value_.load(std::memory_order_acquire) >= total) return;
+      relax();
+    }
+    sleepers_.fetch_add(1);
+    for (int32_t now = value_.load(); now < total; now = value_.load()) sleep(now);
+    sleepers_.fetch_sub(1);
+  }
+
+ private:
+  static constexpr int kSpins = 1000;  // 20 to 50 microseconds: longer than a task takes a thread that has a core
+  std::atomic<int32_t> value_{0}, sleepers_{0};
+
+#if defined(__linux__)
+  void sleep(int32_t now) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+  void wake() { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+  void sleep(int32_t) { sched_yield(); }
+  void wake() {}
+#endif
+};
+
+// Tasks that threads take one by one. A thread that comes late finds them taken, and does not keep the others waiting.
+class alignas(64) Queue {
+ public:
+  // body(task) for every task, by whichever thread is free, until all are done.
+  template <typename Body>
+  void share(int64_t tasks, const Body& body) {
+    for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      body(task);
+      done_.add(static_cast<int32_t>(tasks));
+    }
+    done_.wait_for(static_cast<int32_t>(tasks));
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  Counter done_;
+};
+
+// Some of them; `get` is null where there was no memory for them.
+class Queues {
+ public:
+  explicit Queues(int64_t count) : memory_(count * sizeof(Queue)) {
+    if (memory_.get())
+      for (int64_t i = 0; i < count; ++i) new (get() + i) Queue;
+  }
+  Queue* get() const { return static_cast<Queue*>(memory_.get()); }
+
+ private:
+  Scratch memory_;
+};
+
+// How many threads a number of tasks is for.
+inline int team_size(int64_t threads, int64_t tasks) {
+  const int team = static_cast<int>(threads < tasks ? threads : tasks);
+  return team < 1 || anymamba_is_forked() ? 1 : team;
+}
+
+// body(thread) by each thread of a team; returns when all of them have.
+template <typename Body>
+void run_team(int team, const Body& body) {
+  Counter left;
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    const FlushDenormals flush;
+#ifdef _OPENMP
+    const int thread = omp_get_thread_num(), size = omp_get_num_threads();
+#else
+    const int thread = 0, size = 1;
+#endif
+    body(thread);
+    // What ends the region is OpenMP's own barrier, which may spin for milliseconds. Nobody enters it before the others.
+    left.add(size);
+    left.wait_for(size);
+  }
+}
+
 // Runs body(task, scratch) for every task on up to `threads` threads, each with `bytes` of scratch.
 // Returns false when there was no memory for the scratch.
 template <typename Body>
 bool run_tasks(int64_t tasks, int64_t threads, size_t bytes, const Body& body) {
-  int team = static_cast<int>(threads < tasks ? threads : tasks);
-  if (team < 1 || anymamba_is_forked()) team = 1;
-  bool ok = true;
-#pragma omp parallel num_threads(team) if (team > 1)
-  {
-    const FlushDenormals flush;
+  Queue queue;
+  std::atomic<bool> ok{true};
+  run_team(team_size(threads, tasks), [&](int) {
     const Scratch scratch(bytes);
-    if (!scratch.get()) {
-#pragma omp atomic write
-      ok = false;
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < tasks; ++task)
+    if (!scratch.get()) ok = false;
+    queue.share(tasks, [&](int64_t task) {
       if (scratch.get()) body(task, scratch.get());
-  }
+    });
+  });
   return ok;
 }
 

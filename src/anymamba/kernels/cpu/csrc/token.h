@@ -12,7 +12,8 @@ namespace ANYMAMBA_ISA {
 template <typename T>
 struct Token {
   const ProgramArgs& args;
-  T* slots;  // (batch, width)
+  T* slots;      // (batch, width)
+  Queue* queue;  // of the phase at hand
 
   T* at(int64_t row, int64_t slot) const { return slots + row * args.width + slot; }
   // The tensor of a cache from element `at` on.
@@ -22,14 +23,12 @@ struct Token {
   char* after(int64_t tensor, int64_t at, int64_t dtype) const {
     return static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
   }
+  // body(task) for every task, by whichever thread is free, until all are done; once in a phase.
+  template <typename Body>
+  void share(int64_t tasks, const Body& body) const {
+    queue->share(tasks, body);
+  }
 };
-
-// body(task) for every task, by whichever thread is free; all wait until all is done.
-template <typename Body>
-inline void share(int64_t tasks, const Body& body) {
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t task = 0; task < tasks; ++task) body(task);
-}
 
 // `width` numbers of a parameter from element `at` on, in `buffer` unless they are of T already.
 template <typename T>
