@@ -14,11 +14,19 @@ from tests.support import FLOOR, assert_near
 # Largest rounding error of a weight, relative to the largest of its group: half a step, for int4 of a clipped group
 # at most one step of it.
 STEP = {"bfloat16": 2**-8, "float16": 2**-11, "int8": 1.01 / 254, "int4": 0.21}
-# Of a product by the compiled kernels, relative to its largest entry: they round activations to 16 bits where weights
-# are whole numbers. Measured over these cases: at most 2.8e-5.
-PRODUCT_FLOOR = dict.fromkeys(FORMATS, FLOOR[torch.float32] * 4) | dict.fromkeys(GROUPS, 1e-4)
 # Outputs and inputs: one, fewer than a vector, tails in every place, several groups, more than a panel's rows.
 SIZES = [(1, 1), (5, 7), (3, 16), (17, 33), (64, 64), (29, 129), (100, 200), (13, 1000)]
+
+
+def assert_product(y, x, stored, format, least=0.0):
+    """y = x weightᵀ as in float64, but for float32's error and, of whole numbers, activations rounded to 16 bits."""
+    wide, x = widened(stored, torch.float64), x.detach().double()
+    exact = x @ wide.T
+    allowed = torch.full_like(exact, 4 * FLOOR[torch.float32] * max(exact.abs().max().item() if len(x) else 0, least))
+    for x_group, group in zip(*(w.split(GROUPS.get(format, x.shape[1]), 1) for w in (x, wide)), strict=True):
+        if format in GROUPS:
+            allowed += 1.001 * 2**-16 * x_group.abs().amax(1, keepdim=True) * group.abs().sum(1)
+    assert ((y.detach().double() - exact).abs() <= allowed).all()
 
 
 def weight(out, width, seed=0):
@@ -69,7 +77,7 @@ def test_products_and_gradients_are_those_of_the_widened_weight(format, out, wid
     head = torch.randn(rows, out)
     found = torch.autograd.grad(y, (x, bias), head)
     wide = widened(stored, torch.float64)
-    assert_near(y - bias, x.double() @ wide.T, PRODUCT_FLOOR[format], least=1.0)
+    assert_product(y - bias, x, stored, format, least=1.0)
     assert_near(found[0], head.double() @ wide, FLOOR[torch.float32] * 4)
     assert_near(found[1], head.double().sum(0), FLOOR[torch.float32])
 
@@ -114,7 +122,7 @@ def test_every_number_of_rows_gives_the_same_bits(format, out, width):
     torch.manual_seed(0)
     stored, x = narrow(torch.randn(out, width), format), torch.randn(MAX_ROWS, width)
     together = narrow_linear(x, stored)
-    assert_near(together, x.double() @ widened(stored, torch.float64).T, PRODUCT_FLOOR[format])
+    assert_product(together, x, stored, format)
     for rows in range(1, MAX_ROWS):
         assert torch.equal(narrow_linear(x[:rows], stored), together[:rows])
 

@@ -1,0 +1,74 @@
+"""A token beside another program that keeps one core busy, and without it.
+
+The other program is started here and stopped between the calls, so that both are measured side by side in one run. The
+harness marks such a case as not to be trusted: other programs use the processor, which here is what is measured.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
+
+from torch import Tensor
+
+from benchmarks.generation import our_model_with, prompt, stepping
+from benchmarks.harness import Call, Case, Contender
+
+TOKENS = 40  # of a call: long enough for the system to settle who runs where
+_LIVES = 600  # seconds, if nobody ends it
+_SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
+
+
+@cache
+def _neighbour() -> subprocess.Popen[bytes]:
+    """A program that does nothing but keep a core busy, stopped."""
+    program = subprocess.Popen([sys.executable, "-c", _SPIN, str(_LIVES)])
+    atexit.register(program.kill)
+    program.send_signal(signal.SIGSTOP)
+    return program
+
+
+@contextlib.contextmanager
+def _beside() -> Iterator[None]:
+    """Let it run for a while."""
+    program = _neighbour()
+    if program.poll() is not None:
+        raise RuntimeError(f"the busy program ended after {_LIVES} seconds: measure fewer rounds")
+    os.kill(program.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.kill(program.pid, signal.SIGSTOP)
+
+
+def set_up(weights: str, is_busy: bool, small: bool = False) -> Call:
+    """Tokens one after another."""
+    step = stepping(our_model_with(weights, small), prompt(1, 64), prompt(1, 1)[:, 0])
+
+    def run() -> dict[str, Tensor]:
+        with _beside() if is_busy else contextlib.nullcontext():
+            for _ in range(TOKENS - 1):
+                step()
+            return dict(step())
+
+    return run
+
+
+def busy_case(weights: str) -> Case:
+    """The same tokens, idle and busy."""
+    contenders = tuple(
+        Contender(
+            name=name, setup=partial(set_up, weights, busy), tiny=partial(set_up, weights, busy, True), computes=weights
+        )
+        for name, busy in (("alone", False), ("beside a busy program", True))
+    )
+    return Case(name=f"generation/busy/{weights}", contenders=contenders, baseline="alone")
+
+
+CASES: tuple[Case, ...] = tuple(busy_case(weights) for weights in ("float32", "int8", "int4"))
