@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anymamba.ground import finite
 from anymamba.ground.checks import check_cu_seqlens, expect_alone, expect_like, expect_shape, expect_steps
 from anymamba.ground.numerics import is_autocast, state_dtype
-from anymamba.ground.operators import is_observed, is_plain, kernels_are_off
+from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
 from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
@@ -181,26 +181,37 @@ class Block(nn.Module):
         Returns:
             y, and the new cache.
         """
+        if (done := self._run_program(x, cache)) is not None:
+            return done
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
         cache = self._expect_cache(where, cache, x.shape[0], x)
-        if not torch.is_grad_enabled() and not finite.is_checked() and is_plain((x, *cache)):
-            done = self._run_program(x, cache)
-            if done is not None:
-                return done[0], self.CACHE(*done[1])
+        if (done := self._run_program(x, cache, record=True)) is not None:
+            return done
         y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
 
-    def _run_program(self, x: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]] | None:
-        """A step by the compiled kernels; None where they do not cover it."""
-        if kernels_are_off() or is_autocast(x.device):
+    def _run_program(self, x: Any, cache: Any, *, record: bool = False) -> tuple[Tensor, Any] | None:
+        """A step by the compiled kernels; None where they do not cover it.
+
+        Args:
+            x: as for `step`; a program checks what it is given against what it was recorded for.
+            cache: likewise.
+            record: record a program if there is none of the block as it is: x is checked.
+        """
+        if torch.is_grad_enabled() or kernels_are_off() or finite.is_checked() or torch.is_autocast_enabled("cpu"):
+            return None
+        if not isinstance(cache, self.CACHE) or is_observed() or not are_plain_tensors((x, *cache)):
             return None
         recording = _RECORDINGS.get(self)
         if recording is None or not recording.is_current():
+            if not record:
+                return None
             recording = _RECORDINGS[self] = Recording(
                 lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
             )
-        return recording.run(x, cache)
+        done = recording.run(x, cache)
+        return None if done is None else (done[0], self.CACHE(*done[1]))
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.

@@ -66,7 +66,7 @@ class Program:
         self._phases: list[tuple[int, ctypes.Structure]] = []
         self._next = self._width = 0
         self._cache: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self._expected: dict[int, list[Any]] = {}
+        self._calls: dict[int, tuple[list[Any], Any]] = {}
         self._storages: list[Any] = []
         self._watched = watched or Watched()
         self.phase("read", width=input_width, slot=self.slot(input_width))
@@ -74,6 +74,7 @@ class Program:
         phase = arguments.c_structure("Phase")
         entries = (phase(kind=kind, args=ctypes.addressof(args)) for kind, args in self._phases)
         self._table = (phase * len(self._phases))(*entries)
+        self._pointers = ctypes.c_void_p * len(self._cache)
 
     # Recording
 
@@ -297,37 +298,39 @@ class Program:
         Returns:
             The output (b, output_width) and the new cache; None where the kernels do not cover them.
         """
-        b = x.shape[0]
-        if x.ndim != 2 or x.shape[1] != self.input_width or x.dtype != self.input_dtype or not 1 <= b <= MAX_ROWS:
+        b = x.shape[0] if x.ndim == 2 else 0
+        if not 1 <= b <= MAX_ROWS or x.shape[1] != self.input_width or x.dtype != self.input_dtype:
             return None
-        if b not in self._expected:
-            self._expected[b] = [(torch.Size((b, *shape)), dtype, _CPU) for shape, dtype in self._cache]
-        if [(old.shape, old.dtype, old.device) for old in cache] != self._expected[b] or x.device != _CPU:
+        expected, template = self._calls[b] if b in self._calls else self._prepare(b)
+        if [(old.shape, old.dtype, old.device) for old in cache] != expected or x.device != _CPU:
             return None
         x = x if x.stride(-1) == 1 else x.contiguous()
-        before = [old.contiguous().resolve_neg() for old in cache]
+        before = [old if old.is_contiguous() and not old.is_neg() else old.contiguous().resolve_neg() for old in cache]
         after = before if in_place else list(map(torch.empty_like, before))
         output = empty((b, self.output_width), self.dtype)
-        pointers = ctypes.c_void_p * len(before)
-        old, new = pointers(*(t.data_ptr() for t in before)), pointers(*(t.data_ptr() for t in after))
-        args = arguments.c_structure("ProgramArgs")(
+        old, new = self._pointers(*map(Tensor.data_ptr, before)), self._pointers(*map(Tensor.data_ptr, after))
+        args = type(template).from_buffer_copy(template)  # of this call: other threads may run the program too
+        args.threads = torch.get_num_threads()
+        args.input, args.input_row, args.output = x.data_ptr(), x.stride(0), output.data_ptr()
+        args.old_cache, args.new_cache = ctypes.addressof(old), ctypes.addressof(new)
+        run("run_program", args)
+        del old, new  # until here: `args` holds their addresses only
+        return output, after
+
+    def _prepare(self, b: int) -> tuple[list[Any], Any]:
+        """What every call with b rows has in common: what its cache must be, and the fields of its structure."""
+        expected = [(torch.Size((b, *shape)), dtype, _CPU) for shape, dtype in self._cache]
+        template = arguments.c_structure("ProgramArgs")(
             dtype=DTYPES[self.dtype],
-            threads=torch.get_num_threads(),
             batch=b,
             width=self._width,
             count=len(self._phases),
             phases=ctypes.addressof(self._table),
-            input=x.data_ptr(),
-            input_dtype=DTYPES[x.dtype],
-            input_row=x.stride(0),
-            output=output.data_ptr(),
+            input_dtype=DTYPES[self.input_dtype],
             output_width=self.output_width,
-            old_cache=ctypes.addressof(old),
-            new_cache=ctypes.addressof(new),
         )
-        run("run_program", args)
-        del old, new  # until here: `args` holds their addresses only
-        return output, after
+        self._calls[b] = expected, template
+        return expected, template
 
 
 class Recording:

@@ -177,8 +177,9 @@ struct Int4Rows {
 constexpr int kDotRows = kTileRows, kDotCols = 2;  // sums and operands of a tile fill the registers
 
 // emit(col, row, products, count) for the first kRows rows of w, which are those from `row` on, and kCols rows of x.
+// A function of its own: inlined into its callers, its sums no longer fit the registers.
 template <int kRows, int kCols, typename T, typename Rows, typename Emit>
-inline void dot_tile(const Rows& w, int64_t row, const T* x, int64_t x_row, int64_t col, Ahead& ahead,
+[[gnu::noinline]] void dot_tile(const Rows& w, int64_t row, const T* x, int64_t x_row, int64_t col, Ahead& ahead,
                      const Emit& emit) {
   x += col * x_row;
   const int64_t k = w.k, whole = k - k % kLanes<T>;
