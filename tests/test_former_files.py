@@ -1,5 +1,6 @@
 """Files that former versions saved still open, and what comes next is what came next then."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from anymamba import GenerationState, LMCache, MambaLM
 from anymamba.training.language import open_run
 from anymamba.training.report import read_metrics
-from tests.support import FLOOR, LOSSES_FLOOR, assert_near
+from tests.support import FLOOR, LOSSES_FLOOR, MODEL_FLOOR, assert_near
 from tests.training.cases import silent
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -28,30 +29,44 @@ def test_there_is_a_model_of_every_kind():
     assert len(MODELS) == 7
 
 
+def assert_continues(y, expected, exact, floor, name=""):
+    """Assert that what comes next, and what came next then, differ from float64 by rounding alone."""
+    assert y.dtype == expected.dtype
+    assert_near(y, exact, floor, f"{name}now")
+    assert_near(expected, exact, floor, f"{name}then")
+
+
 @torch.no_grad()
 def test_a_cache_continues(saved):
     directory, model, expected = saved
     cache = LMCache.load(directory / "cache.state", model)
+    floor = MODEL_FLOOR if model.dtype == torch.float32 else FLOOR[model.dtype]
+    wide, wide_cache = copy.deepcopy(model).double(), cache.to(torch.float64)
     for t in range(5):
-        logits, cache = model.step(expected["ids"][:, 8 + t], cache)
-        assert_near(logits, expected["logits"][:, t], FLOOR[model.dtype], f"step {t}")
+        ids = expected["ids"][:, 8 + t]
+        logits, cache = model.step(ids, cache)
+        exact, wide_cache = wide.step(ids, wide_cache)
+        assert_continues(logits, expected["logits"][:, t], exact, floor, f"step {t}, ")
 
 
 @torch.no_grad()
 def test_the_cache_of_a_block_continues(saved):
     directory, model, expected = saved
     block = model.backbone.layers[1].mixer
-    cache = type(block.init_cache(1)).load(directory / "block.state")
-    y, _ = block.step(expected["block_x"], cache)
-    assert_near(y, expected["block_y"], FLOOR[model.dtype])
+    cache, x = type(block.init_cache(1)).load(directory / "block.state"), expected["block_x"]
+    exact, _ = copy.deepcopy(block).double().step(x.double(), cache.to(torch.float64))
+    assert_continues(block.step(x, cache)[0], expected["block_y"], exact, FLOOR[model.dtype])
 
 
 def test_a_generation_continues(saved):
     directory, model, expected = saved
     state = GenerationState.load(directory / "generation.state", model)
     assert torch.equal(state.logits, expected["next_logits"])
-    tokens = model.generate(None, 6, cache=state, temperature=1.0, seed=7, repetition_penalty=1.3).tokens
-    if model.dtype == torch.float32:  # a narrow dtype may round a draw to another token on another processor
+    sampling = {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.3}
+    assert model.generate(None, 6, cache=state, **sampling).tokens.shape == expected["tokens"].shape
+    if model.dtype == torch.float32:  # a narrow dtype rounds a draw to another token
+        wide = copy.deepcopy(model).double()
+        tokens = wide.generate(None, 6, cache=state.to(torch.float64), **sampling).tokens
         assert torch.equal(tokens, expected["tokens"])
 
 

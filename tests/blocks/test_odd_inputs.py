@@ -1,9 +1,12 @@
 """What is odd but right is computed as its plain form is, and what is wrong meets one sentence."""
 
+import contextlib
+
 import pytest
 import torch
 
 from anymamba import SsdPath
+from anymamba.ground.operators import kernels_off
 from tests.blocks.families import FEW, FEW_BY_ALGORITHM, PATHWAYS, make_block, random_cache, results, unroll
 from tests.support import FLOOR, assert_all_near
 
@@ -44,3 +47,18 @@ def test_what_is_no_tensor_is_refused(options):
         for x in (None, [[0.0] * 16]):
             with pytest.raises(TypeError, match=rf"x must be a tensor, got {type(x).__name__}"):
                 call(x)
+
+
+@pytest.mark.parametrize("options", [*FEW, "mamba1 weighted inner norms", "mamba2 learnable start", "mamba3 out norm"])
+def test_a_parameter_that_was_freed_is_named(options):
+    """Read all the same, it would end the process."""
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    for name, _ in make_block(options).named_parameters():
+        block = make_block(options)
+        with torch.no_grad():
+            block.step(x[:, 0])
+        block.get_parameter(name).untyped_storage().resize_(0)
+        for call in (lambda b: b(x), lambda b: b.step(x[:, 0]), lambda b: b.step_infinite(x[:, 0])):
+            for context in (contextlib.nullcontext, torch.no_grad, kernels_off):
+                with context(), pytest.raises(ValueError, match=rf"the parameter {name} has no memory"):
+                    call(block)

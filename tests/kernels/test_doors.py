@@ -172,10 +172,6 @@ def test_a_step_reads_no_more_of_a_parameter_than_it_has(family):
 
     with pytest.raises(ValueError, match="must have shape"):
         block_with(D=nn.Parameter(torch.ones(3))).step(x)
-    freed = block_with()
-    freed.dt_bias.untyped_storage().resize_(0)
-    with pytest.raises((ValueError, RuntimeError), match=r"has no memory|storage"):
-        freed.step(x)
     with pytest.raises(RuntimeError):
         block_with(out_proj=nn.Linear(37, 16)).step(x)
     with pytest.raises(RuntimeError):

@@ -11,7 +11,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground import finite
-from anymamba.ground.checks import check_cu_seqlens, expect_alone, expect_like, expect_shape, expect_steps
+from anymamba.ground.checks import (
+    check_cu_seqlens,
+    expect_alone,
+    expect_like,
+    expect_memory,
+    expect_shape,
+    expect_steps,
+)
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
 from anymamba.ground.padding import Padding
@@ -290,6 +297,8 @@ class Block(nn.Module):
         expect_steps(where, sizes.get("t", 1))
         like = self.activation_like()
         expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+        if not is_observed():
+            self._check_memory(where)
 
     def _run(
         self,
@@ -301,14 +310,11 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
         """`mix` of checked inputs."""
-        observed = is_observed()
-        if not observed:
-            self._check_memory(where)
         path = SsdPath.or_default(path)
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
         lengths = None if padding is None else padding.lengths
-        checked, fields = finite.is_checked() and not observed, tuple(f"cache.{name}" for name in cache._fields)
+        checked, fields = finite.is_checked() and not is_observed(), tuple(f"cache.{name}" for name in cache._fields)
         with finite.within(where):
             if checked:
                 finite.expect_finite("input", ("x", *fields), (x, *cache))
@@ -318,10 +324,16 @@ class Block(nn.Module):
         return (y if padding is None else padding.restore(y)), new
 
     def _check_memory(self, where: str) -> None:
-        """torch's own elementwise operators read freed memory, which ends the process."""
+        """Raise unless the parameters of the block, and of the modules that it made itself, have memory.
+
+        A module of somebody else's, or one with a hook, may get its parameters when it is called, as sharded ones do.
+        """
         for name, parameter in self._parameters.items():
-            if parameter is not None and parameter.numel() and parameter.is_cpu and not parameter.data_ptr():
-                raise ValueError(f"{where}: the parameter {name} has no memory: its storage was resized or freed")
+            expect_memory(where, f"the parameter {name}", parameter)
+        for child_name, child in self._modules.items():
+            if type(child).__module__.startswith(("anymamba.", "torch.nn.modules.")) and not child._forward_pre_hooks:
+                for name, parameter in child._parameters.items():
+                    expect_memory(where, f"the parameter {child_name}.{name}", parameter)
 
     def _expect_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
         """The cache, checked, or that of a fresh start."""

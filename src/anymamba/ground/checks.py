@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import is_observed
@@ -129,12 +129,20 @@ def expect_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], w
 
 
 def expect_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
-    """Raise unless a parameter, where there is one, holds floating-point numbers on the device of `like`."""
+    """Raise unless a parameter, where there is one, holds floating-point numbers on the device of `like`, in memory."""
     if x is None:
         return
     if not x.dtype.is_floating_point:
         raise TypeError(f"{where}: {name} must be of a floating-point dtype, got {x.dtype}")
     expect_like(where, name, x, x.dtype, like.device)
+    if not is_observed():
+        expect_memory(where, name, x)
+
+
+def expect_memory(where: str, name: str, x: Tensor | None) -> None:
+    """Raise `ValueError` if a tensor on the CPU was freed: torch's own operators read it, which ends the process."""
+    if x is not None and type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.numel() and not x.data_ptr():
+        raise ValueError(f"{where}: {name} has no memory: its storage was resized or freed")
 
 
 def expect_alone(where: str, name: str, **others: Any) -> None:
