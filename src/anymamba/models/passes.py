@@ -129,7 +129,8 @@ class Levels:
     def __init__(self, stack: Passes, where: str, flow: Flow, cursors: Sequence[Tensor]) -> None:
         """Begin before the stack; no cursors: a fresh start."""
         self._stack, self._where, self._old = stack, where, list(cursors)
-        self.flow, self.cursors = flow, list[Tensor]()
+        self.flow = flow
+        self.cursors: list[Tensor] = []
 
     def before(self, v: int | None) -> Place | None:
         """Place the class tokens before a pass, or before all (None); None where there are none."""

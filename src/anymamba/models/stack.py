@@ -298,7 +298,9 @@ class Stack(Passes):
         **options: Any,
     ) -> tuple[Tensor, StackCache, list[Tensor]]:
         """All passes and the last norm, on checked inputs (b, t, d) or (b, d)."""
-        old, new, paddings = self._pass_caches(cache), list[Any](), dict[int, Padding | None]()
+        old = self._pass_caches(cache)
+        new: list[Any] = []
+        paddings: dict[int, Padding | None] = {}
         dtype, residual = x.dtype, self._stream(x)
         if padding is not None:
             residual, options["mask"] = padding.compact(residual), padding.cleaned()
