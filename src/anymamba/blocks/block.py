@@ -330,7 +330,7 @@ class Block(nn.Module):
         """
         for name, parameter in self._parameters.items():
             expect_memory(where, f"the parameter {name}", parameter)
-        for child_name, child in self._modules.items():
+        for child_name, child in self.named_children():
             if type(child).__module__.startswith(("anymamba.", "torch.nn.modules.")) and not child._forward_pre_hooks:
                 for name, parameter in child._parameters.items():
                     expect_memory(where, f"the parameter {child_name}.{name}", parameter)
