@@ -495,7 +495,8 @@ class TestEval:
             (tmp_path / "folder" / name).write_text("some text")
         code, out, err = run("eval", model, tmp_path / "folder")
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err.count("compressed or binary, not text") == 2
+        assert err.count("compressed or binary, not text; unpack it") == 2
+        assert "data.format" not in err  # a field of training
         assert "a.gz: " in err
         assert "b.zip: " in err
 

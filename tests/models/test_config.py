@@ -52,6 +52,7 @@ def test_lists_of_a_json_file_become_tuples():
         ({"ssm_cfg": {"dt_rank": 1.5}}, r"must be int \| Literal.*got 1.5"),
         ({"ssm_cfg": {"dt_init": "zero"}}, 'dt_init must be "random" or "constant"'),
         ({"ssm_cfg": {"layer": "Mamba9"}}, "must be one of .*'Mamba9'"),
+        ({"ssm_cfg": {"layer": "mamba-3"}}, r"got 'mamba-3'; did you mean Mamba3"),
         ({"ssm_cfg": {"layer": "Mamba2", "heads": 3}}, r"does not know: \['heads'\]"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 7}}, "headdim must divide"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": "eight"}}, r'ssm_cfg\["headdim"\] must be int, got .eight'),

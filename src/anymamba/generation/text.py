@@ -143,6 +143,8 @@ class Pipeline:
             TypeError: what should be a text or a whole number is something else.
             ValueError: a prompt or stop text is empty, or an option is out of its range.
         """
+        if not isinstance(prompt, str | Sequence):
+            raise TypeError(f"prompt must be a text or a list of texts, got {type(prompt).__name__}")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         done = list(
             self.batches(

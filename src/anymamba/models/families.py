@@ -28,7 +28,8 @@ def family(name: str) -> type[Block]:
         ValueError: there is no such family.
     """
     if name not in FAMILIES:
-        raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}')
+        near = meant(str(name).capitalize(), FAMILIES)
+        raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}{near}')
     return FAMILIES[name]
 
 

@@ -210,9 +210,7 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
 def expect_unpacked(document: Document, stdin: bytes) -> None:
     """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
     if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
-        raise ValueError(
-            'compressed or binary, not text; unpack it (data.format = "text" would learn its bytes as they are)'
-        )
+        raise ValueError("compressed or binary, not text; unpack it")
 
 
 def expect_utf8(document: Document, stdin: bytes) -> None:
