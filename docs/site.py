@@ -65,6 +65,7 @@ def on_config(config: Any) -> Any:
                 copy = pages / target.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(target, copy)
+    shutil.copy(ROOT / "docs" / "site.css", pages)
     for name, (title, objects) in API.items():
         text = f"# {title}\n\n" + "\n\n".join(f"::: {path}" for path in objects.split())
         (pages / "api").mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def horizons(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Floa
 
 
 def step_sizes(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Float[Tensor, "b t h"]:
-    """Δ of every token and head: how much a token writes, and how far the state moves on. As for `half_lives`."""
+    """Δ of every token and head: how much a token writes, and how much the state decays. As for `half_lives`."""
     return recurrence(block, x, cache).dt
 
 

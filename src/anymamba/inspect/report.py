@@ -113,7 +113,7 @@ def _layer(layer: Layer, heads: list[int], *, side: int, rows: int) -> dict[str,
                 "rank": _series(measures.rank[0, :, 0 if is_channels else head]),
                 "read": _series(measures.read[0, :, head], is_log=True),
                 "skip": _series(measures.skip[0, :, head], is_log=True),
-                "turn": _turns(terms, head, rows),
+                "turn": _turns(terms, head, rows, layer.block.config),
             }
             for i, head in enumerate(heads)
         ],
@@ -144,8 +144,8 @@ def _matrix(terms: Recurrence, head: int, side: int) -> dict[str, Any]:
     return {"side": len(cells), "cell": cell, "most": most, "ranks": ranks, "data": _packed(lower, torch.int8)}
 
 
-def _turns(terms: Recurrence, head: int, rows: int) -> dict[str, Any] | None:
-    """Turns of a head's pairs over time in half circles, each row the strongest of some pairs."""
+def _turns(terms: Recurrence, head: int, rows: int, config: Any) -> dict[str, Any] | None:
+    """Turns of a head's pairs, or of its blocks of four, over time in half circles, each row the strongest of some."""
     if terms.turn is None or not terms.turn.shape[3]:
         return None
     angles = terms.turn[0, :, head].T / math.pi
@@ -153,7 +153,9 @@ def _turns(terms: Recurrence, head: int, rows: int) -> dict[str, Any] | None:
     angles = _strongest(angles, group, 0)
     most = angles.abs().max().item()
     levels = (angles / (most or 1) * 127).round()
-    return {"rows": len(angles), "group": group, "most": most, "data": _packed(levels.flatten(), torch.int8)}
+    unit = "block" if config.rotation == "quaternion" else "pair"
+    packed = _packed(levels.flatten(), torch.int8)
+    return {"unit": unit, "rows": len(angles), "group": group, "most": most, "data": packed}
 
 
 def _strongest(x: Tensor, group: int, dim: int) -> Tensor:

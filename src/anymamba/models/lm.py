@@ -61,20 +61,20 @@ class MambaLM(nn.Module):
         dtype: of the parameters (blocks keep some in float32, as officially).
 
     Fields of a config:
-        d_model: width of the residual stream (default: 2560).
-        n_layer: how many layers (64).
-        vocab_size: how many tokens (50277).
-        ssm_cfg: "layer", the family of the blocks ("Mamba1", "Mamba2" or "Mamba3"), and fields of its config.
-        d_intermediate: width of a gated MLP after each block (0: none).
-        tie_embeddings: whether the head is the embedding (True).
-        pad_vocab_size_multiple: the embedding has a multiple of so many rows (8).
-        rms_norm: RMSNorm, or else LayerNorm (True).
-        residual_in_fp32: keep the residual stream in float32 (True).
-        fused_add_norm: of the official kernels; changes no result.
-        attn_layer_idx: attention layers, which are refused.
-        attn_cfg: of them.
-        stack: further fields of `StackConfig`, such as {"n_virtual": 24}.
-        extra: fields of a config file that we do not know, which are written back.
+        - d_model: width of the residual stream (default: 2560).
+        - n_layer: how many layers (64).
+        - vocab_size: how many tokens (50277).
+        - ssm_cfg: "layer", the family of the blocks ("Mamba1", "Mamba2" or "Mamba3"), and fields of its config.
+        - d_intermediate: width of a gated MLP after each block (0: none).
+        - tie_embeddings: whether the head is the embedding (True).
+        - pad_vocab_size_multiple: the embedding has a multiple of so many rows (8).
+        - rms_norm: RMSNorm, or else LayerNorm (True).
+        - residual_in_fp32: keep the residual stream in float32 (True).
+        - fused_add_norm: of the official kernels; changes no result.
+        - attn_layer_idx: attention layers, which are refused.
+        - attn_cfg: of them.
+        - stack: further fields of `StackConfig`, such as {"n_virtual": 24}.
+        - extra: fields of a config file that we do not know, which are written back.
     """
 
     def __init__(

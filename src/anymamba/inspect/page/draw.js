@@ -212,7 +212,7 @@ function drawTurns(canvas, turn, tokens, cursor) {
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.fillStyle = css("--dim");
-  context.fillText("pair 0", LEFT - 7, 10);
+  context.fillText(`${turn.unit} 0`, LEFT - 7, 10);
   if (turn.rows > 1) context.fillText(`${turn.rows * turn.group - 1}`, LEFT - 7, height - 10);
   if (cursor < 0) return;
   const wide = (width - LEFT) / tokens;

@@ -6,6 +6,9 @@ const chosen = { layer: 0, head: 0, token: count - 1, column: -1, colour: "surpr
 
 const code = (letter) => `\\x${letter.charCodeAt(0).toString(16).padStart(2, "0")}`;
 const visible = (text) => (text === "" ? "·" : text.replace(/\n/g, "⏎").replace(/\t/g, "→").replace(/[\0-\x1f\x7f]/g, code));
+// A token as it stands in the text: a line that ends in it ends, and what follows is on the next one.
+const lines = (text) => (text === "" ? "·" : text.split("\n").map((part) => part && visible(part)).join("⏎\n"));
+const several = (number, unit) => `${number.toLocaleString("en")} ${unit}${number === 1 ? "" : "s"}`;
 const head = () => data.layers[chosen.layer].heads[chosen.head];
 const lazy = (packed, name, make) => (packed[name] ??= make(packed));
 const series = (name) => lazy(head()[name], "values", unpackSeries);
@@ -58,17 +61,16 @@ function header() {
   const parameters = data.parameters >= 1e6 ? `${(data.parameters / 1e6).toFixed(1)}M` : data.parameters.toLocaleString("en");
   $("name").textContent = data.name;
   $("facts").textContent = [
-    data.family, `${data.layers.length} layers`, `${data.layers[0].all} ${data.layers[0].unit}s each`,
+    data.family, several(data.layers.length, "layer"), `${several(data.layers[0].all, data.layers[0].unit)} each`,
     `${parameters} parameters`, `${cut} token${count > 1 ? "s" : ""}`, count > 1 ? `${bits(total / (count - 1))} bits a token` : "",
   ].filter(Boolean).join(" · ");
 }
 
 function text() {
   data.tokens.forEach((token, t) => {
-    const span = element("span", visible(token), { role: "option", id: `t${t}`, class: token.trim() ? "" : "break" });
+    const span = element("span", lines(token), { role: "option", id: `t${t}`, class: token.trim() ? "" : "break" });
     span.addEventListener("mouseenter", () => chooseToken(t));
     $("text").append(span);
-    if (token.includes("\n")) $("text").append("\n");
   });
   $("text").addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -count, End: count }[event.key];
@@ -99,6 +101,8 @@ function pick(text) {
   return element("code", text.trim() ? visible(text) : visible(text).replace(/ /g, "␣"));
 }
 
+const percent = (share) => (share < 0.01 ? "<0.01" : share < 1 ? share.toPrecision(1) : Math.round(share));
+
 function describeToken() {
   const t = chosen.token, where = $("token");
   where.replaceChildren(element("b", `token ${t} `), pick(data.tokens[t]));
@@ -110,7 +114,7 @@ function describeToken() {
   where.append(` ${bits(nats(t))} bits (${chance < 0.01 ? "<0.01" : chance.toPrecision(3)} %), `);
   where.append(rank === 0 ? "the likeliest" : `${rank.toLocaleString("en")} were likelier`);
   where.append(`; ${bits(data.scores.entropy[t - 1])} bits expected. Likeliest: `);
-  data.scores.best[t - 1].forEach(([token, logprob]) => where.append(pick(token), ` ${Math.round(100 * Math.exp(logprob))} % `));
+  data.scores.best[t - 1].forEach(([token, logprob]) => where.append(pick(token), ` ${percent(100 * Math.exp(logprob))} % `));
 }
 
 function chooseToken(t, scroll = false) {
@@ -129,7 +133,7 @@ function chooseToken(t, scroll = false) {
 // Charts over the tokens: title, explanation and what they draw of the chosen head.
 const CHARTS = [
   ["half_life", "Half-life", "tokens until half of the state is left, were all like this one", () => [{ values: series("half_life"), colour: "--accent" }], { isLog: true }],
-  ["dt", "Step size Δ", "how much the token writes, and how far the state moves on", () => [{ values: series("dt"), colour: "--accent" }], { isLog: true }],
+  ["dt", "Step size Δ", "how much the token writes, and how much the state decays", () => [{ values: series("dt"), colour: "--accent" }], { isLog: true }],
   ["norm", "State norm", "after the token", () => [{ values: series("norm"), colour: "--accent" }], { least: 0 }],
   ["rank", "Effective rank", "directions that the state uses", () => [{ values: series("rank"), colour: "--accent" }], { least: 0 }],
   ["read", "State and skip", "norms of what is read from the state (orange) and passes beside it (violet)", () => [
@@ -173,7 +177,7 @@ function drawCharts() {
     const largest = Array.from({ length: found.turn.rows }, (_, row) => found.turn.levels[row * count + cursor] / 127 * found.turn.most)
       .reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a), 0);
     $("turns-title").replaceChildren(element("b", "Turns"),
-      `of the state's pairs, at most ${short(found.turn.most)} half circles: at this token up to ${short(largest)}`);
+      `of the state's ${found.turn.unit === "block" ? "blocks of four" : "pairs"}, at most ${short(found.turn.most)} half circles: at this token up to ${short(largest)}`);
   }
   drawBig();
 }
