@@ -1,7 +1,7 @@
-"""The cases of stacks: both directions against blocks and flips by hand, virtual layers, and the horizon's memory.
+"""The cases of stacks: both directions against blocks and flips by hand, virtual layers, the horizon, a classifier.
 
 A case of the horizon has a contender for each depth, of which only the last passes keep a graph: what they need above
-their parameters and inputs should not grow with depth.
+their parameters and inputs should not grow with depth, as it does in the case beside it, where all passes keep one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anymamba import BidirectionalStack, Stack
-from benchmarks.harness import Call, Case, Contender, forward
+from anymamba import BidirectionalStack, SequenceClassifier, Stack
+from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.mamba2 import LAYER_130M, MODES, TINY, BlockShape, Mode, set_up_block
 
 DEPTHS = (4, 8, 16)
@@ -68,25 +69,25 @@ def pair_case(mode: Mode, shape: BlockShape) -> Case:
     return Case(name=f"stacks/pair/t{shape.t}/{mode}", contenders=contenders, baseline="by hand")
 
 
-def deep(depth: int, shape: BlockShape) -> nn.Module:
-    """A stack whose last two passes keep a graph."""
+def deep(depth: int, horizon: int | None, shape: BlockShape) -> nn.Module:
+    """A stack of virtual layers whose last passes, or all, keep a graph."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Stack(**_fields(shape), n_layer=1, n_virtual=depth, grad_horizon=2)
+        return Stack(**_fields(shape), n_layer=1, n_virtual=depth, grad_horizon=horizon)
 
 
-def horizon_case(shape: BlockShape) -> Case:
-    """Training at several depths, two passes of each within the horizon."""
+def horizon_case(name: str, horizon: int | None, shape: BlockShape) -> Case:
+    """Training at several depths."""
     contenders = tuple(
         Contender(
             name=f"{depth} passes",
-            setup=partial(set_up_block, partial(deep, depth), "forward+backward", shape),
-            tiny=partial(set_up_block, partial(deep, depth), "forward+backward", TINY),
+            setup=partial(set_up_block, partial(deep, depth, horizon), "forward+backward", shape),
+            tiny=partial(set_up_block, partial(deep, depth, horizon), "forward+backward", TINY),
             computes=f"stack of {depth}",
         )
         for depth in DEPTHS
     )
-    return Case(name="stacks/horizon", contenders=contenders, baseline=f"{DEPTHS[0]} passes")
+    return Case(name=f"stacks/{name}", contenders=contenders, baseline=f"{DEPTHS[0]} passes")
 
 
 def _set_up_steps(fields: dict[str, Any], shape: BlockShape) -> Call:
@@ -121,8 +122,89 @@ def virtual_case(shape: BlockShape) -> Case:
     return Case(name="stacks/virtual/step", contenders=contenders, baseline="real")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifierShape:
+    """Sizes of a classifier of Mamba-1 layers, and of its batch."""
+
+    batch: int = 4
+    t: int = 256
+    d_model: int = 256
+    n_layer: int = 4
+    vocab: int = 1024
+    classes: int = 10
+
+
+_TINY_CLASSIFIER = ClassifierShape(batch=1, t=8, d_model=64, n_layer=1)
+
+
+def our_classifier(shape: ClassifierShape) -> Any:
+    """A classifier with the mean of its steps before the head, with the same weights at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stack = {"d_model": shape.d_model, "n_layer": shape.n_layer, "ssm_cfg": {"layer": "Mamba1"}}
+        return SequenceClassifier(vocab_size=shape.vocab, output_size=shape.classes, pooling="mean", stack=stack)
+
+
+class TheirClassifier(nn.Module):
+    """transformers' Mamba backbone with the same head and weights."""
+
+    def __init__(self, shape: ClassifierShape) -> None:
+        """Take the weights of ours."""
+        super().__init__()
+        transformers, ours = import_module("transformers"), our_classifier(shape)
+        transformers.utils.logging.set_verbosity_error()
+        config = transformers.MambaConfig(
+            vocab_size=shape.vocab, hidden_size=shape.d_model, num_hidden_layers=shape.n_layer, use_cache=False
+        )
+        self.backbone, self.head = transformers.MambaModel(config), ours.head
+        names = {"embeddings.weight": "embedding.weight"}
+        weights = ours.state_dict()
+        own = self.backbone.state_dict()
+        self.backbone.load_state_dict({name: weights[names.get(name, f"backbone.{name}")] for name in own})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(b, t) -> (b, k)."""
+        logits: Tensor = self.head(self.backbone(ids).last_hidden_state.mean(1))
+        return logits
+
+
+def _set_up_classifier(ours: bool, shape: ClassifierShape) -> Call:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(shape.vocab, (shape.batch, shape.t), generator=generator)
+    head = torch.randn(shape.batch, shape.classes, generator=generator)
+    if ours:
+        model = our_classifier(shape)
+        return forward_backward(lambda: model(ids).logits, head, {"head": model.head.weight, **_weights(model)})
+    other = TheirClassifier(shape)
+    return forward_backward(lambda: other(ids), head, {"head": other.head.weight, **_weights(other)})
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    """The embedding and all layers, by names that both have."""
+    embedding = model.embedding if hasattr(model, "embedding") else model.backbone.embeddings
+    layers = {name: x for name, x in model.backbone.named_parameters() if name.startswith(("layers", "norm_f"))}
+    return {"embedding": embedding.weight, **layers}
+
+
+def classifier_case(shape: ClassifierShape) -> Case:
+    """A training step of a classifier beside transformers' backbone and a linear head, without the optimiser's part."""
+    contenders = tuple(
+        Contender(
+            name=name,
+            setup=partial(_set_up_classifier, ours, shape),
+            tiny=partial(_set_up_classifier, ours, _TINY_CLASSIFIER),
+            computes="classifier",
+            library="anymamba" if ours else "transformers",
+        )
+        for name, ours in {"SequenceClassifier": True, "transformers": False}.items()
+    )
+    return Case(name="stacks/classifier", contenders=contenders, baseline="transformers", tolerance=1e-4)
+
+
 CASES: tuple[Case, ...] = (
     *(pair_case(mode, dataclasses.replace(LAYER_130M, t=512)) for mode in MODES),
-    horizon_case(_NARROW),
+    horizon_case("horizon", 2, _NARROW),
+    horizon_case("whole", None, _NARROW),
     virtual_case(_NARROW),
+    classifier_case(ClassifierShape()),
 )

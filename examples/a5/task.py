@@ -39,7 +39,7 @@ class A5Section:
     d_state: int = option(32, "state size of a head")
     headdim: int = option(16, "width of a head")
     d_intermediate: int = option(128, "width of the MLP after each block")
-    rows: int = option(128, "words of a step")
+    rows: int = option(96, "words of a step")
     length: int = option(12, "generators of a word")
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class A5Config(RunConfig):
 
     a5: A5Section = field(default_factory=A5Section)
     optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99, weight_decay=0.0))
-    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=3000, warmup=100, final=0.003))
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1500, warmup=100, final=0.003))
     evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
     checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=500, keep=1))
     threads: int | None = option(1, "CPU threads; the model is too small for more")
