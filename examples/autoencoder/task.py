@@ -48,7 +48,7 @@ class AutoencoderConfig(RunConfig):
 
     autoencoder: AutoencoderSection = field(default_factory=AutoencoderSection)
     optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=3e-3, beta2=0.99))
-    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=3000, final=0.01))
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1500, final=0.01))
     evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
     checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=250, keep=1))
     threads: int | None = option(1, "CPU threads; the model is too small for more")

@@ -1,0 +1,1 @@
+"""Which package of the standard library a piece of source is from."""

@@ -1,0 +1,1 @@
+"""Forecasts of a series that comes with matplotlib, beside linear autoregression."""
