@@ -33,6 +33,13 @@ function bytes(n) {
   return `${i ? n.toFixed(1) : n} ${units[i]}`;
 }
 
+// What the server keeps of the conversation, once it is known; a phone has no room for the rest.
+function showMemory(rest) {
+  if (!stateBytes) return;
+  $("memory").replaceChildren(bytes(stateBytes), make("span", "rest", ` ${rest}`));
+  $("memory").hidden = false;
+}
+
 function settings() {
   const body = {};
   for (const name of NUMBERS) if ($(name).value !== "" && $(name).validity.valid) body[name] = Number($(name).value);
@@ -160,7 +167,7 @@ async function write(parent) {
   } catch (error) {
     if (error.name !== "AbortError") {
       node.problem = error.message;
-      if (error instanceof ServerError && error.status === 401) openSettings(true);
+      if (error instanceof ServerError && error.status === 401) openSettings(true, "key");
     }
   }
   const facts = [];
@@ -168,7 +175,7 @@ async function write(parent) {
   if (usage) {
     const known = usage.prompt_tokens_details.cached_tokens;
     facts.push(`read ${usage.prompt_tokens - known}, remembered ${known}`);
-    if (stateBytes) $("memory").textContent = `${bytes(stateBytes)} for ${(usage.total_tokens).toLocaleString("en")} tokens`;
+    showMemory(`for ${(usage.total_tokens).toLocaleString("en")} tokens`);
   } else if (controller.signal.aborted) facts.push("stopped");
   node.facts = facts.join(" · ");
   running = null;
@@ -200,10 +207,10 @@ function grow() {
   box.style.height = `${box.scrollHeight + 2}px`;
 }
 
-function openSettings(open) {
+function openSettings(open, field = "temperature") {
   $("settings").hidden = !open;
   $("open-settings").setAttribute("aria-expanded", String(open));
-  if (open) $("temperature").focus();
+  if (open) $(field).focus();
 }
 
 async function greet() {
@@ -212,12 +219,11 @@ async function greet() {
     $("model").textContent = document.title = model.id;
     $("max_tokens").max = model.max_tokens;
     stateBytes = model.state_bytes;
-    $("memory").textContent = `${bytes(stateBytes)} at any length`;
-    $("memory").hidden = false;
+    showMemory("at any length");
     notice("");
   } catch (error) {
     notice(error.status === 401 ? "This server asks for a key: enter it in the settings." : error.message);
-    if (error.status === 401) openSettings(true);
+    if (error.status === 401) openSettings(true, "key");
   }
 }
 
@@ -241,7 +247,7 @@ $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("new").addEventListener("click", () => {
   stop();
   conversation = new Conversation();
-  if (stateBytes) $("memory").textContent = `${bytes(stateBytes)} at any length`;
+  showMemory("at any length");
   draw();
   $("input").focus();
 });
