@@ -1,3 +1,4 @@
+import copy
 import os
 import queue
 import random
@@ -14,6 +15,7 @@ from anymamba.serving.jobs import Began, Ended, Failed, Job, Start, Wrote
 from anymamba.serving.rows import RowPlan
 from anymamba.serving.slots import Slots
 from tests.models.cases import FAMILIES, small_lm
+from tests.support import MODEL_FLOOR, assert_near
 
 SEGMENT = 16
 STORMS = int(os.environ.get("ANYMAMBA_STORMS", "20"))
@@ -107,6 +109,22 @@ def test_the_state_at_the_end_is_that_of_generate(running):
     tokens_of(others)
     expected = model.generate(torch.tensor([[1, 2, 3]]), 9, seed=1, temperature=1.0, return_state=True).state
     assert all(torch.equal(a, b) for a, b in zip(kept[0].leaves(), expected.leaves(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_after_turns_is_a_cold_read_of_all_of_them_to_rounding(running, family):
+    model = byte_model(family)
+    engine, kept, ids = running(model), [], []
+    row = RowPlan(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_last=True)
+    for new in ([3] * 20, [7, 8, 9], [5] * 18):
+        made, events = job(new, [row], kept[-1] if kept else None, on_end=lambda _, state: kept.append(state))
+        engine.submit(made)
+        ids += new + tokens_of(events)[0]
+    with torch.no_grad():
+        oracle = copy.deepcopy(model).double()(torch.tensor([ids]), cache=None).logits[:, -1]
+        cold = model(torch.tensor([ids])).logits[:, -1]
+    assert_near(kept[-1].logits, oracle, MODEL_FLOOR)
+    assert_near(cold, oracle, MODEL_FLOOR)
 
 
 def test_states_on_the_way_continue_to_the_same_bits(running):
