@@ -94,7 +94,7 @@ def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> d
         write=Range(WRITE, WRITE),
         warm_up=0,
         seed=seed,
-        timeout=600,
+        timeout=600.0,
     )
     run = Run(target, plan, model)
     asyncio.run(run.run())

@@ -233,7 +233,7 @@ def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
 def test_closing_does_not_wait_for_a_long_prompt(running):
     engine = running(byte_model())
     begun = threading.Event()
-    made, events = job([1] * (5000 * SEGMENT), [plan(1)], kept_at=lambda _: begun.set())
+    made, events = job([1] * (5000 * SEGMENT), [plan(1)], kept_at=lambda _: bool(begun.set()))
     engine.submit(made)
     assert begun.wait(60)
     engine.close()

@@ -21,7 +21,7 @@ def plan(**fields):
         "read": Range(5, 40),
         "write": Range(3, 9),
     }
-    return Plan(**{**given, "warm_up": 1, "seed": 1, "timeout": 60, **fields})
+    return Plan(**{**given, "warm_up": 1, "seed": 1, "timeout": 60.0, **fields})
 
 
 def load(server, wanted):

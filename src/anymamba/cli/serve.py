@@ -6,15 +6,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anymamba.cli.common import DTYPES, load, readable_bytes, set_threads
 from anymamba.cli.serve_options import KEY_VARIABLE
-
-if TYPE_CHECKING:
-    from anymamba.serving.embeddings import EmbeddingService
-    from anymamba.serving.requests import Limits
-    from anymamba.serving.service import Service
+from anymamba.serving.embeddings import EmbeddingService
+from anymamba.serving.requests import Limits
+from anymamba.serving.service import Service
 
 _MIB = 2**20
 
@@ -30,7 +27,6 @@ def run(args: argparse.Namespace) -> None:
     from anymamba.models.masked_lm import is_masked_lm
     from anymamba.models.pretrained import resolve
     from anymamba.serving.app import make_app
-    from anymamba.serving.requests import Limits
     from anymamba.serving.server import serve
 
     _expect_positive(args)
@@ -74,7 +70,6 @@ def run(args: argparse.Namespace) -> None:
 def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
     """A service that continues texts, and what there is to say of it."""
     from anymamba.generation.chat import ChatTemplate
-    from anymamba.serving.service import Service
     from anymamba.serving.states import StateStore
 
     model, tokenizer = load(args)
@@ -101,7 +96,6 @@ def _embedding_service(args: argparse.Namespace, directory: Path, limits: Limits
     from anymamba.generation.tokenizers import load_tokenizer
     from anymamba.ground.devices import find_device
     from anymamba.models.masked_lm import MaskedLM
-    from anymamba.serving.embeddings import EmbeddingService
 
     if args.weights is not None or args.block:
         raise ValueError("--weights and --block are for language models, and this is one of embeddings")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer
@@ -22,6 +22,7 @@ from anymamba.serving.rows import RowPlan
 from anymamba.serving.states import Key, NoRoom, StateStore, session_key
 
 
+@runtime_checkable
 class Template(Protocol):
     """What the service asks of a chat template."""
 

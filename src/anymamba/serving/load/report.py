@@ -19,7 +19,7 @@ _TIMES = {
 }
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def percentile(values: Sequence[float], percent: int) -> float:
     """The smallest value that at least so many of a hundred do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
