@@ -42,8 +42,10 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "falcon-h1-0.5b-like": {"num_hidden_layers": 4, "num_key_value_heads": 2},
 }
 _TINY: dict[str, dict[str, Any]] = {
-    "mamba2-130m": {"hidden_size": 64, "num_heads": 2},
-    "mamba-130m": {"hidden_size": 64},
+    "mamba2-130m": {"hidden_size": 64, "num_heads": 2, "num_hidden_layers": 1},
+    "mamba-130m": {"hidden_size": 64, "num_hidden_layers": 1},
+    "bamba-like": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "falcon-h1-0.5b-like": {"num_hidden_layers": 1},
 }
 
 
@@ -53,8 +55,8 @@ def _model(shape: str, tiny: bool) -> Any:
     transformers = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     name, sizes = SHAPES[shape]
-    layers = _LAYERS.get(shape, {"num_hidden_layers": 6}) if not tiny else {"num_hidden_layers": 1}
-    fields = {"vocab_size": _VOCABULARY, **sizes, **layers, **(_TINY.get(shape, {}) if tiny else {})}
+    layers = _LAYERS.get(shape, {"num_hidden_layers": 6})
+    fields = {"vocab_size": _VOCABULARY, **sizes, **layers, **(_TINY[shape] if tiny else {})}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")(**fields)
