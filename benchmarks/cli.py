@@ -9,6 +9,7 @@ import fnmatch
 import importlib.util
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep_freed_memory and not keep_freed_memory():
         print(f"{parser.prog}: --keep-freed-memory needs glibc without settings of its own", file=sys.stderr)
         return EXIT_USAGE
+    if options.processor_time and options.threads != 1:
+        print(f"{parser.prog}: --processor-time needs --threads 1, got {options.threads}", file=sys.stderr)
+        return EXIT_USAGE
     report = Report(command=_command(options), machine=describe_machine())
     for case in cases:
         try:
@@ -120,7 +124,8 @@ def missing_libraries(cases: Sequence[Case]) -> list[str]:
 
 
 def _measure(case: Case, options: argparse.Namespace) -> CaseResult:
-    result = time_case(case, options.repeats, _progress)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    result = time_case(case, options.repeats, _progress, clock)
     if result.doubt is not None:
         _progress(f"{case.name}: not to be trusted, {result.doubt}; measure again on an idle machine")
     if not options.memory:
@@ -167,6 +172,8 @@ def _command(options: argparse.Namespace) -> str:
         words.append("--no-memory")
     if options.keep_freed_memory:
         words.append("--keep-freed-memory")
+    if options.processor_time:
+        words.append("--processor-time")
     return shlex.join(words)
 
 
@@ -204,6 +211,11 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-freed-memory",
         action="store_true",
         help="time all contenders as in the anymamba command: no page of memory is cleared for them again",
+    )
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="time what a single thread takes of the processor, not the clock: for a machine that others use too",
     )
     parser.add_argument("--quick", action=_Quick, nargs=0, help="the same as --repeats 3 --skip-heavy --no-memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine to FILE")

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.machine import Neighbours
 
 Call = Callable[[], Mapping[str, Tensor]]
+Clock = Callable[[], float]
 
 MIN_SAMPLE_SECONDS = 0.2
 HEAVY_REPEATS = 2
@@ -187,15 +188,17 @@ def check_agreement(case: Case, results: Mapping[str, Mapping[str, Tensor]]) -> 
         raise DisagreementError(case.name, differences)
 
 
-def seconds(call: Call, calls: int) -> float:
-    """Wall-clock seconds a call, over `calls` calls."""
-    start = time.perf_counter()
+def seconds(call: Call, calls: int, clock: Clock = time.perf_counter) -> float:
+    """Seconds a call, over `calls` calls."""
+    start = clock()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
 
 
-def time_case(case: Case, repeats: int, progress: Callable[[str], None]) -> CaseResult:
+def time_case(
+    case: Case, repeats: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
+) -> CaseResult:
     """Check that the contenders of `case` agree, then time them in interleaved rounds.
 
     A sample is as many calls as fill `MIN_SAMPLE_SECONDS`. A heavy contender takes part in the first rounds only, and
@@ -205,6 +208,7 @@ def time_case(case: Case, repeats: int, progress: Callable[[str], None]) -> Case
         case: what to measure.
         repeats: number of rounds.
         progress: receives lines about what happens.
+        clock: in seconds; one of the processor's time does not see what other programs take.
 
     Returns:
         The timings; memory is not measured here.
@@ -220,7 +224,7 @@ def time_case(case: Case, repeats: int, progress: Callable[[str], None]) -> Case
     counts = {
         contender.name: 1
         if contender.heavy
-        else math.ceil(MIN_SAMPLE_SECONDS / min(seconds(calls[contender.name], 1) for _ in range(2)))
+        else math.ceil(MIN_SAMPLE_SECONDS / min(seconds(calls[contender.name], 1, clock) for _ in range(2)))
         for contender in case.contenders
     }
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -234,8 +238,8 @@ def time_case(case: Case, repeats: int, progress: Callable[[str], None]) -> Case
             if contender.heavy and turn >= HEAVY_REPEATS:
                 continue
             gc.collect()
-            samples[contender.name].append(1e3 * seconds(calls[contender.name], counts[contender.name]))
-    cores_used_by_others = neighbours.cores_used()
+            samples[contender.name].append(1e3 * seconds(calls[contender.name], counts[contender.name], clock))
+    cores_used_by_others = neighbours.cores_used() if clock is time.perf_counter else None
     gc.unfreeze()
     timings = [Timing(contender=name, samples_ms=tuple(samples[name]), calls_per_sample=counts[name]) for name in calls]
     return CaseResult(case=case, timings=timings, cores_used_by_others=cores_used_by_others)
