@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from anymamba import BidirectionalStack
+from anymamba import BidirectionalStack, LatentModel, MaskedLM, SequenceClassifier
 from tests.blocks.families import make_block
 from tests.models.cases import small_lm
-from tests.models.test_stack import MIXED, WIDTH, make
+from tests.models.test_stack import BLOCKS, MIXED, WIDTH, make
 from tests.support import assert_all_near, assert_near
 
 SEQ_IDX = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 2, 2, 2, 2], [7, 8, 8, 7, 7, 7]])
@@ -44,6 +44,31 @@ def test_a_language_model_takes_packed_rows_with_labels():
     assert found.hidden_states[0].shape == (3, 6, 32)
     last = model(ids, seq_idx=SEQ_IDX, logits="last").logits
     assert_near(last[:, 0], torch.stack([output.logits[0, -1] for output in alone]), 1e-10)
+
+
+def test_models_around_stacks_take_packed_rows():
+    stack = {"d_model": WIDTH, "n_layer": 2, "ssm_cfg": BLOCKS["Mamba2"]}
+    latent = LatentModel(input_size=3, output_size=2, stack=stack, dtype=torch.float64)
+    x, ids = torch.randn(3, 6, 3, dtype=torch.float64), torch.randint(9, (3, 6))
+    y, cache = latent.prefill(x, seq_idx=SEQ_IDX)
+    assert cache.batch_size == len(CUTS)
+    assert torch.equal(latent(x, seq_idx=SEQ_IDX), y)
+    masked = MaskedLM(vocab_size=9, bidirectional=True, stack=stack, dtype=torch.float64)
+    logits, loss = masked(ids, ids, seq_idx=SEQ_IDX)
+    vectors = masked.embed(ids, seq_idx=SEQ_IDX)
+    judge = SequenceClassifier(vocab_size=9, output_size=2, pooling="class_token", stack=stack, dtype=torch.float64)
+    classes = judge(ids, seq_idx=SEQ_IDX).logits
+    hidden = latent.backbone.hidden_states(latent.input(x), [0], seq_idx=SEQ_IDX)[0]
+    both = masked.backbone.hidden_states(masked.embedding(ids), [0], seq_idx=SEQ_IDX)[0]
+    for i, (row, begin, end) in enumerate(CUTS):
+        part, own = x[row : row + 1, begin:end], ids[row : row + 1, begin:end]
+        assert_near(y[row, begin:end], latent(part)[0], 1e-10)
+        assert_near(logits[row, begin:end], masked(own).logits[0], 1e-10)
+        assert_near(vectors[i], masked.embed(own)[0], 1e-10)
+        assert_near(classes[i], judge(own).logits[0], 1e-10)
+        assert_near(hidden[row, begin:end], latent.backbone.hidden_states(latent.input(part), [0])[0][0], 1e-10)
+        assert_near(both[row, begin:end], masked.backbone.hidden_states(masked.embedding(own), [0])[0][0], 1e-10)
+    assert_near(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), 1e-10)
 
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3 quaternion", "stack"])

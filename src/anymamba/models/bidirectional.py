@@ -141,9 +141,7 @@ class BidirectionalStack(Passes):
             TypeError: dtypes that do not fit, or something that is no tensor.
         """
         if seq_idx is not None:
-            if self.config.has_class_tokens():
-                raise ValueError(f"{type(self).__name__}.forward: class tokens have no room in seq_idx; use cu_seqlens")
-            rows, bounds = end_to_end(f"{type(self).__name__}.forward", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
             return self._run("forward", rows, (), path, bounds, None)[0].view_as(x)
         return self._run("forward", x, (), path, cu_seqlens, mask)[0]
 
@@ -154,6 +152,7 @@ class BidirectionalStack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> list[Float[Tensor, "b t1 d"]]:
         """The residual stream after some of the pairs of passes, before the last norm; -1 is the last pair.
@@ -164,7 +163,17 @@ class BidirectionalStack(Passes):
         n = len(self._pairs)
         if wrong := [u for u in pairs if not -n <= u < n]:
             raise ValueError(f"{type(self).__name__}: pairs must be {-n} to {n - 1}, got {wrong[0]}")
+        if seq_idx is not None:
+            rows, bounds = self._end_to_end("hidden_states", x, seq_idx, cu_seqlens, mask)
+            found = self._run("hidden_states", rows, [u % n for u in pairs], path, bounds, None)[1]
+            return [h.view_as(x) for h in found]
         return self._run("hidden_states", x, [u % n for u in pairs], path, cu_seqlens, mask)[1]
+
+    def _end_to_end(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        where = f"{type(self).__name__}.{name}"
+        if self.config.has_class_tokens():
+            raise ValueError(f"{where}: class tokens have no room in seq_idx; use cu_seqlens")
+        return end_to_end(where, x, seq_idx, bounds, mask)
 
     def _run(
         self, name: str, x: Any, wanted: Sequence[int], path: SsdPath | None, cu_seqlens: Any, mask: Any

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from anymamba.ground.padding import Padding
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
+from anymamba.models.stack import end_to_end
 from anymamba.models.targets import last_hidden
 
 
@@ -54,6 +55,7 @@ class SequenceClassifier(SequenceModel):
         labels: Tensor | None = None,
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> SequenceOutput:
         """Judge sequences.
@@ -62,12 +64,16 @@ class SequenceClassifier(SequenceModel):
             x: token ids, or vectors.
             labels: the class of each sequence, (z,); of a regressor, its numbers (z, o).
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
+            seq_idx: for several packed rows, a number for every step: a sequence ends where it changes, and with its
+                row.
             mask: for padded batches, True for real steps (b, t), or the lengths (b,). Padding takes no part.
 
         Raises:
             ValueError: shapes, ids or labels that do not fit.
             TypeError: dtypes that do not fit.
         """
+        if seq_idx is not None:
+            x, cu_seqlens = end_to_end(type(self).__name__, x, seq_idx, cu_seqlens, mask)
         logits = self.head(self.pooled(x, cu_seqlens=cu_seqlens, mask=mask))
         return SequenceOutput(logits, None if labels is None else self.loss(logits, labels))
 

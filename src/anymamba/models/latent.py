@@ -18,6 +18,7 @@ from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, flow_
 from anymamba.models.passes import Levels
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
+from anymamba.models.stack import end_to_end
 
 
 class LatentModel(SequenceModel):
@@ -49,12 +50,16 @@ class LatentModel(SequenceModel):
         x: Float[Tensor, "b t c"],
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "b t1 o"]:
-        """An output for each step; `cu_seqlens` and `mask` as for a block. Outputs at the padding have no meaning.
+        """An output for each step; `cu_seqlens`, `seq_idx` and `mask` as for a block.
 
-        With class tokens there are more (`output_indices`), and those of padded rows stand at their front.
+        Outputs at the padding have no meaning. With class tokens there are more (`output_indices`), and those of padded rows stand at their front.
         """
+        if seq_idx is not None:
+            rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
+            return self(rows, cu_seqlens=bounds).view(*x.shape[:2], -1)
         if not self.config.has_class_tokens():
             y: Tensor = self.output(self.encode(x, cu_seqlens=cu_seqlens, mask=mask)[0])
             return y
@@ -67,6 +72,7 @@ class LatentModel(SequenceModel):
         cache: StackCache | None = None,
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
         length: int | Int[Tensor, " z"] | None = None,
     ) -> tuple[Float[Tensor, "b t1 o"], StackCache]:
@@ -76,6 +82,10 @@ class LatentModel(SequenceModel):
             TypeError: the stack is bidirectional.
         """
         stack = self._causal("prefill")
+        if seq_idx is not None:
+            rows, bounds = self._end_to_end("prefill", x, seq_idx, cu_seqlens, mask)
+            y, new = self.prefill(rows, cache, cu_seqlens=bounds)
+            return y.view(*x.shape[:2], -1), new
         if self.config.has_class_tokens():
             return self._continue("prefill", x, cache, length, cu_seqlens, mask)[:2]
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
@@ -159,6 +169,11 @@ class LatentModel(SequenceModel):
         levels = Levels(stack, f"LatentModel.{name}", flow, () if inner is None else inner.cursors)
         y, new, _ = stack._run(self.input(x), inner, None, levels=levels)
         return self.output(y), new._replace(cursors=(*own, *new.cursors)), levels.flow
+
+    def _end_to_end(self, name: str, x: Tensor, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        if self.config.has_class_tokens():
+            raise ValueError(f"LatentModel.{name}: class tokens have no room in seq_idx; use cu_seqlens")
+        return end_to_end(f"LatentModel.{name}", x, seq_idx, bounds, mask)
 
     def _causal(self, name: str) -> Any:
         if self.config.bidirectional:

@@ -20,6 +20,7 @@ from anymamba.models.classifier import mean_of_sequences
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
+from anymamba.models.stack import end_to_end
 
 
 class MaskedLMOutput(NamedTuple):
@@ -65,6 +66,7 @@ class MaskedLM(SequenceModel):
         labels: Int[Tensor, "b t"] | None = None,
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> MaskedLMOutput:
         """Logits of every position.
@@ -73,11 +75,16 @@ class MaskedLM(SequenceModel):
             input_ids: token ids, some of them masked.
             labels: the true tokens where they count, -100 elsewhere: they are held against the same position.
             cu_seqlens: boundaries of packed sequences.
+            seq_idx: of several packed rows, as for a block.
             mask: of padded batches, as for a block; labels at the padding do not count.
 
         Raises:
             ValueError: shapes or ids that do not fit.
         """
+        if seq_idx is not None:
+            rows, bounds = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
+            found = self(rows, None if labels is None else labels.reshape(rows.shape), cu_seqlens=bounds)
+            return found._replace(logits=found.logits.reshape(*input_ids.shape, -1))
         hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
         logits = F.linear(hidden, self.embedding.weight, self.bias)
         if labels is None:
@@ -95,9 +102,12 @@ class MaskedLM(SequenceModel):
         input_ids: Int[Tensor, "b t"],
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "z d"]:
         """A vector of length 1 for each sequence: the mean over its real tokens."""
+        if seq_idx is not None:
+            input_ids, cu_seqlens = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
         hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
         return F.normalize(mean_of_sequences(hidden, cu_seqlens, padding), dim=-1)
 

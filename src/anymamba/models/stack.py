@@ -166,6 +166,7 @@ class Stack(Passes):
         *,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
         length: int | Int[Tensor, " z"] | None = None,
     ) -> list[Float[Tensor, "b t1 d"]]:
@@ -177,9 +178,14 @@ class Stack(Passes):
             cache: as for `prefill`, like the rest.
             path: the scan's algorithm.
             cu_seqlens: boundaries of packed sequences.
+            seq_idx: of several packed rows.
             mask: of padded batches.
             length: of the whole sequences; without it and without a cache, those of the call.
         """
+        if seq_idx is not None:
+            self._expect_no_class_tokens("hidden_states")
+            rows, bounds = end_to_end(f"{type(self).__name__}.hidden_states", x, seq_idx, cu_seqlens, mask)
+            return [h.view_as(x) for h in self.hidden_states(rows, passes, cache, path=path, cu_seqlens=bounds)]
         padding = self._check("hidden_states", x, cu_seqlens, mask)
         whole = cache is None and length is None
         levels = self._levels("hidden_states", x, cache, length, cu_seqlens, padding, whole=whole)
