@@ -55,7 +55,8 @@ class LatentModel(SequenceModel):
     ) -> Float[Tensor, "b t1 o"]:
         """An output for each step; `cu_seqlens`, `seq_idx` and `mask` as for a block.
 
-        Outputs at the padding have no meaning. With class tokens there are more (`output_indices`), and those of padded rows stand at their front.
+        Outputs at the padding have no meaning. With class tokens there are more outputs (`output_indices`), and those
+        of padded rows stand at their front.
         """
         if seq_idx is not None:
             rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
