@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from anymamba import GenerationState, LMCache, MambaLM
 from anymamba.generation.tokenizers import FileTokenizer
 from anymamba.ground.files import digest_file
-from anymamba.models.pretrained import non_finite_values, open_checkpoint
+from anymamba.models.opening import non_finite_values, open_checkpoint
 from anymamba.training.config import read_config
 from anymamba.training.language import resume
 from anymamba.training.shards import open_corpus

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
 from anymamba.ground.files import read_json
-from anymamba.models.pretrained import non_finite_values, open_checkpoint
+from anymamba.models.opening import non_finite_values, open_checkpoint
 from anymamba.models.weights import count_non_finite, weight_file
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 from tests.support import MODEL_FLOOR, assert_near

@@ -227,7 +227,7 @@ def test_extreme_decays_give_finite_results(algorithm, log_decay):
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
 def test_the_hand_derived_log_decay_gradient_does_not_cancel(algorithm):
-    """Behind a reset the gradient of the log-decay is tiny; the hand-derived one keeps its relative precision."""
+    """After a reset the gradient of the log-decay is tiny; the hand-derived one keeps its relative precision."""
     inputs = make_inputs(t=40, decay=0.1, dtype=torch.float32)
     inputs["log_decay"][:, 20] = -60.0
     oracle = run({name: x.double() for name, x in inputs.items()}, SsdPath.recurrent())["grad_log_decay"][:, 20]

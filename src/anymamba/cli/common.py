@@ -18,7 +18,8 @@ from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokeniz
 from anymamba.ground.devices import find_device
 from anymamba.models.activation import warn_if_undecided
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import load_model, resolve
+from anymamba.models.opening import resolve
+from anymamba.models.pretrained import load_model
 
 DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 
@@ -30,7 +31,7 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, **options)
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
-    tell_activation(model, tokenizer)
+    report_activation(model, tokenizer)
     return model, tokenizer
 
 
@@ -46,7 +47,7 @@ def set_threads(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
 
 
-def tell_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
+def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
     """Have a text decide what a Mamba-3 config leaves unsaid, and say how; without a tokenizer, warn."""
     if tokenizer is None:
         warn_if_undecided("no tokenizer to decide with", model.config, "--block a_activation=softplus")

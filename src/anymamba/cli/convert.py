@@ -7,20 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
-from anymamba.cli.common import DTYPES, name_end, tell_activation
+from anymamba.cli.common import DTYPES, name_end, report_activation
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.formats import format_named
 from anymamba.models.lm import MambaLM
 from anymamba.models.narrow import weight_format
-from anymamba.models.pretrained import (
-    copy_companions,
-    expect_no_other,
-    load_model,
-    open_checkpoint,
-    resolve,
-    save_model,
-    warn_of_non_finite,
-)
+from anymamba.models.opening import open_checkpoint, resolve
+from anymamba.models.pretrained import copy_companions, expect_no_other, load_model, save_model, warn_of_non_finite
 from anymamba.models.skeleton import parameter_count
 
 
@@ -36,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, **options)
     warn_of_non_finite(source, model.state_dict())
-    tell_activation(model, _tokenizer(model, source))
+    report_activation(model, _tokenizer(model, source))
     if args.format == "transformers":
         name_end(model, source)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ from anymamba.kernels.cpu.library import LIBRARY
 from anymamba.kernels.cpu.narrow import torch_has_the_faster_bfloat16
 from anymamba.models.activation import is_undecided
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import expect_weights, non_finite_values, open_checkpoint
+from anymamba.models.opening import non_finite_values, open_checkpoint
+from anymamba.models.pretrained import expect_weights
 from anymamba.models.skeleton import parameter_count, skeleton
 from anymamba.version import __version__
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from anymamba.cli.common import name_end
-from anymamba.models.pretrained import load_model, resolve
+from anymamba.models.opening import resolve
+from anymamba.models.pretrained import load_model
 
 
 def run(args: argparse.Namespace) -> None:

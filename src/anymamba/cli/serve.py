@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise ValueError(f"to serve, install {error.name} (pip install 'anymamba[serve]')") from error
     from anymamba.models.masked_lm import is_masked_lm
-    from anymamba.models.pretrained import resolve
+    from anymamba.models.opening import resolve
     from anymamba.serving.app import make_app
     from anymamba.serving.server import serve
 

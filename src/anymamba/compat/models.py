@@ -22,7 +22,8 @@ from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import load_model, resolve
+from anymamba.models.opening import resolve
+from anymamba.models.pretrained import load_model
 from anymamba.models.skeleton import skeleton
 
 _MIXERS: dict[str, Callable[..., Any]] = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from anymamba.compat import convolutions, inference, layers, models, modules, norms, scans, updates
+from anymamba.compat import convolutions, inference, layers, models, modules, norms, scans, selective, updates
 
 _SELECTIVE = {
-    "selective_scan_fn": scans.selective_scan_fn,
-    "selective_scan_ref": scans.selective_scan_fn,
-    "mamba_inner_fn": scans.mamba_inner_fn,
-    "mamba_inner_ref": scans.mamba_inner_fn,
+    "selective_scan_fn": selective.selective_scan_fn,
+    "selective_scan_ref": selective.selective_scan_fn,
+    "mamba_inner_fn": selective.mamba_inner_fn,
+    "mamba_inner_ref": selective.mamba_inner_fn,
 }
 _FUSED_NORMS = {
     "layer_norm_fn": norms.layer_norm_fn,
@@ -27,8 +27,8 @@ _CONV_VARLEN = {"causal_conv1d_varlen_states": convolutions.causal_conv1d_varlen
 
 TABLE: dict[str, dict[str, Any]] = {
     "mamba_ssm": {
-        "selective_scan_fn": scans.selective_scan_fn,
-        "mamba_inner_fn": scans.mamba_inner_fn,
+        "selective_scan_fn": selective.selective_scan_fn,
+        "mamba_inner_fn": selective.mamba_inner_fn,
         "Mamba": modules.Mamba,
         "Mamba2": modules.Mamba2,
         "Mamba3": modules.Mamba3,

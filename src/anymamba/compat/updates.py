@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anymamba.compat.scans import _raw_steps
+from anymamba.compat.selective import raw_steps
 from anymamba.ground.numerics import state_dtype
 from anymamba.ops.discretise import step_sizes
 from anymamba.ops.gates import rank_gate
@@ -99,7 +99,7 @@ def _by_channel(
     (h, p), groups = x.shape[1:], b.shape[1]
     if h % groups:
         raise ValueError(f"selective_state_update: {groups} groups must divide the {h} heads")
-    raw = _raw_steps("selective_state_update", dt, bias, softplus)
+    raw = raw_steps("selective_state_update", dt, bias, softplus)
     ys, states = [], []
     for group in range(groups):
         heads = slice(group * h // groups, (group + 1) * h // groups)

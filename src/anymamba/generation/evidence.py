@@ -66,7 +66,7 @@ class Evidence(NamedTuple):
 
 
 def decide_activation(model: MambaLM, tokenizer: Tokenizer) -> Evidence | None:
-    """Choose the activation of an undecided model's decay rates; where the text does not tell, leave it undecided.
+    """Choose the activation of an undecided model's decay rates; where the text does not settle it, leave it undecided.
 
     Returns:
         What the text says; None for a model that is not undecided.

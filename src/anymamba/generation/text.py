@@ -17,7 +17,8 @@ from anymamba.generation.prefill import start
 from anymamba.generation.sampling import expect_integer
 from anymamba.generation.tokenizers import TextStream, Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import load_model, resolve
+from anymamba.models.opening import resolve
+from anymamba.models.pretrained import load_model
 
 
 class Choice(NamedTuple):

@@ -112,7 +112,13 @@ class LatentModel(SequenceModel):
         self, batch_size: int, cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
     ) -> tuple[Float[Tensor, "b o"] | None, StackCache]:
         """Run the class tokens that wait for the next step, without it, as `Stack.prime` does."""
-        x = torch.empty(batch_size, 0, self.config.input_size or 0, device=self._like.device, dtype=self._like.dtype)
+        x = torch.empty(
+            batch_size,
+            0,
+            self.config.input_size or 0,
+            device=self._activation_like.device,
+            dtype=self._activation_like.dtype,
+        )
         y, new, flow = self._continue("prime", x, cache, length, priming=True)
         return (flow.last(y) if y.shape[1] else None), new
 

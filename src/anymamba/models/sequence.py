@@ -81,7 +81,7 @@ class SequenceModel(nn.Module):
         raise NotImplementedError
 
     @property
-    def _like(self) -> Tensor:
+    def _activation_like(self) -> Tensor:
         return self.embedding.weight if self.config.vocab_size is not None else self.input.weight
 
     def embed_inputs(
@@ -114,7 +114,7 @@ class SequenceModel(nn.Module):
         where = type(self).__name__
         letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
         expect_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
-        expect_like(where, "x", x, self._like.dtype, self._like.device)
+        expect_like(where, "x", x, self._activation_like.dtype, self._activation_like.device)
         padding = check_batch(where, x, cu_seqlens, mask)
         if padding is not None:  # whatever stands there must not reach the gradient of the projection
             x = x.masked_fill(~padding.real().unsqueeze(-1), 0)

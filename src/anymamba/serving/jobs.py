@@ -68,7 +68,7 @@ class Job:
     Args:
         find: where reading starts; called when the job's turn has come, so that it sees the latest states.
         plans: of the continuations.
-        keys: each continuation's identity for sampling; None to go on as the state has it.
+        keys: each continuation's identity for sampling; None to continue as the state has it.
         emit: takes the events, in the thread of the engine's `deliver`.
         deadline: on the clock of `time.monotonic`.
         kept_at: whether the state after so many new tokens, not at the end, is wanted.

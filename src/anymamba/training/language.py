@@ -19,7 +19,8 @@ from anymamba.ground.files import locked, replacing
 from anymamba.models.activation import warn_if_undecided
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, open_checkpoint
+from anymamba.models.opening import open_checkpoint
+from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model
 from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches

@@ -1,6 +1,6 @@
 // A conversation as a tree, and the stream of a reply. Nothing here touches the page.
 
-// Every message is a node; its children are the ways in which the conversation went on, one of them chosen.
+// Every message is a node; its children are the ways in which the conversation continued, one of them chosen.
 export class Conversation {
   constructor() {
     this.root = { role: null, text: "", parent: null, children: [], chosen: -1 };

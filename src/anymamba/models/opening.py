@@ -1,0 +1,238 @@
+"""What a directory or hub id holds: its format, its config, and its tensors by our names, not yet read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anymamba.ground.files import read_json
+from anymamba.ground.narrow import CODES, WeightFormat
+from anymamba.models import gguf
+from anymamba.models.activation import with_block_options
+from anymamba.models.config import MambaLMConfig
+from anymamba.models.formats import FORMATS, Format
+from anymamba.models.hub import fetch, is_repository_id
+from anymamba.models.narrow import read_format, scales_of
+from anymamba.models.skeleton import expected_shapes
+from anymamba.models.tying import EMBEDDING, HEAD
+from anymamba.models.weights import (
+    DTYPES,
+    Stored,
+    describe_mismatch,
+    describe_non_finite,
+    find_weights,
+    read_entries,
+    weight_file,
+)
+
+# Up to so many, what a config asks for is listed and compared with what the files hold, however little that is.
+_FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint as found on disk, its weights not yet read.
+
+    Attributes:
+        directory: where it is.
+        format: the adapter that reads it.
+        config: of the model.
+        files: of the weights.
+        tensors: our name of each tensor, with its file, its name there, and its shape and dtype.
+        weights: the narrow format of the weights; None for plain ones.
+        computed_in: the dtype of the activations that a narrow format names.
+    """
+
+    directory: Path
+    format: Format
+    config: MambaLMConfig
+    files: list[Path]
+    tensors: dict[str, tuple[Path, str, Stored]]
+    weights: WeightFormat | None = None
+    computed_in: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations: that of the stored embedding, unless its format is narrow."""
+        found: torch.dtype = getattr(torch, self.computed_in) if self.computed_in else self.tensors[EMBEDDING][2].dtype
+        return found
+
+
+def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | None = None) -> Checkpoint:
+    """Find out what a directory or hub id holds, reading the config and the headers of the weights.
+
+    Args:
+        source: the directory or hub id.
+        ssm_cfg: options of the blocks that count in place of the config's.
+
+    Raises:
+        ValueError: there is no checkpoint, its format is unknown, or its tensors do not fit its config.
+    """
+    directory = resolve(source)
+    adapter, config = _read_config(directory)
+    is_single = directory.suffix == gguf.SUFFIX and directory.is_file()
+    if ssm_cfg:
+        try:
+            config = with_block_options(config, ssm_cfg)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{directory}, with ssm_cfg = {ssm_cfg}: {error}") from error
+    files = [directory] if is_single else find_weights(directory, adapter.weight_files)
+    if not files:
+        raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
+    try:
+        weights, computed_in, extra = read_format(config.extra)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    config = dataclasses.replace(config, extra=extra)
+    entries = list(read_entries(files))
+    expected = _expected(directory, config, entries, weights)
+    tensors, problems = match_tensors(adapter, config, expected, entries, weights)
+    if problems:
+        raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
+    return Checkpoint(directory, adapter, config, files, tensors, weights, computed_in)
+
+
+def _expected(
+    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]], weights: WeightFormat | None
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that a config asks for, unless it asks for more than the files can hold: that is refused at once."""
+    if config.n_layer > max(_FEW_LAYERS, len(entries)):
+        raise ValueError(
+            f"{directory}: the weights do not fit the config: it asks for {config.n_layer} layers, "
+            f"and there are {len(entries)} tensors in all"
+        )
+    try:
+        # Two numbers of four bits are one that is stored.
+        most = max(_FEW_NUMBERS, 2 * sum(math.prod(stored.shape) for _, _, stored in entries))
+        return expected_shapes(config, most, weights)
+    except ValueError as error:
+        raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
+
+
+def resolve(source: str | os.PathLike[str]) -> Path:
+    """A directory or GGUF file as it is; "owner/name" through `huggingface_hub`, which keeps what it fetched.
+
+    Raises:
+        ValueError: neither a directory nor a repository that can be had.
+    """
+    path = Path(source)
+    if path.is_dir() or (path.is_file() and path.suffix == gguf.SUFFIX):
+        return path
+    if path.exists():
+        raise ValueError(f"{source}: expected a directory with config and weights, or a .gguf file, got a file")
+    if not is_repository_id(source):
+        raise ValueError(f'{source}: no such directory, and not the id of a hub repository ("owner/name")')
+    return _fetch(str(source))
+
+
+def _fetch(name: str) -> Path:
+    """Fetch the config, and then the weights in the first form that the repository has."""
+    instead = "a directory that holds config.json and the weights"
+    adapter, _ = _read_config(fetch(name, "*.json", instead=instead))
+    for weights in adapter.weight_files:
+        stem, suffix = weights.rsplit(".", 1)
+        directory = fetch(name, "*.json", "*.jinja", weights, f"{stem}-*.{suffix}", instead=instead)
+        if find_weights(directory, (weights,)):
+            return directory
+    raise ValueError(f"{name}: the repository has no weights in one of {', '.join(adapter.weight_files)}")
+
+
+def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
+    """The first format that recognises a config of the directory and, if there are several, has weights there."""
+    if directory.suffix == gguf.SUFFIX and directory.is_file():
+        config = gguf.read_config(directory)
+        return gguf.GgufFormat(config.layer), config
+    raws = {
+        name: read_json(directory / name)
+        for name in {name for f in FORMATS.values() for name in f.config_files}
+        if (directory / name).is_file()
+    }
+    found = [
+        (adapter, raws[name])
+        for adapter in FORMATS.values()
+        for name in adapter.config_files
+        if name in raws and adapter.recognises(raws[name])
+    ]
+    if not found:
+        what = f"a config of an unknown kind in {', '.join(sorted(raws))}" if raws else "no config.json or params.json"
+        raise ValueError(f"{directory}: expected a model in one of the formats {', '.join(FORMATS)}, found {what}")
+    with_weights = [pair for pair in found if find_weights(directory, pair[0].weight_files)]
+    adapter, raw = (with_weights or found)[0]
+    try:
+        return adapter, adapter.read_config(raw)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f"{directory}: {error}") from error
+
+
+def match_tensors(
+    adapter: Format,
+    config: MambaLMConfig,
+    expected: dict[str, tuple[int, ...]],
+    entries: Iterable[tuple[Path, str, Stored]],
+    weights: WeightFormat | None = None,
+) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
+    """Match stored tensors with the `expected` ones of the model, one to one, by name and shape.
+
+    Returns:
+        Them by our names, and what does not fit, empty if all does.
+    """
+    tensors: dict[str, tuple[Path, str, Stored]] = {}
+    unexpected, twice, misshapen, foreign = [], [], [], []
+    for path, key, stored in entries:
+        name = adapter.our_key(key)
+        if name not in expected:
+            unexpected.append(key)
+        elif name in tensors:
+            twice.append(key)
+        else:
+            tensors[name] = (path, key, stored)
+            if stored.shape != expected[name]:
+                misshapen.append(f"{key} (expected {expected[name]}, got {stored.shape})")
+            is_narrow = weights is not None and scales_of(name) in expected and name.endswith("weight")
+            if (stored.dtype != CODES[weights]) if is_narrow and weights else stored.dtype not in DTYPES.values():
+                foreign.append(f"{key} ({stored.dtype})")
+    optional = {HEAD, scales_of(HEAD)} if config.tie_embeddings else set()
+    missing = [adapter.their_key(name) for name in expected if name not in tensors and name not in optional]
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "present twice": twice,
+        "misshapen": misshapen,
+        "of a dtype that weights cannot have": foreign,
+    }
+    return tensors, describe_mismatch(problems)
+
+
+def non_finite_values(checkpoint: Checkpoint) -> str:
+    """Which of the stored tensors hold values that are not finite, empty if none does. All are read, and not kept."""
+    dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
+    return describe_non_finite(read_each(checkpoint, dtypes, mapped=True, device=None))
+
+
+def read_named(
+    checkpoint: Checkpoint,
+    dtypes: dict[str, torch.dtype],
+    *,
+    mapped: bool,
+    device: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """Tensors by our name, those that `dtypes` names and in its dtypes."""
+    return dict(read_each(checkpoint, dtypes, mapped=mapped, device=device))
+
+
+def read_each(
+    checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], *, mapped: bool, device: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
+    """One after another, file by file."""
+    for path in checkpoint.files:
+        with weight_file(path) as file:
+            for name, dtype in dtypes.items():
+                where, key, _ = checkpoint.tensors[name]
+                if where == path:
+                    yield name, file.read(key, dtype, device, mapped=mapped)
