@@ -163,7 +163,7 @@ def _add_train(commands: Any) -> None:
     parser.add_argument(
         "--task",
         **_one_of(("language", *KINDS)),
-        help="what is learnt: to write text, or from tables, JSON lines and .npy files (default: language)",
+        help="what to learn: to write text, or from tables, JSON lines and .npy files (default: language)",
     )
     _add_fields(parser.add_argument_group("fields of the config"), TrainingConfig, ())
     others = parser.add_argument_group("fields of the other tasks' config, where it differs")
@@ -208,9 +208,13 @@ def _add_predict(commands: Any) -> None:
     parser.add_argument("file", metavar="FILE", help=".csv, .jsonl or .npy, with the inputs of the training's files")
     parser.add_argument("--out", metavar="FILE", help="where to write (default: stdout)")
     parser.add_argument(
-        "--format", **_one_of(("jsonl", "csv")), help="default: jsonl, or csv where --out is named .csv"
+        "--format",
+        **_one_of(("jsonl", "csv")),
+        help="format to write (default: jsonl, or csv where --out is named .csv)",
     )
-    parser.add_argument("--steps", type=_WHOLE, default=1, metavar="N", help="of a forecast (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=_WHOLE, default=1, metavar="N", help="steps of a forecast (default: %(default)s)"
+    )
     parser.add_argument(
         "--batch-size", type=_WHOLE, default=32, metavar="N", help="sequences computed together (default: %(default)s)"
     )

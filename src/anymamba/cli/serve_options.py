@@ -105,17 +105,21 @@ def add_bench_serve(
         "bench-serve",
         help="send requests to a server, and measure how long tokens take",
         description="Send requests of random tokens to a server, and measure the time to the first token, the time "
-        "between tokens and the throughput. What will be sent is said first. Without --rate, so many requests are open "
-        "at a time (a closed loop); with it, so many are sent a second, whatever the server makes of them (an open "
-        "one), and the time that they wait counts.",
+        "between tokens and the throughput. What will be sent is said first. Without --rate, --concurrency requests "
+        "are open at a time (a closed loop); with it, that many are sent a second, whatever the server makes of them "
+        "(an open loop), and the time that they wait counts.",
     )
-    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8080")
+    parser.add_argument("url", metavar="URL", help="address of the server, such as http://127.0.0.1:8080")
     load = parser.add_argument_group("the load")
-    load.add_argument("--requests", type=whole, metavar="N", help="default: 64, or as many as --seconds allows")
-    load.add_argument("--seconds", type=real, metavar="S", help="send no more after so long")
-    load.add_argument("--concurrency", type=whole, default=8, metavar="N", help="at a time (default: %(default)s)")
-    load.add_argument("--rate", type=real, metavar="R", help="a second, at random times")
-    for name, default, text in (("prompt", 128, "to read"), ("output", 64, "to write")):
+    load.add_argument(
+        "--requests", type=whole, metavar="N", help="requests in all (default: 64, or as many as --seconds allows)"
+    )
+    load.add_argument("--seconds", type=real, metavar="S", help="time after which no more are sent")
+    load.add_argument(
+        "--concurrency", type=whole, default=8, metavar="N", help="requests open at a time (default: %(default)s)"
+    )
+    load.add_argument("--rate", type=real, metavar="R", help="requests a second, at random times")
+    for name, default, text in (("prompt", 128, "tokens to read"), ("output", 64, "tokens to write")):
         load.add_argument(
             f"--{name}-tokens",
             type=_range,
@@ -123,17 +127,21 @@ def add_bench_serve(
             metavar="N or N-M",
             help=f"{text}, of each request (default: {default})",
         )
-    load.add_argument("--seed", type=whole, default=0, metavar="N", help="of prompts and times (default: %(default)s)")
-    load.add_argument("--warm-up", type=whole, default=2, metavar="N", help="before those that count (default: 2)")
-    load.add_argument("--timeout", type=real, default=600.0, metavar="S", help="for a request (default: 600)")
-    load.add_argument("--model", metavar="NAME", help="default: the first that the server has")
+    load.add_argument(
+        "--seed", type=whole, default=0, metavar="N", help="seed of prompts and times (default: %(default)s)"
+    )
+    load.add_argument(
+        "--warm-up", type=whole, default=2, metavar="N", help="requests before those that count (default: 2)"
+    )
+    load.add_argument("--timeout", type=real, default=600.0, metavar="S", help="time for a request (default: 600)")
+    load.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server has)")
     load.add_argument(
         "--field",
         type=option,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of every request, such as temperature=0; repeatable",
+        help="field of every request, such as temperature=0; repeatable",
     )
     parser.add_argument("--api-key", metavar="KEY", help=f"key of the server (default: ${KEY_VARIABLE}, or none)")
     parser.add_argument("--json", metavar="FILE", help="write every figure and the time of every token there")
