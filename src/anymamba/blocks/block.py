@@ -19,6 +19,7 @@ from anymamba.ground.checks import (
     expect_shape,
     expect_steps,
 )
+from anymamba.ground.context import Context
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
 from anymamba.ground.padding import Padding
@@ -96,6 +97,7 @@ class Block(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+        context: Context | None = None,
         return_cache: bool = False,
     ) -> Any:
         """`prefill` without the new cache.
@@ -103,16 +105,17 @@ class Block(nn.Module):
         Args:
             x: inputs.
             cache: what the rows continue from; a fresh start if not given.
-            path: as for `prefill`, like the next three.
+            path: as for `prefill`, like the next four.
             cu_seqlens: boundaries of packed sequences.
             seq_idx: of packed rows.
             mask: of padded batches.
+            context: of a sequence that several workers share.
             return_cache: return y and the new cache; x may then be one token (b, d) too, for `step`. Models call their
                 blocks so, for hooks and wrappers to see every call.
         """
         if return_cache and isinstance(x, Tensor) and x.ndim == 2:
             return self.step(x, cache)
-        y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask)
+        y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, context=context)
         return (y, new) if return_cache else y
 
     def prefill(
@@ -124,6 +127,7 @@ class Block(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+        context: Context | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """Run the block over a sequence of any length, from any cache to a new one.
 
@@ -137,6 +141,7 @@ class Block(nn.Module):
                 row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
+            context: for a sequence that several workers share, this worker's part of it (`anymamba.ground.context`).
 
         Returns:
             y, and the cache after the last real token of each row.
@@ -148,6 +153,9 @@ class Block(nn.Module):
         where = f"{type(self).__name__}.prefill"
         self._check_input(where, x, "b t d")
         b, t, _ = x.shape
+        if context is not None:
+            expect_alone(where, "context", seq_idx=seq_idx, mask=mask)
+            self._expect_part(where, t)
         if seq_idx is not None:
             expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
             bounds = bounds_of(where, seq_idx, b, t, x.device)
@@ -163,7 +171,7 @@ class Block(nn.Module):
             padding = Padding.of(where, mask, b, t, x.device)
             x = padding.compact(x)
         cache = self._expect_cache(where, cache, rows, x)
-        return self._run(where, x, cache, path, padding, cu_seqlens)
+        return self._run(where, x, cache, path, padding, cu_seqlens, context)
 
     def states_at(
         self, x: Float[Tensor, "b t d"], positions: Sequence[int], cache: Any = None, *, path: SsdPath | None = None
@@ -236,6 +244,7 @@ class Block(nn.Module):
         path: SsdPath,
         lengths: Int[Tensor, " b"] | None,
         cu_seqlens: Int[Tensor, " z1"] | None,
+        context: Context | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """What the family computes: `prefill` on checked inputs, whose rows are padded after their `lengths`."""
         raise NotImplementedError
@@ -252,10 +261,10 @@ class Block(nn.Module):
             dtype: of the activations; the parameters' if not given.
         """
         like = self.activation_like()
-        dtype = dtype or like.dtype
+        dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be one that workers share
         return self.CACHE(
             **{
-                name: like.new_zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype))
+                name: torch.zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype), device=device)
                 for name, shape in self.cache_shapes().items()
             }
         )
@@ -308,6 +317,7 @@ class Block(nn.Module):
         path: SsdPath | None,
         padding: Padding | None,
         cu_seqlens: Tensor | None,
+        context: Context | None = None,
     ) -> tuple[Tensor, Any]:
         """`mix` of checked inputs."""
         path = SsdPath.or_default(path)
@@ -318,10 +328,16 @@ class Block(nn.Module):
         with finite.within(where):
             if checked:
                 finite.expect_finite("input", ("x", *fields), (x, *cache))
-            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens)
+            shared = {} if context is None else {"context": context}  # families that know nothing of it need not
+            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
             if checked:
                 finite.expect_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
+
+    def _expect_part(self, where: str, t: int) -> None:
+        """Refuse a part of a sequence that is shorter than the window that the next part starts from."""
+        if t < (least := getattr(self.config, "d_conv", 1)):
+            raise ValueError(f"{where}: each worker's part of a sequence must have {least} tokens or more, got {t}")
 
     def _check_memory(self, where: str) -> None:
         """Raise unless the parameters of the block, and of the modules that it made itself, have memory.

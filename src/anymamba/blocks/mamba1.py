@@ -28,12 +28,15 @@ from anymamba.blocks.block import Block, ProjectionPart
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, RMSNorm
+from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
-from anymamba.ground.sequences import is_padding
+from anymamba.ground.sequences import is_padding, last_sequence
 from anymamba.ground.states import SavedTree
+from anymamba.ops.conv import shared_window
 from anymamba.ops.discretise import stationary_weight
 from anymamba.ops.norms import rms_norm
 from anymamba.scan import SsdPath, selective_scan
+from anymamba.scan.boundary import carried_state
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.program import Program
@@ -203,19 +206,45 @@ class Mamba1(Block):
         return {"conv": (self.d_inner, self.config.d_conv), "ssm": (self.d_inner, self.d_state)}
 
     def mix(
-        self, x: Tensor, cache: Mamba1Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        cache: Mamba1Cache,
+        *,
+        path: SsdPath,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        context: Context | None = None,
     ) -> tuple[Tensor, Mamba1Cache]:
         """The formulas at the top of this file."""
-        inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens)
-        y_bti, ssm = selective_scan(*inputs, initial_state=cache.ssm, path=path, cu_seqlens=cu_seqlens)
+        inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
+        ssm = cache.ssm if context is None else self._shared_start(inputs, cache.ssm, path, cu_seqlens, context)
+        y_bti, ssm = selective_scan(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return self.out_proj(y_bti), Mamba1Cache(window, ssm)
 
+    def _shared_start(
+        self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: Context
+    ) -> Tensor:
+        """The states that the scan starts from, (z, i, n), with that of the worker before."""
+        tail = last_sequence(cu_seqlens)
+        x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
+        _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.after else (None, starts[-1:])
+        kept = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
+        (found,) = context.relayed((starts,), cu_seqlens, (kept, own), carried_state)
+        return found
+
     def scan_inputs(
-        self, x: Tensor, cache: Mamba1Cache, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: Mamba1Cache,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        context: Context | None = None,
     ) -> tuple[SelectiveInputs, Tensor]:
         """What the scan is given, and the window after the last token; arguments as for `mix`."""
         x_bti, z_bti = self.in_proj(x).chunk(2, dim=-1)
-        x_bti, window = self.conv1d(x_bti, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
+        start = cache.conv if context is None else shared_window(x_bti, cache.conv, cu_seqlens, context)
+        x_bti, window = self.conv1d(x_bti, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
         if lengths is not None:
             dt_bti = dt_bti.masked_fill(is_padding(lengths, x.shape[1]).unsqueeze(-1), -math.inf)

@@ -25,10 +25,14 @@ from anymamba.blocks.block import Block, ProjectionPart
 from anymamba.blocks.config import expect_sizes, make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, GatedRMSNorm
+from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.sequences import last_sequence
 from anymamba.ground.states import SavedTree
+from anymamba.ops.conv import shared_window
 from anymamba.ops.discretise import stationary_weight, step_sizes
 from anymamba.scan import SsdPath, ssd
+from anymamba.scan.boundary import carried_state, final_state
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.program import Program
@@ -219,19 +223,44 @@ class Mamba2(Block):
         return cache._replace(ssm=self.init_states.to(cache.ssm.dtype).repeat(batch_size, 1, 1, 1))
 
     def mix(
-        self, x: Tensor, cache: Mamba2Cache, *, path: SsdPath, lengths: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        cache: Mamba2Cache,
+        *,
+        path: SsdPath,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        context: Context | None = None,
     ) -> tuple[Tensor, Mamba2Cache]:
         """The formulas at the top of this file."""
-        inputs, gates, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens)
-        y_bthp, ssm = ssd(*inputs, initial_state=cache.ssm, path=path, cu_seqlens=cu_seqlens)
+        inputs, gates, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
+        ssm = cache.ssm if context is None else self._shared_start(inputs, cache.ssm, cu_seqlens, context)
+        y_bthp, ssm = ssd(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return self.output(y_bthp, gates), Mamba2Cache(window, ssm)
 
+    def _shared_start(self, inputs: SsdInputs, starts: Tensor, cu_seqlens: Tensor | None, context: Context) -> Tensor:
+        """The states that the scan starts from, (z, h, p, n), with that of the worker before."""
+        tail = last_sequence(cu_seqlens)
+        x, dt, b = inputs.x[:, tail], inputs.dt[:, tail], inputs.B[:, tail]
+        decay, own = dt * inputs.A, starts[-1:]
+        if context.after:
+            own = final_state((x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2), b.unsqueeze(2), decay)
+        (found,) = context.relayed((starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carried_state)
+        return found
+
     def scan_inputs(
-        self, x: Tensor, cache: Mamba2Cache, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: Mamba2Cache,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        context: Context | None = None,
     ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
         """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
-        xbc_btv, window = self.conv1d(xbc_btv, cache.conv, lengths=lengths, cu_seqlens=cu_seqlens)
+        start = cache.conv if context is None else shared_window(xbc_btv, cache.conv, cu_seqlens, context)
+        xbc_btv, window = self.conv1d(xbc_btv, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth, lengths)
         x_bthp, b_btgn, c_btgn = self._heads(xbc_btv)
         rates = -torch.exp(self.A_log.to(dt_bth.dtype))

@@ -50,13 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
         except FloatingPointError as error:
-            _say(str(error))
+            if os.environ.get("RANK", "0") == "0":  # all workers of a run raise it
+                _say(str(error))
             return 1
         except Exception as error:
             if _is_out_of_memory(error):
                 _say(f"out of memory: {str(error) or type(error).__name__}")
             elif isinstance(error, ValueError | TypeError | OSError):
-                for line in getattr(error, "lines", [str(error)]):  # several mistakes, one line each
+                told = getattr(error, "is_shared", False) and os.environ.get("RANK", "0") != "0"
+                for line in [] if told else getattr(error, "lines", [str(error)]):  # several mistakes, one line each
                     _say(line)
             else:
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,24 @@ from anymamba.training.file_task import FileTask
 from anymamba.training.language import begin, open_run, to_stderr
 from anymamba.training.loop import Trainer
 from anymamba.training.optim import plan_table
+from anymamba.training.parallel import Workers, joined
 
 
 def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
-    _expect_one_process()
-    overrides = _overrides(args)
+    _train(args, _overrides(args), joined())
+
+
+def _train(args: argparse.Namespace, overrides: dict[str, str | list[str]], workers: Workers) -> None:
     try:
-        trainer = _prepared(args, overrides)
+        trainer = _prepared(args, overrides, workers)
     except KeyboardInterrupt:
         to_stderr("stopped before the first step: there is nothing to save; text that is tokenised stays so")
         raise
+    if not workers.leads:
+        if not args.plan:
+            trainer.run()
+        return
     if args.plan:
         print(plan_table(trainer.optimiser.plan()))
         return
@@ -43,19 +49,29 @@ def _overrides(args: argparse.Namespace) -> dict[str, str | list[str]]:
     return overrides if args.task is None else {"task": args.task, **overrides}
 
 
-def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Trainer[Any]:
+def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], workers: Workers) -> Trainer[Any]:
     if args.resume is None:
-        _expect_no_config_among(overrides)
-        config = read_config(args.config, overrides)
+        config = workers.together(lambda: _config(args, overrides))
         if isinstance(config, FileConfig):
+            workers.together(workers.expect_alone)
             return begin_files(config, Path(args.out), to_stderr)
-        return begin(config, Path(args.out), to_stderr)
+        return begin(config, Path(args.out), to_stderr, workers)
     if args.config is not None:
         raise ValueError(f"--resume takes the config of the run; got also {args.config}")
-    opened: Any = open_files if is_file_run(Path(args.resume)) else open_run
-    trainer: Trainer[Any] = opened(Path(args.resume), overrides, to_stderr)
-    to_stderr(f"resuming after step {trainer.step}")
+    trainer: Trainer[Any]
+    if is_file_run(Path(args.resume)):
+        workers.together(workers.expect_alone)
+        trainer = open_files(Path(args.resume), overrides, to_stderr)
+    else:
+        trainer = open_run(Path(args.resume), overrides, to_stderr, workers)
+    if workers.leads:
+        to_stderr(f"resuming after step {trainer.step}")
     return trainer
+
+
+def _config(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Any:
+    _expect_no_config_among(overrides)
+    return read_config(args.config, overrides)
 
 
 def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
@@ -66,17 +82,6 @@ def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
                 f"--{name} takes all values up to the next option, also {values[-1]}; put the config first: "
                 f"anymamba train {values[-1]} --{name} {' '.join(values[:-1])}"
             )
-
-
-def _expect_one_process() -> None:
-    """Refuse to train in several processes, with one line of the first of them."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(2)
-        raise ValueError(
-            "this version cannot train in several processes, as torchrun starts them; run anymamba train without it: "
-            "one process uses all cores of a machine"
-        )
 
 
 def _conclude(trainer: Trainer[Any], finished: bool) -> None:

@@ -68,6 +68,11 @@ def pieces(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Te
     return list(zip(x.split(cu_seqlens.diff().tolist(), dim=1), start.split(1), strict=True))
 
 
+def last_sequence(cu_seqlens: Tensor | None) -> slice:
+    """The time of the last packed sequence, or all of it."""
+    return slice(0 if cu_seqlens is None else int(cu_seqlens[-2]), None)
+
+
 def first_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) -> (z, ...): the first step of each sequence."""
     return x[:, 0] if cu_seqlens is None else x[0, cu_seqlens[:-1].long()]

@@ -13,12 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.narrow import NarrowEmbedding
+from anymamba.ground.context import Context
 from anymamba.ground.padding import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, RMSNorm
-from anymamba.models.stack import Stack
+from anymamba.models.stack import Stack, shared
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Backbone(Stack):
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Padding | None = None,
+        context: Context | None = None,
         wanted: Sequence[int] | None = None,
     ) -> Any:
         """The hidden states after the last norm, of a sequence (b, t, d) or a token (b, d); arguments as for `MambaLM`.
@@ -63,7 +65,7 @@ class Backbone(Stack):
         if x is None:
             assert input_ids is not None
             x = self.embed(input_ids)
-        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens)
+        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens, **shared(context))
         return (y, new) if wanted is None else (y, new, hidden)
 
     def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:

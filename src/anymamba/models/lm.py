@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.ground.checks import expect_alone
+from anymamba.ground.context import Context
 from anymamba.ground.narrow import NarrowWeight
 from anymamba.ground.padding import Padding
 from anymamba.models import fingerprint
@@ -117,6 +119,7 @@ class MambaLM(nn.Module):
         hidden_states: Sequence[int] = (),
         logits: Literal["all", "last", "none"] = "all",
         path: SsdPath | None = None,
+        context: Context | None = None,
     ) -> LMOutput:
         """Run over a sequence of any length, from any cache to a new one.
 
@@ -136,6 +139,8 @@ class MambaLM(nn.Module):
             logits: of every token, of the last (real) token of each row or packed sequence, or none. A loss without all
                 logits is computed a few tokens at a time: they are most of the memory of training.
             path: the scan's algorithm; the default if not given.
+            context: for sequences that several workers share, this worker's part of them (`anymamba.ground.context`);
+                with `targets`, as a label is that of the token before, which another worker may have.
 
         Returns:
             logits, loss and nats (None without labels or targets), and the new cache.
@@ -145,6 +150,8 @@ class MambaLM(nn.Module):
             ValueError: ids or labels out of range, or shapes that do not go together.
         """
         given = expect_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
+        if context is not None:
+            expect_alone("MambaLM", "context", labels=labels, seq_idx=seq_idx, mask=mask)
         if seq_idx is not None:
             _, bounds = end_to_end("MambaLM", given, seq_idx, cu_seqlens, mask)
             tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "targets": targets}
@@ -167,6 +174,7 @@ class MambaLM(nn.Module):
             path=path,
             cu_seqlens=cu_seqlens,
             mask=padding,
+            context=context,
         )
         streams = tuple(streams[0]) if streams else ()
         found = None

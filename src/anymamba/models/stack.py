@@ -26,6 +26,7 @@ from anymamba.ground.checks import (
     expect_steps,
     expect_tensor,
 )
+from anymamba.ground.context import Context
 from anymamba.ground.numerics import is_autocast
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
@@ -395,6 +396,11 @@ class Stack(Passes):
     def _check_input(self, name: str, x: Any, letters: str) -> None:
         mixer: Any = self.layers[0].mixer
         check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.activation_like())
+
+
+def shared(context: Context | None) -> dict[str, Any]:
+    """The argument for a block; blocks that know nothing of it need not."""
+    return {} if context is None else {"context": context}
 
 
 def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:

@@ -15,9 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
+from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import Operator
 from anymamba.ground.recompute import recomputed
+from anymamba.ground.sequences import last_sequence
 
 
 @checked
@@ -55,6 +57,21 @@ def causal_conv(
         expect_parameter("causal_conv", name, parameter, x)
     out, new_window = _operator(x, window, weight, bias, lengths, cu_seqlens)
     return out, new_window
+
+
+def shared_window(
+    x: Float[Tensor, "b t v"], window: Float[Tensor, "z v w"], cu_seqlens: Int[Tensor, " z1"] | None, context: Context
+) -> Float[Tensor, "z v w"]:
+    """The windows that sequences start from, with the last inputs of the worker before, of w tokens or more."""
+    w = window.shape[2]
+    tokens_bxv = x[:, last_sequence(cu_seqlens)][:, -w:]
+    own_bvw = tokens_bxv.transpose(1, 2)
+
+    def after(start: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat([start, own], 2)[:, :, -w:],)
+
+    (found,) = context.relayed((window.to(x.dtype),), cu_seqlens, (own_bvw,), after, anew=own_bvw.shape[2] == w)
+    return found
 
 
 def _definition(

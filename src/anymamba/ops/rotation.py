@@ -58,6 +58,28 @@ def running_rotation(
     return torch.cat(angles, dim=1).remainder(2 * math.pi).to(start.dtype)
 
 
+def total_rotation(
+    rotation: Rotation, rate: Float[Tensor, "b t c"], step: Float[Tensor, "b t h"], like: Float[Tensor, "z h *turn"]
+) -> Float[Tensor, "b h *turn"]:
+    """How far all tokens together turn: sums of angles in a wide dtype, or unit quaternions; `like` any rotation."""
+    if rotation == "quaternion":
+        vectors = rate.unflatten(-1, (*like.shape[1:3], 3)) * step[..., None, None]
+        start = fresh_rotation(rotation, rate.shape[0], like.shape[1], like.shape[2], like, like.dtype)
+        return cumulative_products(turn_about(vectors), start, None)[:, -1]
+    wide = summing_dtype(step.device)
+    return torch.einsum("bth,bts->bhs", step.to(wide), rate.to(wide))
+
+
+def combined_rotation(
+    rotation: Rotation, before: Float[Tensor, "b h *turn"], total: Float[Tensor, "b h *turn"]
+) -> Float[Tensor, "b h *turn"]:
+    """A rotation after some tokens, from that before them and their `total_rotation`."""
+    if rotation == "quaternion":
+        product = multiply(total, before)
+        return product / product.norm(dim=-1, keepdim=True)  # as `cumulative_products` does
+    return (total + before).remainder(2 * math.pi).to(before.dtype)
+
+
 def _running_sum(x_bt: Tensor, block: int = 64) -> Tensor:
     """`x.cumsum(1)` in blocks side by side, then from block to block: torch's own is one long chain for each column."""
     if is_observed() or x_bt.shape[1] <= block:

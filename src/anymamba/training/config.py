@@ -21,6 +21,7 @@ from anymamba.training.sections import (
     EvaluationSection,
     ModelSection,
     OptimiserSection,
+    ParallelSection,
     PrecisionSection,
     ScheduleSection,
     TextEvaluationSection,
@@ -44,6 +45,7 @@ class RunConfig:
     optimiser: OptimiserSection = field(default_factory=OptimiserSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
     seed: int = option(0, "seed of the weights and of the order of the data")

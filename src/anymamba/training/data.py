@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from anymamba.ground.context import Context, Neighbours
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.shards import Tokens
 
@@ -28,6 +29,8 @@ class Batch(NamedTuple):
         cu_seqlens: where the sequences begin, and t, (z + 1,).
         carried: the row whose state each sequence continues from, (z,); the number of rows for a fresh start.
         last: the last sequence of each row, (r,), whose state the row continues from.
+        context: of a batch that several workers share, of which this is a part; `last` then is of rows that end here,
+            and -1 for the others.
     """
 
     inputs: Int[Tensor, "1 t"]
@@ -35,6 +38,7 @@ class Batch(NamedTuple):
     cu_seqlens: Int[Tensor, " z1"]
     carried: Int[Tensor, " z"]
     last: Int[Tensor, " r"]
+    context: Context | None = None
 
     @property
     def tokens(self) -> int:
@@ -48,7 +52,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """On another device."""
-        return Batch(*(x.to(device) for x in self))
+        inputs, targets, bounds, carried, last = (x.to(device) for x in self[:5])
+        return Batch(inputs, targets, bounds, carried, last, self.context)
 
 
 class Sequence:
@@ -80,13 +85,16 @@ class Sequence:
                 starts.append(low - begin)
         return torch.cat(pieces), torch.tensor(starts, dtype=torch.int64)
 
-    def pack(self, spans: list[tuple[int, int]], fresh: bool) -> Batch:
+    def pack(self, spans: list[tuple[int, int]], fresh: bool, neighbours: Neighbours | None = None) -> Batch:
         """Rows as a batch.
 
         Args:
             spans: begin and end of each row.
             fresh: no row continues from an earlier state.
+            neighbours: workers that share the batch, each a part of it.
         """
+        if neighbours is not None:
+            return self._part(spans, fresh, neighbours)
         inputs, targets, bounds, carried, last = [], [], [], [], []
         offset = 0
         for row, (begin, end) in enumerate(spans):
@@ -111,6 +119,36 @@ class Sequence:
             torch.tensor(last),
         )
 
+    def _part(self, spans: list[tuple[int, int]], fresh: bool, neighbours: Neighbours) -> Batch:
+        """This worker's part of rows that several share: as many tokens as the others', and only these are read."""
+        begin, end = neighbours.part(sum(stop - start for start, stop in spans))
+        here, whole, offset = [], [], 0
+        for row, (start, stop) in enumerate(spans):
+            low, high = max(begin, offset), min(end, offset + stop - start)
+            if low < high:
+                here.append((start + low - offset, start + high - offset))
+                whole.append((row, low == offset, high == offset + stop - start))
+            offset += stop - start
+        batch = self.pack(here, fresh)
+        carried, last = torch.full_like(batch.carried, len(spans)), torch.full((len(spans),), -1)
+        inner = [False] * len(here)
+        for number, (row, begins, ends) in enumerate(whole):
+            first = 0 if number == 0 else int(batch.last[number - 1]) + 1
+            continues = not self._begins_at(here[number][0])
+            if begins and continues and not fresh:
+                carried[first] = row
+            inner[number] = continues and not begins
+            if ends:
+                last[row] = batch.last[number]
+        # A part ends within a sequence where its row continues and no document begins after it.
+        after = not whole[-1][2] and not self._begins_at(here[-1][1])
+        return batch._replace(carried=carried, last=last, context=Context(neighbours, inner[0], after))
+
+    def _begins_at(self, place: int) -> bool:
+        """Whether a document begins there."""
+        index = int(torch.searchsorted(self._begins, place))
+        return index < len(self._begins) and int(self._begins[index]) == place
+
 
 class Batches:
     """The batches of a run.
@@ -121,15 +159,37 @@ class Batches:
     """
 
     def __init__(
-        self, tokens: Tokens, *, mode: Literal["packed", "stream"], length: int, rows: int, accumulation: int, seed: int
+        self,
+        tokens: Tokens,
+        *,
+        mode: Literal["packed", "stream"],
+        length: int,
+        rows: int,
+        accumulation: int,
+        seed: int,
+        reader: int = 0,
+        readers: int = 1,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """Check that there is enough text.
+
+        Args:
+            tokens: of all documents.
+            mode: how rows are cut and follow each other.
+            length: of a row.
+            rows: of a step, those of all workers.
+            accumulation: parts of a step.
+            seed: of the order.
+            reader: which of the `readers` this worker is; they divide the rows of each part.
+            readers: how many there are.
+            neighbours: workers that read the same rows, each a part of them.
 
         Raises:
             ValueError: there is less than one row, or one step of a stream.
         """
         self._tokens, self._mode, self._seed = tokens, mode, seed
         self._length, self._rows, self._parts = length, rows, accumulation
+        self._reader, self._readers, self._neighbours = reader, readers, neighbours
         self._sequence, self._epoch = Sequence(tokens), -1
         needed = length if mode == "packed" else length * rows
         if len(self._sequence) < needed:
@@ -142,7 +202,9 @@ class Batches:
         """The batches of a step, one for each part of the accumulation."""
         spans, fresh = self._packed(step) if self._mode == "packed" else self._stream(step)
         size = self._rows // self._parts
-        return [self._sequence.pack(spans[i : i + size], fresh) for i in range(0, self._rows, size)]
+        own = size // self._readers
+        begins = range(self._reader * own, self._rows, size)
+        return [self._sequence.pack(spans[i : i + own], fresh, self._neighbours) for i in begins]
 
     def _packed(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         count, t = len(self._sequence) // self._length, self._length
@@ -162,11 +224,12 @@ class Batches:
         return [(begin, begin + self._length) for begin in begins], within == 0
 
 
-def segments(tokens: Tokens, length: int) -> list[Batch]:
-    """All tokens in order, in batches of one row that continues from the one before it."""
+def segments(tokens: Tokens, length: int, first: int = 0, last: int | None = None) -> list[Batch]:
+    """Tokens from `first` to `last`, or all, in order, in batches of one row that continues from the one before it."""
     sequence = Sequence(tokens)
-    begins = range(0, len(sequence), length)
-    return [sequence.pack([(begin, min(begin + length, len(sequence)))], begin == 0) for begin in begins]
+    last = len(sequence) if last is None else last
+    begins = range(first, last, length)
+    return [sequence.pack([(begin, min(begin + length, last))], begin == first) for begin in begins]
 
 
 def permuted(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:

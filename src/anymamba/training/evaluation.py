@@ -12,8 +12,9 @@ from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.training.data import segments
 from anymamba.training.neighbours import ORDER
+from anymamba.training.parallel import Workers
 from anymamba.training.sections import TextEvaluationSection
-from anymamba.training.shards import Corpus
+from anymamba.training.shards import Corpus, Tokens
 from anymamba.training.step import batch_nats
 
 _SEGMENT = 2048  # tokens that are computed at once
@@ -34,21 +35,39 @@ class HeldOut(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype) -> HeldOut:
-    """Score the held-out text, every document from a fresh start.
+def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype, workers: Workers | None = None) -> HeldOut:
+    """Score the held-out text, every document from a fresh start; workers divide the documents between them.
 
     Nothing predicts the first token of a document, so it costs as much as any: log2 of the vocabulary, in bits.
     """
-    tokens, nats, carried = corpus.held_out, 0.0, None
-    for batch in segments(tokens, _SEGMENT):
+    tokens, nats = corpus.held_out, 0.0
+    workers = workers or Workers()
+    shares, carried = _shares(tokens, workers.size), None
+    for batch in segments(tokens, _SEGMENT, *shares[workers.rank]):
         cost, carried = batch_nats(model, batch.to(model.device), carried, dtype)
         nats += cost.item()
+    if workers.size > 1:
+        counts = [-(-(end - begin) // _SEGMENT) for begin, end in shares]
+        for _ in range(counts[workers.rank], max(counts)):  # a divided model is put together by all or by none
+            (batch,) = segments(tokens, _SEGMENT, 0, min(_SEGMENT, tokens.total))
+            batch_nats(model, batch.to(model.device), None, dtype)
+        nats = workers.sum(torch.tensor(nats, dtype=torch.float64), "to add up an evaluation").item()
     nats += int((tokens.lengths > 0).sum()) * math.log(corpus.vocab_size)
     size = int(tokens.sizes.sum())
     neighbours = {"xz -9": 8 * corpus.xz_bytes / size}
     if corpus.ngram_bits is not None:
         neighbours = {f"byte {ORDER}-gram": corpus.ngram_bits / size, **neighbours}
     return HeldOut(nats / math.log(2) / size, neighbours)
+
+
+def _shares(tokens: Tokens, count: int) -> list[tuple[int, int]]:
+    """Begin and end of as many stretches of whole documents, of about the same length."""
+    ends = tokens.lengths.cumsum(0)
+    cuts = [0]
+    for i in range(1, count):
+        at = int(torch.searchsorted(ends, tokens.total * i // count))
+        cuts.append(max(cuts[-1], int(ends[at]) if i and at < len(ends) else tokens.total))
+    return list(zip(cuts, [*cuts[1:], tokens.total], strict=True))
 
 
 def beginning(corpus: Corpus, tokenizer: Tokenizer) -> str:

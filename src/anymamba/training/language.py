@@ -22,6 +22,7 @@ from anymamba.models.lm import MambaLM
 from anymamba.models.opening import open_checkpoint
 from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model
 from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
+from anymamba.training.checkpoint import checkpoints
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
@@ -29,6 +30,7 @@ from anymamba.training.file_config import FileConfig
 from anymamba.training.file_runs import begin_files, is_file_run, open_files
 from anymamba.training.layers import expect_compiler
 from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
+from anymamba.training.parallel import Workers, is_restarted, joined
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.sources import Text, find_text
@@ -62,10 +64,12 @@ def train(
         FloatingPointError: the loss or gradient is not finite.
     """
     trainer: Trainer[Any]
+    workers = joined()
     if isinstance(config, FileConfig):
+        workers.expect_alone()
         trainer = begin_files(config, Path(directory), report or to_stderr)
     else:
-        trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr)
+        trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr, workers)
     trainer.run(callbacks, shown=report is None)
     return trainer
 
@@ -92,8 +96,13 @@ def resume(
         ValueError: there is none, or `changes` are of what a run cannot change.
         FloatingPointError: the loss or gradient is not finite.
     """
-    opened: Any = open_files if is_file_run(Path(directory)) else open_run
-    trainer: Trainer[Any] = opened(Path(directory), changes or {}, report or to_stderr)
+    trainer: Trainer[Any]
+    workers = joined()
+    if is_file_run(Path(directory)):
+        workers.expect_alone()
+        trainer = open_files(Path(directory), changes or {}, report or to_stderr)
+    else:
+        trainer = open_run(Path(directory), changes or {}, report or to_stderr, workers)
     trainer.run(callbacks, shown=report is None)
     return trainer
 
@@ -103,24 +112,68 @@ def to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def begin(config: TrainingConfig, directory: Path, report: Callable[[str], None]) -> Trainer[LanguageTask]:
+def begin(
+    config: TrainingConfig, directory: Path, report: Callable[[str], None], workers: Workers | None = None
+) -> Trainer[LanguageTask]:
     """A run that is about to begin in a directory.
+
+    Where torchrun has started the workers again, because one of them was lost, the run continues if it has begun.
 
     Raises:
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
     """
-    config = settled(config)
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory):
-        expect_no_run(directory)
-        if config.model.init is not None:
-            report(f"starting from the weights of {config.model.init}")
-        task = LanguageTask(config, directory, report)
-    return Trainer(task, directory, None, report)
+    workers = workers or Workers()
+    if workers.any(is_restarted()) and workers.any(workers.leads and bool(checkpoints(directory / "checkpoints"))):
+        return open_run(directory, {}, report, workers)
+    config, task = workers.together(lambda: settled(_placed(config, workers))), None
+
+    def make() -> str:
+        nonlocal task
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory):
+            expect_no_run(directory)
+            if config.model.init is not None:
+                report(f"starting from the weights of {config.model.init}")
+            task = LanguageTask(config, directory, report, workers=workers)
+        return ""
+
+    workers.first(make)  # which tokenises the text, once for all
+    opened = workers.together(lambda: task or LanguageTask(config, directory, report, workers=workers, prepared=True))
+    return Trainer(opened, directory, None, report, workers)
+
+
+def _placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
+    """A config whose rows and layers go together with its mesh, in which the workers take their places.
+
+    Raises:
+        ValueError: they do not.
+    """
+    device = find_device(workers.device_name(config.device), "device =")
+    c, p = config.batch, config.parallel
+    workers.arrange(p, device)
+    if c.rows % (c.accumulation * workers.readers):
+        raise ValueError(
+            f"batch: the rows of a part of a step, {c.rows // c.accumulation} (tokens / length / accumulation), must "
+            f"be a multiple of the workers that divide them, parallel.replicate · shard = {workers.readers}"
+        )
+    if p.context > 1:
+        if config.precision.compile:
+            raise ValueError("precision.compile = true: torch cannot compile layers of a sequence that workers share")
+        own = c.tokens // c.accumulation // workers.readers // p.context
+        least = 1 if config.model.init else getattr(config.model.lm_config(256).block_config(), "d_conv", 1)
+        if own < least:
+            raise ValueError(
+                f"parallel.context = {p.context}: each worker's part of the rows must have {least} tokens or more, "
+                f"got {own}"
+            )
+    return config
 
 
 def open_run(
-    directory: Path, overrides: Mapping[str, str | Sequence[str]], report: Callable[[str], None]
+    directory: Path,
+    overrides: Mapping[str, str | Sequence[str]],
+    report: Callable[[str], None],
+    workers: Workers | None = None,
 ) -> Trainer[LanguageTask]:
     """A run that is about to continue from its latest good checkpoint.
 
@@ -128,9 +181,15 @@ def open_run(
         ValueError: there is none, or `overrides` change what the run is.
     """
     instead = f"; to start another run from its weights: anymamba train --model.init {directory} --out DIR"
-    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), report, instead)
-    task = LanguageTask(reopened.config, directory, report, begun=reopened.checkpoint.path)
-    return Trainer(task, directory, reopened, report)
+    workers = workers or Workers()
+    quiet = report if workers.leads else lambda _: None
+    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), quiet, instead, workers)
+
+    def open_task() -> LanguageTask:
+        _placed(reopened.config, workers)
+        return LanguageTask(reopened.config, directory, quiet, begun=reopened.checkpoint.path, workers=workers)
+
+    return Trainer(workers.together(open_task), directory, reopened, quiet, workers)
 
 
 def settled(config: TrainingConfig) -> TrainingConfig:
@@ -183,14 +242,25 @@ class LanguageTask(Task[Batch]):
     config: TrainingConfig
 
     def __init__(
-        self, config: TrainingConfig, directory: Path, report: Callable[[str], None], *, begun: Path | None = None
+        self,
+        config: TrainingConfig,
+        directory: Path,
+        report: Callable[[str], None],
+        *,
+        begun: Path | None = None,
+        workers: Workers | None = None,
+        prepared: bool = False,
     ) -> None:
-        """Prepare the text of a fresh run, or open that of one that `begun` is a checkpoint of; `config` is settled."""
+        """Prepare the text of a fresh run, or open that of one that `begun` is a checkpoint of; `config` is settled.
+
+        Of several `workers` the first prepares the text, and to the others it is `prepared`.
+        """
         self.config, self._directory = config, directory
+        self._workers = workers = workers or Workers()
         self.held_out: HeldOut | None = None
         self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
-        if begun is None:
+        if begun is None and not prepared:
             text = find_text(config.data, report)
             self._tokenizer = self._make_tokenizer(text, report)
             self.corpus = prepare(config.data, shards, self._tokenizer, report, text)
@@ -203,6 +273,9 @@ class LanguageTask(Task[Batch]):
             rows=config.batch.rows,
             accumulation=config.batch.accumulation,
             seed=config.seed,
+            reader=workers.reader,
+            readers=workers.readers,
+            neighbours=workers.neighbours,
         )
 
     @property
@@ -233,15 +306,15 @@ class LanguageTask(Task[Batch]):
         self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, LMCache | None]:
         """Nats, and the state after each row of a stream."""
-        nats, state = batch_nats(model, batch, carried, dtype)
-        return nats, state if self.config.data.mode == "stream" else None
+        return batch_nats(model, batch, carried, dtype, kept=self.config.data.mode == "stream")
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the held-out text, and write a sample."""
-        self.held_out = found = evaluate(model, self.corpus, dtype)
+        self.held_out = found = evaluate(model, self.corpus, dtype, self._workers)
         beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbours.items())
         lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
-        if text := sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed):
+        text = sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
+        if text and self._workers.leads:
             samples = self._directory / "samples"
             samples.mkdir(exist_ok=True)
             with replacing(samples / f"step-{step:08d}.txt") as temporary:
@@ -260,14 +333,17 @@ class LanguageTask(Task[Batch]):
         model.load_state_dict(tensors)
 
     def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor]:
-        """The states of all streams in one cache."""
-        return LMCache.cat(parts).tensors()
+        """The states of all streams in one cache, those of all workers."""
+        gathered = [part.with_tensors(map(self._workers.of_readers, part.leaves())) for part in parts]
+        return LMCache.cat(gathered).tensors()
 
     def carried_from(self, model: MambaLM, tensors: dict[str, Tensor]) -> list[Any]:
-        """The states of each part's streams."""
-        whole, parts = carried_from(model, tensors), self.config.batch.accumulation
+        """The states of each part's streams, as far as this worker reads them."""
+        whole, parts, workers = carried_from(model, tensors), self.config.batch.accumulation, self._workers
         size = whole.batch_size // parts
-        return [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+        own = size // workers.readers
+        begins = range(workers.reader * own, whole.batch_size, size)
+        return [whole.rows(slice(begin, begin + own)) for begin in begins]
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""

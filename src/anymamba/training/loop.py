@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -16,14 +17,23 @@ from torch import Tensor
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked
 from anymamba.ground.interrupts import interrupts
-from anymamba.training.checkpoint import RunState, amend_checkpoint, checkpoints, load_latest, save_checkpoint
+from anymamba.training.checkpoint import (
+    RunState,
+    amend_checkpoint,
+    checkpoints,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+)
 from anymamba.training.config import RunConfig
 from anymamba.training.display import Display
 from anymamba.training.layers import compile_layers, recompute_layers
-from anymamba.training.logs import open_logs
+from anymamba.training.logs import Log, open_logs
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
+from anymamba.training.parallel import Workers
 from anymamba.training.report import MetricsTable, Row, can_plot
 from anymamba.training.sections import ScheduleSection
+from anymamba.training.shares import add_up, divide, expect_all_parts, gathered, put_away, skeleton
 from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
@@ -68,7 +78,12 @@ class Reopened(Generic[C]):
 
 
 def reopen(
-    directory: Path, kind: type[C], wanted: Callable[[C], C], report: Callable[[str], None], instead: str = ""
+    directory: Path,
+    kind: type[C],
+    wanted: Callable[[C], C],
+    report: Callable[[str], None],
+    instead: str = "",
+    workers: Workers | None = None,
 ) -> Reopened[C]:
     """Open a run at its latest good checkpoint.
 
@@ -81,12 +96,12 @@ def reopen(
         wanted: the config to continue with, given that of the run.
         report: receives a line for each damaged checkpoint and each change.
         instead: what may be done where the config differs in more.
+        workers: that open it together.
 
     Raises:
         ValueError: there is no checkpoint, another process is at work on the run, or the config differs in more.
     """
-    with locked(directory):
-        checkpoint = load_latest(directory / "checkpoints", report)
+    checkpoint = _latest(directory, report, workers or Workers())
     began = kind.from_dict(checkpoint.config, str(directory))
     config, step = wanted(began), checkpoint.step
     changes, fields = began.changed(config), kind.fields_by_name()
@@ -105,6 +120,19 @@ def reopen(
     for name, (was, new) in changes.items():
         report(f"{name} changes from {was} to {new} after step {step}")
     return Reopened(checkpoint, config, changes)
+
+
+def _latest(directory: Path, report: Callable[[str], None], workers: Workers) -> RunState:
+    """The latest good checkpoint: the first worker finds it, and all read it."""
+    found: list[RunState] = []
+
+    def find() -> str:
+        with locked(directory):
+            found.append(load_latest(directory / "checkpoints", report))
+        return str(found[0].path)
+
+    path = workers.first(find)
+    return workers.together(lambda: found[0] if found else load_checkpoint(Path(path)))
 
 
 def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> bool:
@@ -137,9 +165,17 @@ class Trainer(Generic[T]):
         changes: of the config since the run began.
     """
 
-    def __init__(self, task: T, directory: Path, reopened: Reopened[Any] | None, report: Callable[[str], None]) -> None:
-        """Build the model anew or from a checkpoint."""
+    def __init__(
+        self,
+        task: T,
+        directory: Path,
+        reopened: Reopened[Any] | None,
+        report: Callable[[str], None],
+        workers: Workers | None = None,
+    ) -> None:
+        """Build the model anew or from a checkpoint; `workers` have their places, and the task knows them."""
         self.task, self.directory, self._report = task, directory, report
+        self._workers = workers = workers or Workers()
         self.config = config = task.config
         checkpoint = reopened.checkpoint if reopened is not None else None
         if checkpoint is not None and checkpoint.data != task.fingerprint:
@@ -150,16 +186,22 @@ class Trainer(Generic[T]):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.precision.dtype]
-        self._device = find_device(config.device, "device =")
+        self._device = find_device(workers.device_name(config.device), "device =")
         self.step, self.tokens, self.solved = 0, 0, False
         self.evaluated: Evaluation | None = None
         self._carried: list[Any] = []
         torch.manual_seed(config.seed)
         self.model = task.make_model(torch.float64 if self._dtype == torch.float64 else torch.float32)
         self.model.to(self._device)
-        self.optimiser = Optimiser(self.model, config.optimiser)
         self._saved, self.changes = -1, list[dict[str, Any]]()
         self._amended: Path | None = None  # a checkpoint whose config is to be replaced
+        if checkpoint is not None:
+            with _naming(checkpoint):
+                task.read_model(self.model, checkpoint.model)
+        self._plain = self.model if workers.shard == 1 else skeleton(self.model)  # as files have it
+        if workers.shard > 1:
+            divide(self.model, workers, config.parallel.reduce)
+        self.optimiser = Optimiser(self.model, config.optimiser)
         if reopened is not None:
             self._restore(reopened)
         if config.precision.compile:
@@ -187,24 +229,32 @@ class Trainer(Generic[T]):
             FloatingPointError: the loss or gradient is not finite; the state before that step is saved.
             ValueError: another process is at work on the run, or a new one would replace what is there.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with locked(self.directory), interrupts(signal.SIGINT, signal.SIGTERM) as interrupted:
-            if self._saved < 0:
-                expect_no_run(self.directory)
-            if self._amended is not None:
-                amend_checkpoint(self._amended, self.config.to_dict(), self.changes)
-            self._train(interrupted, list(callbacks), shown)
+        workers, lock = self._workers, ExitStack()
+        with lock, workers.watched(), interrupts(signal.SIGINT, signal.SIGTERM) as interrupted:
+            workers.together(lambda: self._enter(lock))
+            self._train(lambda: workers.any(interrupted()), list(callbacks), shown)
             self.save()
-            self.task.write_model(self.model, self.directory)
+            self._write_model(self.directory)
         return self.finished
 
+    def _enter(self, lock: ExitStack) -> None:
+        """Keep other processes out of the directory, and look whether it may be written to."""
+        if not self._workers.leads:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock.enter_context(locked(self.directory))
+        if self._saved < 0:
+            expect_no_run(self.directory)
+        if self._amended is not None:
+            amend_checkpoint(self._amended, self.config.to_dict(), self.changes)
+
     def _train(self, interrupted: Callable[[], bool], callbacks: list[Callback], shown: bool) -> None:
-        c = self.config
-        display = Display(c.schedule.steps, self.step, c.evaluation.log_every, shown)
-        logs = open_logs(c, self.directory, self.step)
+        c, leads = self.config, self._workers.leads
+        display = Display(c.schedule.steps, self.step, c.evaluation.log_every, shown and leads)
+        logs: list[Log] = self._workers.together(lambda: open_logs(c, self.directory, self.step) if leads else [])
         if self._saved < 0:
             self.save()  # before there are metrics: a run that has some can be resumed
-        table = MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
+        self._workers.together(lambda: logs.insert(0, self._table()) if leads else None)
         if not can_plot():
             display.report("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
@@ -214,47 +264,71 @@ class Trainer(Generic[T]):
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):
                     row = row._replace(evaluated=self._evaluate(display))
-                table.add(row)
                 for log in logs:
                     log.add(row)
-                if row.evaluated and can_plot():
+                if row.evaluated and can_plot() and leads:
                     self.task.plot(self.directory)
                 if self._due(c.checkpoints.every):
                     self.save()
-                for callback in callbacks:
+                for callback in callbacks if leads else ():
                     stopped |= callback(row) is True
+                stopped = self._workers.any(stopped)
         except FloatingPointError:
             self.save()
             raise
         finally:
             display.close()
-            table.close()
             for log in logs:
                 log.close()
+
+    def _table(self) -> MetricsTable:
+        return MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
 
     def save(self) -> None:
         """Write a checkpoint of the state as it is, if it has not been written."""
         if self._saved == self.step:
             return
-        save_checkpoint(
-            self.directory / "checkpoints",
-            lambda directory: self.task.write_model(self.model, directory),
-            self.optimiser.tensors(),
-            self.task.carried_tensors(self._carried) if self._carried else None,
-            step=self.step,
-            tokens=self.tokens,
-            config=self.config.to_dict(),
-            changes=self.changes,
-            data=self.task.fingerprint,
-            solved=self.solved,
-            before=self._saved,
-            keep=self.config.checkpoints.keep,
-        )
+        model, optimiser = self._whole_model(), self.optimiser.tensors()
+        carried = self.task.carried_tensors(self._carried) if self._carried else None
+
+        def write() -> None:
+            if not self._workers.leads:
+                return
+            save_checkpoint(
+                self.directory / "checkpoints",
+                lambda directory: self.task.write_model(model, directory),
+                optimiser,
+                carried,
+                step=self.step,
+                tokens=self.tokens,
+                config=self.config.to_dict(),
+                changes=self.changes,
+                data=self.task.fingerprint,
+                solved=self.solved,
+                before=self._saved,
+                keep=self.config.checkpoints.keep,
+            )
+
+        self._workers.together(write)
         self._saved = self.step
+
+    def _write_model(self, directory: Path) -> None:
+        model = self._whole_model()
+        self._workers.together(lambda: self.task.write_model(model, directory) if self._workers.leads else None)
+
+    def _whole_model(self) -> Any:
+        """The model as files have it; where workers have divided it between them, it is gathered."""
+        if self._plain is not self.model:
+            tensors = gathered(self.model)
+            if self._workers.leads:
+                self._plain.load_state_dict(tensors, assign=True)
+        return self._plain
 
     def _take_step(self) -> tuple[Row, int]:
         """The metrics of a step, and the tokens that it read."""
         began, c = perf_counter(), self.config
+        if self._workers.size > 1:  # which a checkpoint of one generator could not continue
+            torch.manual_seed((c.seed * 1_000_003 + self.step * 65_537 + self._workers.rank) % 2**63)
         batches = [batch.to(self._device) for batch in self.task.batches(self.step)]
         loss, norm, carried = self._differentiate(batches)
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -262,19 +336,24 @@ class Trainer(Generic[T]):
         share = learning_rate(self.step, 1.0, c.schedule)
         self.optimiser.step(share)
         self._carried = carried
-        tokens = sum(batch.tokens for batch in batches)
+        tokens = self._total(sum(batch.tokens for batch in batches))
         self.step, self.tokens = self.step + 1, self.tokens + tokens
         return Row(self.step, self.tokens, loss, share * c.optimiser.lr, norm, perf_counter() - began, {}), tokens
 
     def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
         """Mean cost, norm of its gradient (which is then clipped), and the states that are carried on."""
         self.optimiser.zero_grad()
-        total, count, states = 0.0, _count(batches), []
-        for cost, state in self._costs(batches):
+        total, count, states, workers = 0.0, self._count(batches), [], self._workers
+        for number, (cost, state) in enumerate(self._costs(batches), 1):
+            expect_all_parts(self.model, number == len(batches))
+            workers.doing("to add up gradients")
             (cost / count).backward()
             total += cost.item()
             states.append(state)
-        norm = clip_gradients(self.model, self.config.optimiser.clip)
+        if workers.size > 1 and workers.shard == 1:
+            add_up(self.model.parameters(), workers, self.config.parallel.reduce)
+        norm = clip_gradients(self.model, self.config.optimiser.clip, workers)
+        total = workers.sum(torch.tensor(total, dtype=torch.float64)).item() if workers.size > 1 else total
         return total / count, norm, [] if all(state is None for state in states) else states
 
     def _costs(self, batches: list[Any]) -> Iterator[tuple[Tensor, Any]]:
@@ -282,12 +361,21 @@ class Trainer(Generic[T]):
         for batch, state in zip(batches, carried, strict=True):
             yield self.task.cost(self.model, batch, state, self._dtype)
 
+    def _count(self, batches: list[Any]) -> int:
+        """Terms of the cost, those of all workers."""
+        return max(1, self._total(sum(batch.counted for batch in batches)))
+
+    def _total(self, here: int) -> int:
+        if self._workers.size == 1:
+            return here
+        return int(self._workers.sum(torch.tensor(here), "to count what a step reads").item())
+
     def _diagnose(self, batches: list[Any], loss: float, norm: float) -> str:
         def compute() -> Tensor:
-            return torch.stack([cost for cost, _ in self._costs(batches)]).sum() / _count(batches)
+            return torch.stack([cost for cost, _ in self._costs(batches)]).sum() / self._count(batches)
 
         self.optimiser.zero_grad()
-        where = first_non_finite(self.model, compute)
+        where = self._workers.told(first_non_finite(self.model, compute, self._workers.any))
         return (
             f"step {self.step + 1}: the loss is {loss} and the norm of its gradient {norm}; not finite first: {where}. "
             f"The state after step {self.step} is kept in {self.directory / 'checkpoints'}"
@@ -298,6 +386,7 @@ class Trainer(Generic[T]):
         self.model.eval()  # a model with dropout is judged without
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.model.train()
+        put_away(self.model)
         self.solved = found.solved
         display.report(found.text)
         display.score(found.values)
@@ -313,18 +402,20 @@ class Trainer(Generic[T]):
             values = {name: list(pair) for name, pair in reopened.changes.items()}
             self.changes.append({"step": checkpoint.step, **values})
             self._amended = checkpoint.path
-        try:
-            self.task.read_model(self.model, checkpoint.model)
+        with _naming(checkpoint):
             self.optimiser.restore(checkpoint.optimiser)
             if checkpoint.carried is not None:
                 self._carried = self.task.carried_from(self.model, checkpoint.carried)
-        except (KeyError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({reason})") from error
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.solved = checkpoint.solved
 
 
-def _count(batches: list[Any]) -> int:
-    return max(1, sum(batch.counted for batch in batches))
+@contextmanager
+def _naming(checkpoint: RunState) -> Iterator[None]:
+    """Tensors that do not fit are a checkpoint's mistake."""
+    try:
+        yield
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({reason})") from error

@@ -11,12 +11,15 @@ AdamW, and one learning rate and decay suit both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from anymamba.training.shares import Share
 
 # x <- a x + b (x xᵀ) x + c (x xᵀ)² x sends singular values from (0, 1] to about one: as steep at zero as a quintic that
 # keeps the others between 0.68 and 1.14 can be.
@@ -44,12 +47,21 @@ def orthogonalised(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
 class Muon(torch.optim.Optimizer):
     """Muon over matrices. A fused projection is given as its parts, or they are made orthogonal as one."""
 
-    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        """As other optimisers; every parameter must be a matrix.
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        shares: Mapping[Tensor, Share] | None = None,
+    ) -> None:
+        """As other optimisers; every parameter must be a matrix, or those of its rows that `shares` says lie here.
 
         Raises:
             ValueError: one is not.
         """
+        self._shares = dict(shares or {})
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for p in group["params"]:
@@ -66,6 +78,8 @@ class Muon(torch.optim.Optimizer):
                     continue
                 mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 mean.lerp_(p.grad, 1 - beta)
-                update = orthogonalised(p.grad.lerp(mean, beta))
+                update, share = p.grad.lerp(mean, beta), self._shares.get(p)
+                update = orthogonalised(update if share is None else share.whole(update))
+                largest = max(update.shape)
                 p.mul_(1 - lr * group["weight_decay"])
-                p.add_(update, alpha=-0.2 * max(p.shape) ** 0.5 * lr)
+                p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)

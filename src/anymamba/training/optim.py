@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from anymamba.models.lm import MambaLM
 from anymamba.training.muon import Muon
+from anymamba.training.parallel import Workers
 from anymamba.training.sections import OptimiserSection, ScheduleSection
+from anymamba.training.shares import Share, local
 
 # What the optimisers keep of a parameter.
 _ADAM_STATE, _MUON_STATE = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
@@ -113,14 +115,19 @@ class Optimiser:
         decayed, others = _by_decay(model, config.decay_embeddings)
         matrices: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, int]] = []  # a view, the parameter, the first of its rows
+        self._shares: dict[str, Share] = {}  # of what workers have divided between them
+        cut = hidden_matrices(model) if config.kind == "muon" else {}
+        for name, weight in {**decayed, **others}.items():
+            if name not in cut:
+                group = decayed if name in decayed else others
+                group[name] = self._here(name, weight, 0, len(weight) if weight.ndim else 1)
+        for name in cut:
+            weight = decayed.pop(name)
+            for key, begin, rows, is_matrix in _cut(model, name, weight):
+                is_taken = any(_is_named(key, chosen) for chosen in config.muon_without)
+                part = self._here(key, weight, begin, rows)
+                (matrices if is_matrix and not is_taken else decayed)[key] = part
         if config.kind == "muon":
-            for name in hidden_matrices(model):
-                weight = decayed.pop(name)
-                for key, part, begin, is_matrix in _cut(model, name, weight):
-                    is_taken = any(_is_named(key, chosen) for chosen in config.muon_without)
-                    (matrices if is_matrix and not is_taken else decayed)[key] = part
-                    if part is not weight:
-                        self._parts.append((part, weight, begin))
             _expect_named(config.muon_without, [*matrices, *decayed])
         self._decayed = {*decayed, *matrices} if config.weight_decay else set()
         adam = torch.optim.AdamW(
@@ -138,19 +145,39 @@ class Optimiser:
         self._owned = {name: (x, adam.state) for name, x in {**decayed, **others}.items()}
         if matrices:
             lr = config.lr if config.muon_lr is None else config.muon_lr
-            muon = Muon(matrices.values(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
+            shares = {x: self._shares[name] for name, x in matrices.items() if name in self._shares}
+            muon = Muon(
+                matrices.values(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay, shares=shares
+            )
             self._optimisers.append(muon)
             self._owned |= {name: (x, muon.state) for name, x in matrices.items()}
         self._groups = [(group, group["lr"]) for optimiser in self._optimisers for group in optimiser.param_groups]
 
+    def _here(self, name: str, weight: Tensor, begin: int, rows: int) -> Tensor:
+        """Some rows of a parameter, as far as they lie here: the parameter itself, or a view of it."""
+        share = Share.of(weight, begin, rows)
+        if share is None and rows == (len(weight) if weight.ndim else 1):
+            return weight
+        if share is not None:
+            self._shares[name] = share
+            first = Share.of(weight, 0, len(weight)).here.start  # type: ignore[union-attr]
+            begin, rows = begin + share.here.start - first, share.here.stop - share.here.start
+        part = local(weight).detach()[begin : begin + rows] if rows else local(weight).detach()[:0]
+        self._parts.append((part, weight, begin))
+        return part
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of all rows, wherever they lie."""
+        shape, share = self._owned[name][0].shape, self._shares.get(name)
+        return tuple(shape) if share is None else (share.bounds[-1], *shape[1:])
+
     def plan(self) -> list[PlanRow]:
         """Who moves what."""
-        total, adam = sum(x.numel() for x, _ in self._owned.values()), self._optimisers[0].state
+        sizes, adam = {name: math.prod(self._shape(name)) for name in self._owned}, self._optimisers[0].state
+        total, owners = sum(sizes.values()), ("Muon", "AdamW")
         return [
-            PlanRow(
-                name, tuple(x.shape), "AdamW" if state is adam else "Muon", name in self._decayed, x.numel() / total
-            )
-            for name, (x, state) in self._owned.items()
+            PlanRow(name, self._shape(name), owners[state is adam], name in self._decayed, sizes[name] / total)
+            for name, (_, state) in self._owned.items()
         ]
 
     def zero_grad(self) -> None:
@@ -162,16 +189,19 @@ class Optimiser:
         for group, largest in self._groups:
             group["lr"] = share * largest
         for part, whole, begin in self._parts:
-            part.grad = None if whole.grad is None else whole.grad[begin : begin + len(part)]
+            part.grad = None if whole.grad is None else local(whole.grad)[begin : begin + len(part)]
         for optimiser in self._optimisers:
             optimiser.step()
         for part, _, _ in self._parts:
             part.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: "backbone.norm_f.weight.exp_avg", "backbone.layers.0.mixer.in_proj.weight[x].momentum"."""
+        """The state by name: "backbone.norm_f.weight.exp_avg", "backbone.layers.0.mixer.in_proj.weight[x].momentum".
+
+        What workers have divided between them is gathered: all of them take part.
+        """
         return {
-            f"{name}.{key}": x
+            f"{name}.{key}": x if key == "step" or name not in self._shares else self._shares[name].whole(x)
             for name, (tensor, states) in self._owned.items()
             for key, x in states.get(tensor, {}).items()
         }
@@ -192,26 +222,28 @@ class Optimiser:
             expected = _ADAM_STATE if states is self._optimisers[0].state else _MUON_STATE
             if fields.keys() != expected:
                 raise ValueError(f"{name} must have {sorted(expected)}, got {sorted(fields)}")
+            shape, share = self._shape(name), self._shares.get(name)
             for field, x in fields.items():
-                if field != "step" and (x.shape != tensor.shape or x.dtype != tensor.dtype):
-                    wanted, got = (f"{y.dtype} of shape {tuple(y.shape)}" for y in (tensor, x))
+                if field != "step" and (x.shape != shape or x.dtype != tensor.dtype):
+                    wanted, got = (f"{y.dtype} of shape {s}" for y, s in ((tensor, shape), (x, tuple(x.shape))))
                     raise ValueError(f"{name}.{field} must be {wanted}, got {got}")
-                states[tensor][field] = x.to(tensor.device, copy=True)
+                own = x if field == "step" or share is None else x[share.here]
+                states[tensor][field] = own.to(tensor.device, copy=True)
 
 
-def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor, int, bool]]:
-    """The parts of a weight: their names, a view of each, the first of its rows, and whether it is a matrix."""
+def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, int, int, bool]]:
+    """The parts of a weight: their names, the first of its rows and how many they are, and whether it is a matrix."""
     path, _, projection = name.removesuffix(".weight").rpartition(".")
     owner: Any = model.get_submodule(path)
     parts = owner.projection_parts().get(projection, ()) if hasattr(owner, "projection_parts") else ()
     if not parts:
-        yield name, weight, 0, True
+        yield name, 0, len(weight), True
         return
     if (total := sum(part.rows for part in parts)) != len(weight):
         raise ValueError(f"{name}: its parts must have as many rows as it, {len(weight)}, got {total}")
     begin = 0
     for part in parts:
-        yield f"{name}[{part.name}]", weight.detach()[begin : begin + part.rows], begin, part.is_matrix
+        yield f"{name}[{part.name}]", begin, part.rows, part.is_matrix
         begin += part.rows
 
 
@@ -229,11 +261,21 @@ def _expect_named(chosen: Iterable[str], keys: list[str]) -> None:
         raise ValueError(f"optimiser.muon_without must name projections or their parts, as {known}, got {strange[0]!r}")
 
 
-def clip_gradients(model: nn.Module, largest: float) -> float:
-    """The norm of all gradients together, which are then scaled down if it is above `largest` (0: never)."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+def clip_gradients(model: nn.Module, largest: float, workers: Workers | None = None) -> float:
+    """The norm of all gradients together, which are then scaled down if it is above `largest` (0: never).
+
+    Of gradients that workers have divided between them, it is the norm of the whole.
+    """
+    grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
+    if workers is None or workers.shard == 1:
+        if largest and norm > largest:
+            nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
+        return norm.item()
+    norm = workers.sum(norm.square(), "to add up the norm of a gradient", workers.share_group()).sqrt()
     if largest and norm > largest:
-        nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
+        for grad in grads:
+            grad.mul_(largest / (norm + 1e-6))
     return norm.item()
 
 

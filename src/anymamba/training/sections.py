@@ -248,6 +248,25 @@ class PrecisionSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How the workers that torchrun starts divide the work; there must be replicate · shard · context of them."""
+
+    replicate: int | None = option(
+        None, "copies of the model that read different rows", default="as many as shard and context leave", free=True
+    )
+    shard: int = option(1, "workers that divide the weights between them and read different rows (FSDP)", free=True)
+    context: int = option(1, "workers that divide every row between them", free=True)
+    reduce: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype in which gradients are added up between workers", onwards=True
+    )
+    timeout: int = option(600, "seconds after which a worker that does not answer ends the run", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "replicate", "shard", "context", "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
     """What is looked at on the way."""
 

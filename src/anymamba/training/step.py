@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.training.data import Batch
+from anymamba.training.shares import local
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -21,7 +22,9 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any
     return nullcontext() if dtype == weight.dtype else torch.autocast(weight.device.type, dtype)
 
 
-def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype) -> tuple[Tensor, LMCache]:
+def batch_nats(
+    model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype, *, kept: bool = True
+) -> tuple[Tensor, LMCache | None]:
     """The negative log-likelihood of a batch's targets, added up, and the state after each of its rows.
 
     Args:
@@ -29,6 +32,7 @@ def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: tor
         batch: on the model's device.
         carried: the state of each row, after the step before; None for a fresh start of all.
         dtype: of the computation.
+        kept: the state is wanted.
 
     Returns:
         A scalar in float32 or wider, and the new state of each row, without its history.
@@ -38,9 +42,25 @@ def batch_nats(model: MambaLM, batch: Batch, carried: LMCache | None, dtype: tor
         if carried is not None and bool((batch.carried < len(batch.last)).any()):
             fresh = model.init_cache(1).to(dtype=dtype)
             cache = LMCache.cat([carried, fresh]).rows(batch.carried)
-        output = model(batch.inputs, cache, targets=batch.targets, cu_seqlens=batch.cu_seqlens, logits="none")
+        output = model(
+            batch.inputs,
+            cache,
+            targets=batch.targets,
+            cu_seqlens=batch.cu_seqlens,
+            logits="none",
+            context=batch.context,
+        )
     assert output.nats is not None
-    return output.nats, output.cache.detach().rows(batch.last)
+    return output.nats, _states_of_rows(output.cache.detach(), batch) if kept else None
+
+
+def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
+    """The state after each row of a batch, from those after its sequences; also of rows that another worker ends."""
+    found = cache.rows(batch.last.clamp(min=0))
+    if batch.context is None:
+        return found
+    neighbours, here = batch.context.neighbours, batch.last >= 0
+    return found.with_tensors(neighbours.chosen(x, here) for x in found.leaves())
 
 
 def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
@@ -49,15 +69,18 @@ def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
     return fresh.with_tensors(tensors[name].to(model.device) for name in fresh.tensors())
 
 
-def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
+def first_non_finite(
+    model: nn.Module, compute: Callable[[], Tensor], agreed: Callable[[bool], bool] = lambda here: here
+) -> str:
     """Where a value or gradient that is not finite first appears.
 
     Args:
         model: whose modules are watched.
         compute: runs the model and returns what to differentiate.
+        agreed: whether it is so on any of the workers, which all compute the same steps.
 
     Returns:
-        Words that name the module.
+        Words that name the module; none where it appears on another worker.
     """
     seen: list[str] = []
 
@@ -72,16 +95,16 @@ def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
         if gradient is not None and not torch.isfinite(gradient).all():
             seen.append(what)
 
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f"the parameter {name}"
+    wrong = [name for name, parameter in model.named_parameters() if not torch.isfinite(local(parameter)).all()]
+    if agreed(bool(wrong)):
+        return f"the parameter {wrong[0]}" if wrong else ""
     handles = [m.register_forward_hook(partial(watch, name)) for name, m in model.named_modules() if name]
     try:
         with torch.compiler.set_stance("force_eager"):  # where a module can be watched
             total = compute()
         if not seen and not torch.isfinite(total).all():
             seen.append("the loss itself")
-        if not seen:
+        if not agreed(bool(seen)):
             total.backward()
     finally:
         for handle in handles:
@@ -89,9 +112,11 @@ def first_non_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
     seen += [
         f"the gradient of {name}"
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+        if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
     ]
-    return seen[0] if seen else "the norm of the gradient, whose square overflows"
+    if agreed(bool(seen)):
+        return seen[0] if seen else ""
+    return "the norm of the gradient, whose square overflows"
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

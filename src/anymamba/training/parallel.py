@@ -1,0 +1,294 @@
+"""Several processes that train one model, as torchrun starts them: their places, and what they tell each other.
+
+The workers are a mesh of `replicate · shard · context`, the last of which is the innermost: workers of consecutive
+ranks share a sequence. Rows of a step are divided over `replicate · shard`, the weights over `shard`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from anymamba.ground.context import Neighbours
+from anymamba.training.sections import ParallelSection
+
+T = TypeVar("T")
+_TURNS = itertools.count()
+_EVER = timedelta(days=365)  # as long as it takes to tokenise a text
+_ANSWERS = 5.0  # seconds in which all that are alive have noticed that one is not
+
+
+class SharedError(ValueError):
+    """A mistake that every worker raises, and the first one tells."""
+
+    is_shared = True
+
+
+class Workers:
+    """All processes of a run, and the place of this one. One process alone is a mesh of one.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        shard: workers over which the weights are divided.
+        context: workers that share a sequence.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        """One of `size` processes, without a mesh yet."""
+        self.rank, self.size, self.shard, self.context = rank, size, 1, 1
+        self.neighbours: Neighbours | None = None
+        self._mesh: DeviceMesh | None = None
+        self._doing, self._seconds = "to begin", 600
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that speaks and writes."""
+        return self.rank == 0
+
+    @property
+    def readers(self) -> int:
+        """How many parts the rows of a step are divided into."""
+        return self.size // self.context
+
+    @property
+    def reader(self) -> int:
+        """Which of them is read here."""
+        return self.rank // self.context
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Over whose last dimension the weights are divided; None where they are the same on all workers."""
+        return self._mesh
+
+    def arrange(self, section: ParallelSection, device: torch.device) -> None:
+        """Take the places that a config asks for.
+
+        Raises:
+            ValueError: there are more or fewer workers than that.
+        """
+        fixed = section.shard * section.context
+        wanted = fixed * (section.replicate or max(1, self.size // fixed))
+        if wanted != self.size:
+            replicate = section.replicate or "(what is left)"
+            raise ValueError(
+                f"parallel: replicate · shard · context = {replicate} · {section.shard} · {section.context} must be "
+                f"the number of workers, got {self.size}; torchrun --nproc-per-node and --nnodes say how many there are"
+            )
+        self.shard, self.context, self._seconds = section.shard, section.context, section.timeout
+        if self.size == 1:
+            return
+        limit = timedelta(seconds=section.timeout)
+        dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+        ranks = torch.arange(self.size).view(-1, self.shard, self.context)
+        if self.shard > 1:
+            places = ranks.transpose(1, 2).reshape(-1, self.shard)
+            whole = len(places) == 1
+            names = ("shard",) if whole else ("replicate", "shard")
+            self._mesh = DeviceMesh(device.type, places[0] if whole else places, mesh_dim_names=names)
+        if self.context > 1:
+            for row in ranks.view(-1, self.context).tolist():
+                group = dist.new_group(row, timeout=limit)
+                if self.rank in row:
+                    self.neighbours = Neighbours(row, self.rank, group)
+
+    def expect_alone(self) -> None:
+        """Refuse several workers, for what one process does.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if self.size > 1:
+            raise ValueError(
+                f"several workers train language models on text; this task needs one process, got {self.size}"
+            )
+
+    def together(self, function: Callable[[], T]) -> T:
+        """What `function` gives here; a mistake on one worker is a mistake of all, raised on each.
+
+        Raises:
+            SharedError: there was one.
+        """
+        if self.size == 1:
+            return function()
+        mistake, result = "", None
+        try:
+            result = function()
+        except (ValueError, TypeError, OSError) as error:
+            mistake = str(error) or type(error).__name__
+        if not self.any(bool(mistake)):
+            return result  # type: ignore[return-value]
+        found = self._said(mistake)
+        first = next(rank for rank, text in enumerate(found) if text)
+        raise SharedError(found[0] if first == 0 else f"worker {first} of {self.size}: {found[first]}")
+
+    def first(self, function: Callable[[], str]) -> str:
+        """What `function` gives on the first worker, on all of them; the others wait for as long as it takes.
+
+        Raises:
+            SharedError: the first worker raised.
+        """
+        if self.size == 1:
+            return function()
+        store, key = _store(), _key()
+        if self.leads:
+            try:
+                store.set(key, "+" + function())
+            except (ValueError, TypeError, OSError) as error:
+                store.set(key, "-" + (str(error) or type(error).__name__))
+        store.wait([key], _EVER)
+        found: str = store.get(key).decode()
+        self.any(False)
+        if found[0] == "-":
+            raise SharedError(found[1:])
+        return found[1:]
+
+    def sum(self, values: Tensor, doing: str = "to add up numbers", group: Any = None) -> Tensor:
+        """The sum over all workers, or those of a group, in place."""
+        if self.size > 1:
+            self._doing = doing
+            dist.all_reduce(values, group=group)
+        return values
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on some worker."""
+        return bool(self.sum(torch.tensor(float(here)), "to agree").item()) if self.size > 1 else here
+
+    def of_readers(self, rows: Tensor) -> Tensor:
+        """Rows (r, ...) of all workers that read different ones, in their order."""
+        if self.size == 1:
+            return rows
+        found = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(found, rows.contiguous())
+        return torch.cat(found[:: self.context])
+
+    def told(self, here: str) -> str:
+        """What one worker says, on all of them: the first that says anything, and which it is."""
+        if self.size == 1:
+            return here
+        said = self._said(here)
+        rank = next((rank for rank, text in enumerate(said) if text), 0)
+        return f"{said[rank]} (worker {rank} of {self.size})"
+
+    def _said(self, here: str) -> list[str]:
+        """What every worker says."""
+        store, key = _store(), _key()
+        store.set(f"{key}/{self.rank}", "+" + here)
+        said = [store.get(f"{key}/{rank}").decode()[1:] for rank in range(self.size)]
+        self.any(False)  # nobody leaves before all have read
+        return said
+
+    def device_name(self, name: str) -> str:
+        """The device of this worker, where a config names a kind of them."""
+        return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
+
+    def share_group(self) -> Any:
+        """The workers over which the weights that this one has a part of are divided."""
+        return None if self._mesh is None else self._mesh.get_group("shard")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Where a worker does not answer in time, an error that names it in place of one of the connection.
+
+        Raises:
+            TimeoutError: one did not.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or "time" not in str(error).lower():
+                raise
+            raise TimeoutError(self._missing(str(error).splitlines()[0])) from error
+
+    def doing(self, what: str) -> None:
+        """Note what is about to be exchanged, to be named if it never is."""
+        self._doing = what
+
+    def _missing(self, reason: str) -> str:
+        """Who does not answer: all that are alive run into the same limit, and say so."""
+        store = _store()
+        keys = [f"alive/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], self._doing)
+        end = monotonic() + _ANSWERS
+        while monotonic() < end and not store.check(keys):
+            sleep(0.1)
+        silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        who = f"worker {', '.join(silent)}" if silent else "a worker"
+        return (
+            f"worker {self.rank} of {self.size} waited {self._seconds} s {self._doing} (parallel.timeout); "
+            f"no answer from {who} ({reason})"
+        )
+
+
+def joined() -> Workers:
+    """The processes that torchrun has started, connected; or this one alone.
+
+    Messages go through gloo, and those from GPU to GPU through nccl where there are any.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Workers()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if not dist.is_initialized():
+        store, rank, size = next(rendezvous("env://"))
+        store = PrefixStore(f"anymamba/{_start(store, rank, size)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        atexit.register(_leave)  # not before: a process may train again, and a group cannot be made twice
+    return Workers(dist.get_rank(), size)
+
+
+def _start(store: Any, rank: int, size: int) -> str:
+    """A name for this start of the workers: torchrun may have started them before, with the same store.
+
+    Every worker says hello with a token of its own; the first one lists what it has heard until all have found their
+    token in the list, and its own is the name.
+    """
+    token = secrets.token_hex(8)
+    store.set(f"anymamba/hello/{rank}", token)
+    while True:
+        if rank == 0:
+            tokens = [store.get(f"anymamba/hello/{other}").decode() for other in range(size)]
+            store.set("anymamba/tokens", " ".join(tokens))
+            if store.check([f"anymamba/here/{other}" for other in tokens[1:]]):
+                return token
+        else:
+            tokens = store.get("anymamba/tokens").decode().split()
+            if tokens[rank : rank + 1] == [token]:
+                store.set(f"anymamba/here/{token}", "")
+                return str(tokens[0])
+        sleep(0.02)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started the processes again, because one of them was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _key() -> str:
+    """A name in the store for what all workers are about to say; they all say the same number of things."""
+    return f"said/{next(_TURNS)}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

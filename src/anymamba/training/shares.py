@@ -1,0 +1,150 @@
+"""Weights and gradients that several workers hold: divided between them by rows, or the same on each.
+
+`fully_shard` (FSDP2) divides the rows of every parameter over the workers of a mesh, puts those of a layer together
+when it is computed, and adds up gradients where their rows lie. An optimiser moves the rows that lie here; where it
+needs a whole matrix, or a checkpoint does, the rows are gathered.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from anymamba.models.layers import ResidualLayer
+from anymamba.training.parallel import Workers
+
+Reduction = Literal["float32", "bfloat16"]
+_BUCKET = 2**23  # numbers of a gradient that are sent at once: 32 MiB in float32
+
+
+class Share(NamedTuple):
+    """Which rows of a tensor lie on which worker.
+
+    Attributes:
+        bounds: the first row of each worker's, and the number of all.
+        place: of this worker.
+        group: of the workers.
+    """
+
+    bounds: list[int]
+    place: int
+    group: Any
+
+    @staticmethod
+    def of(parameter: Tensor, begin: int, rows: int) -> Share | None:
+        """The share of some rows of a parameter, counted from 0; None where all of them are here."""
+        if not _is_divided(parameter):
+            return None
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        group, size = mesh.get_group("shard"), mesh["shard"].size()
+        most = -(-parameter.shape[0] // size)  # as `torch.chunk` divides
+        cuts = [min(worker * most, parameter.shape[0]) for worker in range(size + 1)]
+        bounds = [min(max(cut - begin, 0), rows) for cut in cuts]
+        return Share(bounds, mesh.get_local_rank("shard"), group)
+
+    @property
+    def here(self) -> slice:
+        """The rows that lie here."""
+        return slice(self.bounds[self.place], self.bounds[self.place + 1])
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """All rows, from those that lie here; every worker of the group takes part."""
+        sizes = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+        most = max(sizes)
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+
+
+def local(x: Tensor) -> Tensor:
+    """The rows of a tensor that lie here, sharing its memory."""
+    return x.detach().to_local() if _is_divided(x) else x  # type: ignore[attr-defined]
+
+
+def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
+    """Divide a model's weights between the workers, layer by layer; it must be the same on all of them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, for who needs it
+
+    mesh = workers.mesh
+    assert mesh is not None
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if reduction == "bfloat16" else None)
+    for layer in [module for module in model.modules() if isinstance(module, ResidualLayer)]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in _divided(model):
+        module.set_gradient_divide_factor(1.0)  # costs are divided by the targets of all workers already
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        # What is laid out when it is first put together must be there before the optimiser looks at it.
+        module.unshard()
+        module.reshard()
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy without values, to be filled by `gathered`."""
+    return copy.deepcopy(model).to("meta")
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights by name, on every worker."""
+    found = {}
+    for name, x in model.state_dict().items():
+        share = Share.of(x, 0, len(x)) if _is_divided(x) else None
+        found[name] = x.detach() if share is None else share.whole(local(x))
+    return found
+
+
+def put_away(model: nn.Module) -> None:
+    """Keep of a divided model only what lies here: without a backward pass, its last parts stay put together."""
+    for module in _divided(model):
+        module.reshard()
+
+
+def expect_all_parts(model: nn.Module, last: bool) -> None:
+    """Say whether the next backward pass is the last of a step: replicas add up their gradients only then."""
+    for module in _divided(model):
+        module.set_requires_all_reduce(last)
+
+
+def add_up(parameters: Iterable[Tensor], workers: Workers, reduction: Reduction) -> None:
+    """Add up the gradients of weights that are the same on all workers, in place; a missing one counts as zero."""
+    held = [p for p in parameters if p.requires_grad]
+    for p in held:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    for bucket in _buckets([p.grad for p in held if p.grad is not None]):
+        flat = _flatten_dense_tensors(bucket)
+        sent = flat.bfloat16() if reduction == "bfloat16" else flat
+        workers.sum(sent, "to add up gradients")
+        for grad, total in zip(bucket, _unflatten_dense_tensors(sent.to(flat.dtype), bucket), strict=True):
+            grad.copy_(total)
+
+
+def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients of one dtype, some at a time, in the same order on every worker."""
+    found: list[list[Tensor]] = []
+    size = 0
+    for grad in sorted(grads, key=lambda g: str(g.dtype)):
+        if not found or size + grad.numel() > _BUCKET or found[-1][0].dtype != grad.dtype:
+            found.append([])
+            size = 0
+        found[-1].append(grad)
+        size += grad.numel()
+    return found
+
+
+def _divided(model: nn.Module) -> list[Any]:
+    """Modules that `fully_shard` was called with."""
+    return [module for module in model.modules() if hasattr(module, "set_requires_all_reduce")]
+
+
+def _is_divided(x: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, whose module is not imported to find out."""
+    return hasattr(x, "device_mesh")
