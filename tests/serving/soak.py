@@ -156,7 +156,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
             time.sleep(max(0.1, min(30, seconds / 40)))
             samples.append(note(server, load, seconds))
         problems = load.problems + judge(samples, settled(server), seconds, start)
-        code = server.stop()
+        code = server.stop(timeout=600)
         print(", ".join(f"{count} {name}" for name, count in sorted(load.counts.items())))
         return problems + ([f"the server ended with {code}"] if code else [])
 
