@@ -28,6 +28,7 @@ from anymamba.serving.rows import Row, Scored, score
 from anymamba.serving.slots import Slots
 
 SEGMENT_LEN = 256
+_HALF_READ = 8  # prompts that are begun at a time: each holds a state
 
 Deliver = Callable[[list[tuple[Job, Event]]], None]
 
@@ -199,7 +200,10 @@ class Engine:
         """In turns the prompt that came first and the one with the least to read, so that a long one holds up no
         short one, and is itself never held up by more than as much again."""
         self._oldest_next = not self._oldest_next
-        return self._reading[0] if self._oldest_next else min(self._reading, key=lambda reading: reading.left)
+        if self._oldest_next:
+            return self._reading[0]
+        begun = [reading for reading in self._reading if reading.start is not None]
+        return min(begun if len(begun) >= _HALF_READ else self._reading, key=lambda reading: reading.left)
 
     def _read_segment(self, reading: Reading) -> bool:
         """Read the next segment; whether the prompt is at its end."""
