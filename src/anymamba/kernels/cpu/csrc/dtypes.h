@@ -32,6 +32,21 @@ inline uint16_t to_bfloat16(float x) {
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
+#if defined(__aarch64__)
+// The processor's own conversions, which know denormals of float16 whether those of float are flushed or not.
+inline float from_float16(uint16_t x) {
+  __fp16 half;
+  std::memcpy(&half, &x, 2);
+  return static_cast<float>(half);
+}
+
+inline uint16_t to_float16(float x) {
+  const __fp16 half = static_cast<__fp16>(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+#else
 // No step of the two below passes through a denormal float: they must work while denormals are flushed.
 inline float from_float16(uint16_t x) {
   const uint32_t exponent_mask = 0x7c00u << 13;
@@ -58,6 +73,7 @@ inline uint16_t to_float16(float x) {
   }
   return static_cast<uint16_t>(half | (sign >> 16));
 }
+#endif
 
 // Read `width` numbers of `dtype` and fill up to `padded` with zeros.
 template <typename T>

@@ -5,6 +5,8 @@
 
 #if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "dtypes.h"
@@ -29,14 +31,27 @@ struct HalfVector {
   typedef uint16_t type __attribute__((vector_size(kVectorBytes / 2)));
 };
 inline Vec<uint32_t> load_halves(const void* source) {
+#if defined(__aarch64__)
+  // In one instruction; the compilers' own conversion of a vector goes lane by lane.
+  uint16x4_t halves;
+  std::memcpy(&halves, source, sizeof halves);
+  return (Vec<uint32_t>)vmovl_u16(halves);
+#else
   HalfVector::type halves;
   std::memcpy(&halves, source, sizeof halves);
   return __builtin_convertvector(halves, Vec<uint32_t>);
+#endif
 }
 
 inline Vec<float> load_wide(const BFloat16* source) { return (Vec<float>)(load_halves(source) << 16); }
 
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+inline Vec<float> load_wide(const Float16* source) {
+  float16x4_t halves;
+  std::memcpy(&halves, source, sizeof halves);
+  return (Vec<float>)vcvt_f32_f16(halves);
+}
+#elif defined(__AVX512F__)
 inline Vec<float> load_wide(const Float16* source) {
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }

@@ -44,7 +44,7 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
       scale_rows(b.v, b.v, b.decay.to_end, rows, size.p_cols, size.p_row);
       T* state = b.entering + (e * chunks + c) * numbers;
       Gemm<T> add{b.keys.k, size.rows_row, 1, b.v, size.p_row, state + numbers, size.p_row, size.n, size.p_cols, rows};
-      add.c_in = state;
+      add.c_in = {state, size.p_row};
       add.c_in_scale = b.decay.kept;
       add.ahead = &next_v;
       gemm(add);
@@ -117,12 +117,13 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     for (int64_t e = 0; e < task.heads; ++e) {
       const bool last_head = e + 1 == task.heads;
       const int64_t head = task.first_head + e;
-      RowPrefetch next_v, next_dy;
+      RowPrefetch next_v, next_dy, next_dv;
       if (!last_head || c > 0) {
         const Chunk next = last_head ? chunk_of(seq, c - 1, size.steps) : chunk;
         const int64_t next_head = last_head ? task.first_head : head + 1;
         next_v = prefetch_of(args.v, args.dtype, args.v_strides, next_head, next, size.rank, size.p);
         next_dy = prefetch_of(args.dy, args.dtype, args.dy_strides, next_head, next, size.rank, size.p);
+        if (!args.value_weight) next_dv = prefetch_result(args.dv, args, next_head, next, size.rank, size.p);
       }
       if (args.k_bias) {
         std::memcpy(b.rotation, b.rotations + (e * chunks + c) * size.turn.state, size.turn.state * sizeof(double));
@@ -135,7 +136,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         fill_zero(b.dscores, size_t(rows) * size.rows_row);
       }
       backward_head(args, chunk, seq, task.sequence, head, b.entering + (e * chunks + c) * numbers, b.g + e * numbers,
-                    next_v, next_dy, b, size);
+                    next_v, next_dy, next_dv, b, size);
       if (args.k_bias) {
         backward_keys(b.dk, b.dq, rows, b, size);
         if (last >= chunk.start && last < chunk.start + chunk.steps)

@@ -15,8 +15,8 @@ struct BackwardBuffers {
   Keys<T> keys;
   T *scores, *dscores, *dscores_t;            // of the group or head: (rows, rows)
   T *dgroup_k, *dgroup_q, *dk, *dq;           // of the group, and of the head: (n, rows)
-  T *v, *dy, *u, *dv, *weighted, *dweighted;  // of a head: (rows, p), and (rows, rows)
-  T *v_t, *dy_t, *u_t;                        // (p, rows)
+  T *v, *dy, *dv, *weighted, *dweighted;      // of a head: (rows, p), and (rows, rows)
+  T *v_t, *dy_t;                              // (p, rows)
   T *skip, *rank_weight, *x;                  // (p)
   T *sums, *out, *in, *d_later, *d_own;         // (rows)
   T* g;                                       // (heads, n, p): gradient of the state that leaves the chunk
@@ -36,16 +36,14 @@ struct BackwardBuffers {
         dgroup_k(arena.take<T>(size_t(s.n) * s.rows_row)),
         dgroup_q(arena.take<T>(size_t(s.n) * s.rows_row)),
         dk(args.k_bias ? arena.take<T>(size_t(s.n) * s.rows_row) : dgroup_k),
-        dq(arena.take<T>(size_t(s.n) * s.rows_row)),
+        dq(args.k_bias ? arena.take<T>(size_t(s.n) * s.rows_row) : dgroup_q),
         v(arena.take<T>(size_t(s.rows) * s.p_row)),
         dy(arena.take<T>(size_t(s.rows) * s.p_row)),
-        u(arena.take<T>(size_t(s.rows) * s.p_row)),
         dv(arena.take<T>(size_t(s.rows) * s.p_row)),
         weighted(arena.take<T>(size_t(s.rows) * s.rows_row)),
         dweighted(arena.take<T>(size_t(s.rows) * s.rows_row)),
         v_t(arena.take<T>(size_t(s.p) * s.rows_row)),
         dy_t(arena.take<T>(size_t(s.p) * s.rows_row)),
-        u_t(arena.take<T>(size_t(s.p) * s.rows_row)),
         skip(arena.take<T>(s.p_row)),
         rank_weight(arena.take<T>(s.p_row)),
         x(arena.take<T>(s.p_row)),
@@ -71,14 +69,6 @@ inline T dot(const T* x, const T* y, int width) {
   Vec<T> sum = {};
   for (int c = 0; c < width; c += kLanes<T>) sum += load(x + c) * load(y + c);
   return sum_lanes<T>(sum);
-}
-
-// target row = scale * source row, elementwise along the row.
-template <typename T>
-inline void scale_columns(T* target, const T* source, const T* scale, int rows, int cols, ptrdiff_t row) {
-  for (int i = 0; i < rows; ++i)
-    for (int c = 0; c < cols; c += kLanes<T>)
-      store(target + i * row + c, load(scale + c) * load(source + i * row + c));
 }
 
 // The elementwise middle of the backward. On entry dweighted[j, i] = <v_j, dy_i>. On exit `weighted` holds the decayed
@@ -163,21 +153,15 @@ void write_dweights(const ScanArgs& args, const Chunk& chunk, const Sequence& se
   }
 }
 
-// dv gains skip * dy, and dskip what it should.
+// The gradient of the skip's weights.
 template <typename T>
 void backward_skip(const ScanArgs& args, int64_t sequence, int64_t head, int rows, BackwardBuffers<T>& b,
                    const ChunkSizes<T>& size) {
   const ptrdiff_t row = size.p_row;
   T* dskip = static_cast<T*>(args.dskip) + (sequence * args.heads + head) * args.width;
-  read_parameters(b.skip, args.skip, head, size.p);
   for (int c = 0; c < size.p_cols; c += kLanes<T>) {
-    const Vec<T> skip = load(b.skip + c);
     Vec<T> sum = {};
-    for (int i = 0; i < rows; ++i) {
-      const Vec<T> dy = load(b.dy + i * row + c);
-      sum += dy * load(b.v + i * row + c);
-      store(b.dv + i * row + c, load(b.dv + i * row + c) + skip * dy);
-    }
+    for (int i = 0; i < rows; ++i) sum += load(b.dy + i * row + c) * load(b.v + i * row + c);
     for (int i = c; i < c + kLanes<T> && i < size.p; ++i) dskip[i] += sum[i - c];
   }
 }
@@ -215,25 +199,54 @@ template <typename T>
 void backward_keys(T* dk, T* dq, int rows, BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
   const int row = size.rows_row, cols = round_up<T>(rows);
   Gemm<T> queries{b.keys.k, row, 1, b.dscores, row, dq, row, size.n, cols, rows};
-  queries.c_in = dq;
+  queries.c_in = {dq, row};
   queries.span = Span::kDepthUpToColumn;
   queries.rank = size.rank;
   gemm(queries);
   transpose_chunk(b.dscores_t, b.dscores, row, rows, rows, size);
   Gemm<T> keys{b.keys.q, row, 1, b.dscores_t, row, dk, row, size.n, cols, rows};
-  keys.c_in = dk;
+  keys.c_in = {dk, row};
   keys.span = Span::kDepthFromColumn;
   keys.rank = size.rank;
   gemm(keys);
 }
 
+// dv = w rho (k G) + W dy + skip dy with w the weights, and in = <v, rho (k G)>.
+template <typename T>
+void backward_values(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, const T* g,
+                     BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
+  const int rows = chunk.steps * size.rank, row = size.rows_row, p_row = size.p_row;
+  const bool in_place = !args.value_weight && writes_in_place<T>(args, size);
+  const ptrdiff_t dv_row = in_place ? args.heads * args.width : p_row;
+  T* dv = in_place ? static_cast<T*>(args.dv) + first_row(args, chunk) * dv_row + head * args.width : b.dv;
+  Gemm<T> into{b.keys.k, 1, row, g, p_row, dv, dv_row, rows, size.p_cols, size.n};
+  into.row_scale = b.decay.to_end;
+  into.row_with = {b.v, p_row};
+  into.row_sums = b.in;
+  into.then_row_scale = b.weights.later;
+  into.second = {b.weighted, row, 1, b.dy, p_row, rows};
+  into.span = Span::kDepthFromRow;
+  into.rank = size.rank;
+  if (args.skip) {
+    read_parameters(b.skip, args.skip, head, size.p);
+    into.addend = {b.dy, p_row};
+    into.addend_scale = b.skip;
+    backward_skip(args, sequence, head, rows, b, size);
+  }
+  fill_zero(b.in, row);
+  gemm(into);
+  if (args.value_weight)
+    backward_rank_values(args, chunk, sequence, head, b, size);
+  else if (!in_place)
+    write_chunk(args.dv, b.dv, p_row, args.dtype, args, head, args.heads, chunk, size.p);
+}
+
 template <typename T>
 void backward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t sequence, int64_t head,
-                   const T* state, T* g, RowPrefetch& next_v, RowPrefetch& next_dy, BackwardBuffers<T>& b,
-                   const ChunkSizes<T>& size) {
+                   const T* state, T* g, RowPrefetch& next_v, RowPrefetch& next_dy, RowPrefetch& next_dv,
+                   BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
   const int rows = chunk.steps * size.rank, cols = round_up<T>(rows), row = size.rows_row;
   const int p_row = size.p_row, p_cols = size.p_cols;
-  const ptrdiff_t key_numbers = size.n * ptrdiff_t(row);
   b.decay.read(args, chunk, head, size.rank);
   b.weights.read(args, chunk, seq, head, size.rank);
   read_values(b.v, b.rank_weight, args, chunk, head, size);
@@ -241,60 +254,45 @@ void backward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq
   transpose_chunk(b.dy_t, b.dy, p_row, rows, size.p, size);
   transpose_chunk(b.v_t, b.v, p_row, rows, size.p, size);
 
-  // Through the state that entered: dq = H U', out = <q, dq>.
-  scale_columns(b.u_t, b.dy_t, b.decay.from_start, size.p, cols, row);
-  gemm(Gemm<T>{state, p_row, 1, b.u_t, row, b.dq, row, size.n, cols, size.p});
-  fill_zero(b.out, cols);
-  for (ptrdiff_t c = 0; c < key_numbers; c += row)
-    for (int i = 0; i < cols; i += kLanes<T>)
-      store(b.out + i, load(b.out + i) + load(b.keys.q + c + i) * load(b.dq + c + i));
-  if (!args.k_bias)
-    for (ptrdiff_t c = 0; c < key_numbers; c += row)
-      for (int i = 0; i < cols; i += kLanes<T>)
-        store(b.dgroup_q + c + i, load(b.dgroup_q + c + i) + load(b.dq + c + i));
+  // Through the state that entered, with u the decays from the start: dq = u (H dy'), out = <q, dq>. A group gains it.
+  T* dq = args.k_bias ? b.dq : b.dgroup_q;
+  Gemm<T> queries{state, p_row, 1, b.dy_t, row, dq, row, size.n, cols, size.p};
+  queries.col_scale = b.decay.from_start;
+  queries.col_with = {b.keys.q, row};
+  queries.col_sums = b.out;
+  if (!args.k_bias) queries.c_in = {dq, row};
+  fill_zero(b.out, row);
+  gemm(queries);
 
-  // Through the state that leaves, with w the weights: dv = w rho (k G), in = <v, dv>, dk = G (w rho v)'.
-  double keep = 0;
-  for (int c = 0; c < size.n; ++c)
-    keep += static_cast<double>(dot(g + c * ptrdiff_t(p_row), state + c * ptrdiff_t(p_row), p_cols));
-  keep *= static_cast<double>(b.decay.kept);
-  Gemm<T> into{b.keys.k, 1, row, g, p_row, b.dv, p_row, rows, p_cols, size.n};
-  into.row_scale = b.decay.to_end;
-  gemm(into);
-  for (int i = 0; i < rows; ++i) b.in[i] = dot(b.v + i * ptrdiff_t(p_row), b.dv + i * ptrdiff_t(p_row), p_cols);
-  for (int i = 0; i < cols; i += kLanes<T>)
-    store(b.decay.to_end + i, load(b.decay.to_end + i) * load(b.weights.later + i));
-  scale_columns(b.v_t, b.v_t, b.decay.to_end, size.p, cols, row);
-  Gemm<T> keys{g, p_row, 1, b.v_t, row, b.dk, row, size.n, cols, size.p};
-  if (!args.k_bias) keys.c_in = b.dk;
-  keys.ahead = &next_v;
-  gemm(keys);
-  scale_rows(b.dv, b.dv, b.weights.later, rows, p_cols, p_row);
-
-  // Within the chunk: dv += W dy.
+  // Within the chunk.
   Gemm<T> dweighted{b.v, p_row, 1, b.dy_t, row, b.dweighted, row, rows, cols, size.p};
   dweighted.span = Span::kColumnsFromRow;
   dweighted.rank = size.rank;
   gemm(dweighted);
   backward_scores(b, chunk.steps, size);
-  Gemm<T> within{b.weighted, row, 1, b.dy, p_row, b.dv, p_row, rows, p_cols, rows};
-  within.c_in = b.dv;
-  within.span = Span::kDepthFromRow;
-  within.rank = size.rank;
-  gemm(within);
-  if (args.skip) backward_skip(args, sequence, head, rows, b, size);
-  if (args.value_weight)
-    backward_rank_values(args, chunk, sequence, head, b, size);
-  else
-    write_chunk(args.dv, b.dv, p_row, args.dtype, args, head, args.heads, chunk, size.p);
+
+  // Through the state that leaves: dk = G (w rho v)'.
+  double keep = 0;
+  for (int c = 0; c < size.n; ++c)
+    keep += static_cast<double>(dot(g + c * ptrdiff_t(p_row), state + c * ptrdiff_t(p_row), p_cols));
+  keep *= static_cast<double>(b.decay.kept);
+  backward_values(args, chunk, sequence, head, g, b, size);
+  for (int i = 0; i < cols; i += kLanes<T>)
+    store(b.decay.to_end + i, load(b.decay.to_end + i) * load(b.weights.later + i));
+  Gemm<T> keys{g, p_row, 1, b.v_t, row, b.dk, row, size.n, cols, size.p};
+  keys.col_scale = b.decay.to_end;
+  if (!args.k_bias) keys.c_in = {b.dk, row};
+  keys.ahead = &next_v;
+  keys.ahead_too = &next_dv;
+  gemm(keys);
   for (int i = 0; i < rows; ++i) b.d_later[i] += b.in[i], b.in[i] *= b.weights.later[i];
   write_dlog_decay(args, chunk, head, b.out, b.in, keep, b.crossing);
   write_dweights(args, chunk, seq, head, b.d_later, b.d_own);
 
-  // G <- kept G + q U
-  scale_rows(b.u, b.dy, b.decay.from_start, rows, p_cols, p_row);
-  Gemm<T> next{b.keys.q, row, 1, b.u, p_row, g, p_row, size.n, p_cols, rows};
-  next.c_in = g;
+  // G <- kept G + q (u dy)
+  scale_rows(b.dy, b.dy, b.decay.from_start, rows, p_cols, p_row);
+  Gemm<T> next{b.keys.q, row, 1, b.dy, p_row, g, p_row, size.n, p_cols, rows};
+  next.c_in = {g, p_row};
   next.c_in_scale = b.decay.kept;
   next.ahead = &next_dy;
   gemm(next);

@@ -141,16 +141,38 @@ inline RowPrefetch prefetch_of(const void* source, int64_t dtype, const int64_t*
   return rows;
 }
 
+// The number of a chunk's first row, (batch, time, rank) fused.
+inline int64_t first_row(const ScanArgs& args, const Chunk& chunk) {
+  return (chunk.batch * args.time + chunk.start) * args.rank;
+}
+
+// The same of a contiguous (batch, time, rank, heads, width) result.
+inline RowPrefetch prefetch_result(const void* target, const ScanArgs& args, int64_t head, const Chunk& chunk, int rank,
+                                   int width) {
+  const int64_t row = args.heads * args.width, strides[4] = {args.time * rank * row, rank * row, row, args.width};
+  return prefetch_of(target, args.dtype, strides, head, chunk, rank, width);
+}
+
+// Whether a tile of T may be stored to the result itself: it is of T, and its rows are whole vectors.
+template <typename T>
+inline bool writes_in_place(const ScanArgs& args, const ChunkSizes<T>& size) {
+  return args.dtype == own_dtype<T>() && size.p == size.p_cols;
+}
+
 // Reads the rows (time, rank) of a chunk of one head or group into `target`, zero-padded to whole vectors.
 template <typename T>
 void read_chunk(T* target, int target_row, const void* source, int64_t dtype, const int64_t* strides, int64_t lane,
                 const Chunk& chunk, int rank, int width) {
   const char* base = static_cast<const char*>(source);
+  const bool whole = dtype == own_dtype<T>() && width == round_up<T>(width);
   for (int l = 0; l < chunk.steps; ++l)
     for (int r = 0; r < rank; ++r) {
       const int64_t at = chunk.batch * strides[0] + (chunk.start + l) * strides[1] + r * strides[2] + lane * strides[3];
-      read_row(target + (l * rank + r) * static_cast<ptrdiff_t>(target_row), base + at * size_of(dtype), dtype, width,
-               round_up<T>(width));
+      T* row = target + (l * rank + r) * static_cast<ptrdiff_t>(target_row);
+      if (whole)
+        for (int c = 0; c < width; c += kLanes<T>) store(row + c, load(static_cast<const T*>(source) + at + c));
+      else
+        read_row(row, base + at * size_of(dtype), dtype, width, round_up<T>(width));
     }
 }
 

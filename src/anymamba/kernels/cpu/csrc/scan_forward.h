@@ -52,38 +52,37 @@ void weighted_scores(T* weighted, const T* scores, const Decay<T>& decay, const 
 
 template <typename T>
 void forward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t head, T* state,
-                  RowPrefetch& next_v, ForwardBuffers<T>& b, const ChunkSizes<T>& size) {
+                  RowPrefetch& next_v, RowPrefetch& next_y, ForwardBuffers<T>& b, const ChunkSizes<T>& size) {
   const int rows = chunk.steps * size.rank;
   b.decay.read(args, chunk, head, size.rank);
   b.weights.read(args, chunk, seq, head, size.rank);
   read_values(b.v, b.rank_weight, args, chunk, head, size);
   weighted_scores(b.weighted, b.scores, b.decay, b.weights, rows, size);
 
-  Gemm<T> read{b.keys.q, 1, size.rows_row, state, size.p_row, b.y, size.p_row, rows, size.p_cols, size.n};
+  // y = decayed (q S) + W v + skip v, written where it belongs if it needs no conversion.
+  const bool in_place = writes_in_place<T>(args, size);
+  const ptrdiff_t y_row = in_place ? args.heads * args.width : size.p_row;
+  T* y = in_place ? static_cast<T*>(args.y) + first_row(args, chunk) * y_row + head * args.width : b.y;
+  Gemm<T> read{b.keys.q, 1, size.rows_row, state, size.p_row, y, y_row, rows, size.p_cols, size.n};
   read.row_scale = b.decay.from_start;
+  read.second = {b.weighted, 1, size.rows_row, b.v, size.p_row, rows};
+  read.span = Span::kDepthUpToRow;
+  read.rank = size.rank;
   if (args.skip) {
     read_parameters(b.skip, args.skip, head, size.p);
-    for (int i = 0; i < rows; ++i)
-      for (int c = 0; c < size.p_cols; c += kLanes<T>) {
-        const ptrdiff_t at = i * static_cast<ptrdiff_t>(size.p_row) + c;
-        store(b.y + at, load(b.skip + c) * load(b.v + at));
-      }
-    read.c_in = b.y;
+    read.addend = {b.v, size.p_row};
+    read.addend_scale = b.skip;
   }
   gemm(read);
-  Gemm<T> within{b.weighted, 1, size.rows_row, b.v, size.p_row, b.y, size.p_row, rows, size.p_cols, rows};
-  within.c_in = b.y;
-  within.span = Span::kDepthUpToRow;
-  within.rank = size.rank;
-  gemm(within);
-  write_chunk(args.y, b.y, size.p_row, args.dtype, args, head, args.heads, chunk, size.p);
+  if (!in_place) write_chunk(args.y, b.y, size.p_row, args.dtype, args, head, args.heads, chunk, size.p);
 
   for (int i = 0; i < rows; ++i) b.decay.to_end[i] *= b.weights.later[i];
   scale_rows(b.v, b.v, b.decay.to_end, rows, size.p_cols, size.p_row);
   Gemm<T> add{b.keys.k, size.rows_row, 1, b.v, size.p_row, state, size.p_row, size.n, size.p_cols, rows};
-  add.c_in = state;
+  add.c_in = {state, size.p_row};
   add.c_in_scale = b.decay.kept;
   add.ahead = &next_v;
+  add.ahead_too = &next_y;
   gemm(add);
 }
 
@@ -116,10 +115,13 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
     for (int64_t e = 0; e < task.heads; ++e) {
       const bool last_head = e + 1 == task.heads;
       const int64_t head = task.first_head + e;
-      RowPrefetch next_v;
-      if (!last_head || c + 1 < chunks)
-        next_v = prefetch_of(args.v, args.dtype, args.v_strides, last_head ? task.first_head : head + 1,
-                             last_head ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
+      RowPrefetch next_v, next_y;
+      if (!last_head || c + 1 < chunks) {
+        const Chunk next = last_head ? chunk_of(seq, c + 1, size.steps) : chunk;
+        const int64_t next_head = last_head ? task.first_head : head + 1;
+        next_v = prefetch_of(args.v, args.dtype, args.v_strides, next_head, next, size.rank, size.p);
+        next_y = prefetch_result(args.y, args, next_head, next, size.rank, size.p);
+      }
       if (args.k_bias) {
         b.keys.turns.advance(args, chunk, head, b.rotations + e * size.turn.state, size);
         b.keys.turn_head_keys(e, rows);
@@ -128,7 +130,7 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
           b.keys.write_last(chunk, last, task.sequence, head);
         chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
       }
-      forward_head(args, chunk, seq, head, b.states + e * state_numbers, next_v, b, size);
+      forward_head(args, chunk, seq, head, b.states + e * state_numbers, next_v, next_y, b, size);
     }
   }
   for (int64_t e = 0; e < task.heads; ++e) {

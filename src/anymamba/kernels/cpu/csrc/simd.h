@@ -10,15 +10,25 @@
 
 namespace ANYMAMBA_ISA {
 
+// A tile of a product has kTileRows rows of kTileVectors vectors in registers; `python -m benchmarks.tune` measures which
+// shape is the fastest on a machine.
 #if defined(__AVX512F__) || defined(ANYMAMBA_WIDE)
 constexpr int kVectorBytes = 64;
-constexpr int kTileRows = 8;
+constexpr int kOwnTile[2] = {8, 2};
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kTileRows = 6;
+constexpr int kOwnTile[2] = {6, 2};
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kOwnTile[2] = {8, 2};
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kTileRows = 4;
+constexpr int kOwnTile[2] = {4, 2};
+#endif
+#if defined(ANYMAMBA_TILE_ROWS) && defined(ANYMAMBA_TILE_VECTORS)
+constexpr int kTileRows = ANYMAMBA_TILE_ROWS, kTileVectors = ANYMAMBA_TILE_VECTORS;
+#else
+constexpr int kTileRows = kOwnTile[0], kTileVectors = kOwnTile[1];
 #endif
 
 template <typename T>
@@ -69,14 +79,18 @@ struct RowPrefetch {
   const char* base = nullptr;
   ptrdiff_t outer_bytes = 0, inner_bytes = 0;
   int outer = 0, inner = 1, row_bytes = 0;
-  int at_outer = 0, at_inner = 0;
+  int at_outer = 0, at_inner = 0, at_once = 1;
 
-  // Asks for the next row, if there is one left.
+  // Each of `calls` calls of `advance` asks for as many rows as it takes.
+  void spread_over(int calls) { at_once = calls ? ((outer - at_outer) * inner + calls - 1) / calls : 1; }
+
+  // Asks for the next rows, if there are any left.
   void advance() {
-    if (at_outer >= outer) return;
-    const char* row = base + at_outer * outer_bytes + at_inner * inner_bytes;
-    for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    if (++at_inner == inner) at_inner = 0, ++at_outer;
+    for (int i = 0; i < at_once && at_outer < outer; ++i) {
+      const char* row = base + at_outer * outer_bytes + at_inner * inner_bytes;
+      for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      if (++at_inner == inner) at_inner = 0, ++at_outer;
+    }
   }
 };
 
@@ -96,6 +110,17 @@ struct ExpRange<double> {
   static constexpr double lowest = -708.3964185322641;
 };
 
+// x, and zero where a < b. By its bits, but for masks in registers of their own: compilers turn a selection of zero into
+// one of two loaded vectors.
+template <typename T, typename Bits>
+inline Vec<T> zero_where_less(Vec<T> x, Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
+  return a < b ? Vec<T>{} : x;
+#else
+  return (Vec<T>)((Vec<Bits>)x & ~(Vec<Bits>)(a < b));
+#endif
+}
+
 // exp(x) for x <= 0, within 2 ulp; exactly 0 below `lowest`; NaN stays NaN.
 inline Vec<float> exp_nonpositive(Vec<float> x, float lowest = ExpRange<float>::lowest) {
   const Vec<float> floor = broadcast(lowest);
@@ -111,7 +136,7 @@ inline Vec<float> exp_nonpositive(Vec<float> x, float lowest = ExpRange<float>::
   p = p * r + 5.0000001201e-1f;
   const Vec<float> y = p * (r * r) + r + 1.0f;
   const Vec<int32_t> power = ((Vec<int32_t>)shifted << 23) + (127 << 23);
-  return x < floor ? Vec<float>{} : y * (Vec<float>)power;
+  return zero_where_less<float, int32_t>(y * (Vec<float>)power, x, floor);
 }
 
 inline Vec<double> exp_nonpositive(Vec<double> x, double lowest = ExpRange<double>::lowest) {
@@ -128,7 +153,7 @@ inline Vec<double> exp_nonpositive(Vec<double> x, double lowest = ExpRange<doubl
       ((rr * 3.00198505138664455042e-6 + 2.52448340349684104192e-3) * rr + 2.27265548208155028766e-1) * rr + 2.0;
   const Vec<double> y = 1.0 + 2.0 * (p / (q - p));
   const Vec<int64_t> power = ((Vec<int64_t>)shifted << 52) + (int64_t{1023} << 52);
-  return x < floor ? Vec<double>{} : y * (Vec<double>)power;
+  return zero_where_less<double, int64_t>(y * (Vec<double>)power, x, floor);
 }
 
 template <typename T>
