@@ -15,7 +15,7 @@ from anymamba.kernels.cpu.arguments import ROTATIONS
 from anymamba.kernels.cpu.call import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
 
 # Steps times ranks of a chunk: the fastest of 32, 48, 64, 96 at heads of 64 and a state of 128.
-_CHUNK_ROWS = 64
+CHUNK_ROWS = 64
 
 
 class _Scan(NamedTuple):
@@ -41,7 +41,7 @@ class _Scan(NamedTuple):
         b, t, r, h, p = self.v.shape
         if t < 1 or self.k.shape[3] < 1 or h % self.k.shape[3]:
             raise ValueError(f"a scan has steps, and groups that divide the {h} heads, got {t} and {self.k.shape[3]}")
-        chunk_len = max(1, _CHUNK_ROWS // r) if self.chunk_len is None else self.chunk_len
+        chunk_len = max(1, CHUNK_ROWS // r) if self.chunk_len is None else self.chunk_len
         if chunk_len < 1:
             raise ValueError(f"chunks have at least one step, got {chunk_len}")
         skip = self.skip

@@ -25,7 +25,7 @@ constexpr int kOwnTile[2] = {8, 2};
 constexpr int kVectorBytes = 16;
 constexpr int kOwnTile[2] = {4, 2};
 #endif
-#if defined(ANYMAMBA_TILE_ROWS) && defined(ANYMAMBA_TILE_VECTORS)
+#if defined(ANYMAMBA_TILE_ROWS)
 constexpr int kTileRows = ANYMAMBA_TILE_ROWS, kTileVectors = ANYMAMBA_TILE_VECTORS;
 #else
 constexpr int kTileRows = kOwnTile[0], kTileVectors = kOwnTile[1];

@@ -1,0 +1,166 @@
+"""Which tile shape and how many rows of a chunk make the compiled scan fastest on this machine.
+
+    python -m benchmarks.tune
+    python -m benchmarks.tune --tiles 8x2 12x2 --chunk-rows 64 96 --rounds 9
+
+Every tile shape is a library of its own, built from the sources with cmake into a temporary folder. The libraries are
+measured in turns, each in a process of its own; the result is a table and the constants to write into the sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+# By instruction set: sums, one row of B and a number of A must fit into its 16 or 32 registers.
+TILES = {
+    "avx512": ("8x2", "12x2", "14x2", "6x4"),
+    "avx2": ("6x2", "4x2", "4x3"),
+    "baseline": ("8x2", "4x2", "6x4") if os.uname().machine == "aarch64" else ("4x2", "6x2", "4x3"),
+}
+CHUNK_ROWS = (32, 48, 64, 96, 128)
+AGREEMENT = 1e-4  # of the sizes of all results, relative
+NOISE = 0.03  # a gain below it is none
+
+
+class Choice(NamedTuple):
+    """A tile of `rows` x `vectors`, and the rows of a chunk."""
+
+    tile: str
+    chunk_rows: int
+
+
+class Measured(NamedTuple):
+    """Milliseconds of a forward, of a forward and backward, and the size of what they computed."""
+
+    forward: float
+    both: float
+    size: float
+
+
+def parse_tile(text: str) -> str:
+    """A tile as `8x2`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and 1 <= int(part) <= 16 for part in parts):
+        raise argparse.ArgumentTypeError(f"a tile is rows x vectors from 1 to 16, as 8x2, got {text!r}")
+    return text
+
+
+def build(tile: str, isa: str, folder: Path) -> Path:
+    """The library with that tile, for one instruction set."""
+    target = folder / tile
+    options = [f"-DANYMAMBA_VARIANTS={isa}", f"-DANYMAMBA_TILE={tile}"]
+    for command in (["-S", str(ROOT), "-B", str(target), *options], ["--build", str(target)]):
+        subprocess.run(["cmake", *command], check=True, stdout=subprocess.DEVNULL)
+    return next(path for path in target.glob("libanymamba_cpu.*") if path.is_file())
+
+
+def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
+    """With the library of this process: the SSD of a mamba2-130m layer, the best of three calls."""
+    from dataclasses import replace
+
+    from anymamba import SsdPath
+    from benchmarks.harness import seconds
+    from benchmarks.mamba2 import LAYER_130M, Mode, set_up_ssd
+
+    shape, found = replace(LAYER_130M, t=tokens), {}
+    for rows in chunk_rows:
+        times, size = [], 0.0
+        modes: tuple[Mode, ...] = ("forward", "forward+backward")
+        for mode in modes:
+            call = set_up_ssd(SsdPath.fused(rows), mode, shape)
+            size = sum(float(x.double().norm()) for x in call().values())
+            times.append(min(1e3 * seconds(call, 1) for _ in range(3)))
+        found[rows] = Measured(times[0], times[1], size)
+    return found
+
+
+def measure(library: Path, options: argparse.Namespace) -> dict[int, Measured]:
+    """`measure_here` in a process with another library."""
+    command = [sys.executable, "-m", "benchmarks.tune", "--here", "--tokens", str(options.tokens), "--chunk-rows"]
+    command += map(str, options.chunk_rows)
+    environment = {**os.environ, "ANYMAMBA_LIBRARY": str(library)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
+    return {int(rows): Measured(*values) for rows, values in json.loads(done.stdout).items()}
+
+
+def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
+    """Of every choice.
+
+    Raises:
+        ValueError: the choices do not compute the same.
+    """
+    found = {
+        choice: Measured(*(statistics.median(values) for values in zip(*measured, strict=True)))
+        for choice, measured in samples.items()
+    }
+    sizes = [measured.size for measured in found.values()]
+    if max(sizes) - min(sizes) > AGREEMENT * max(sizes):
+        raise ValueError(f"the libraries disagree: the sizes of their results are from {min(sizes)} to {max(sizes)}")
+    return found
+
+
+def best(found: dict[Choice, Measured], present: Choice) -> Choice:
+    """The fastest forward and backward, or the present choice where that is as fast but for noise."""
+    fastest = min(found, key=lambda choice: found[choice].both)
+    if present in found and found[present].both <= (1 + NOISE) * found[fastest].both:
+        return present
+    return fastest
+
+
+def report(found: dict[Choice, Measured], present: Choice, isa: str) -> str:
+    """The table, and what to write."""
+    lines = ["| tile | rows of a chunk | forward | forward + backward |", "|---|---:|---:|---:|"]
+    for (tile, rows), (forward, both, _) in sorted(found.items(), key=lambda item: item[1].both):
+        lines.append(f"| {tile} | {rows} | {forward:.2f} ms | {both:.2f} ms |")
+    choice = best(found, present)
+    height, width = choice.tile.split("x")
+    kept = " (as now)" if choice == present else ""
+    lines += ["", f"{isa}{kept}:", f"  csrc/simd.h: constexpr int kOwnTile[2] = {{{height}, {width}}};"]
+    return "\n".join([*lines, f"  kernels/cpu/scan.py: CHUNK_ROWS = {choice.chunk_rows}"])
+
+
+def main() -> int:
+    """Run the program; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--tiles", type=parse_tile, nargs="+", help="rows x vectors; several for each instruction set")
+    parser.add_argument("--chunk-rows", type=int, nargs="+", default=CHUNK_ROWS, metavar="N", help="steps times ranks")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each library is measured (5)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (2048)")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure_here(options.chunk_rows, options.tokens)))
+        return 0
+    from anymamba.kernels.cpu.library import LIBRARY
+    from anymamba.kernels.cpu.scan import CHUNK_ROWS as PRESENT_ROWS
+
+    if LIBRARY.handle is None:
+        parser.error(f"the kernels must be there, but: {LIBRARY.reason}")
+    tiles = options.tiles or TILES[LIBRARY.isa]
+    samples: dict[Choice, list[Measured]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = {tile: build(tile, LIBRARY.isa, Path(folder)) for tile in tiles}
+        for _ in range(options.rounds):
+            for tile, library in libraries.items():
+                for rows, measured in measure(library, options).items():
+                    samples[Choice(tile, rows)].append(measured)
+    print(report(medians(samples), Choice(TILES[LIBRARY.isa][0], PRESENT_ROWS), LIBRARY.isa))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
