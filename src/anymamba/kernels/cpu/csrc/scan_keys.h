@@ -159,18 +159,23 @@ class Keys {
       for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) body(c);
   }
   // Part `part` of turn s.
-  const T* part(int part, int s) const { return turns.turned + (part * size_.turn.lanes + s) * ptrdiff_t(size_.rows_row); }
+  const T* part(int part, int s) const {
+    return turns.turned + (part * size_.turn.lanes + s) * ptrdiff_t(size_.rows_row);
+  }
 
   void turn(T* own, const T* group, const T* bias, int rows) const {
     const ptrdiff_t row = size_.rows_row;
-    const auto biased = [&](int c, int i, int phase) { return load(group + c * row + i) + load(bias + c * pattern_.row + phase); };
+    const auto biased = [&](int c, int i, int phase) {
+      return load(group + c * row + i) + load(bias + c * pattern_.row + phase);
+    };
     for (int s = 0; s < pairing_.turns; ++s) {
       const int first = s * pairing_.stride, second = first + pairing_.apart;
       if (pairing_.quaternion)
         for_vectors(rows, [&](int i, int phase) {
           const Vec<T> x0 = biased(first, i, phase), x1 = biased(first + 1, i, phase);
           const Vec<T> x2 = biased(first + 2, i, phase), x3 = biased(first + 3, i, phase);
-          const Vec<T> w = load(part(0, s) + i), a = load(part(1, s) + i), b = load(part(2, s) + i), c = load(part(3, s) + i);
+          const Vec<T> w = load(part(0, s) + i), a = load(part(1, s) + i);
+          const Vec<T> b = load(part(2, s) + i), c = load(part(3, s) + i);
           store(own + first * row + i, w * x0 + a * x1 + b * x2 + c * x3);
           store(own + (first + 1) * row + i, w * x1 - a * x0 - b * x3 + c * x2);
           store(own + (first + 2) * row + i, w * x2 + a * x3 - b * x0 - c * x1);
@@ -207,7 +212,8 @@ class Keys {
           const T *x = own + first * row + i, *dx = d_own + first * row + i;
           const Vec<T> x0 = load(x), x1 = load(x + row), x2 = load(x + 2 * row), x3 = load(x + 3 * row);
           const Vec<T> d0 = load(dx), d1 = load(dx + row), d2 = load(dx + 2 * row), d3 = load(dx + 3 * row);
-          const Vec<T> w = load(part(0, s) + i), a = load(part(1, s) + i), b = load(part(2, s) + i), c = load(part(3, s) + i);
+          const Vec<T> w = load(part(0, s) + i), a = load(part(1, s) + i);
+          const Vec<T> b = load(part(2, s) + i), c = load(part(3, s) + i);
           rotation(to + i, x1 * d0 - x0 * d1 + x3 * d2 - x2 * d3);
           rotation(to + axis + i, x2 * d0 - x0 * d2 + x1 * d3 - x3 * d1);
           rotation(to + 2 * axis + i, x3 * d0 - x0 * d3 + x2 * d1 - x1 * d2);
