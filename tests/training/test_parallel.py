@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from anymamba.training.checkpoint import checkpoints
 from anymamba.training.language import begin, open_run
 from anymamba.training.parallel import SharedError, Workers
 from anymamba.training.report import read_metrics
+from anymamba.training.sections import ParallelSection
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus
 from tests.workers import run_cases, shared_directory
@@ -223,6 +225,18 @@ def overflow_case(rank):
         assert trainer.step == 0
 
 
+def hang_case(rank):
+    """A worker that does not answer is named, with what the others wait for."""
+    workers = workers_of(rank)
+    workers.arrange(ParallelSection(timeout=2), torch.device("cpu"))
+    if rank == 1:
+        time.sleep(12)
+        return
+    with pytest.raises(TimeoutError, match=r"waited 2 s to add up gradients .*no answer from worker 1 "):  # noqa: SIM117
+        with workers.watched():
+            workers.sum(torch.zeros(3), "to add up gradients")
+
+
 WORKER_CASES = {
     size: {
         name: functools.partial(run_case, name=name, fields=fields, mesh=mesh) for name, (fields, mesh) in runs.items()
@@ -243,6 +257,7 @@ WORKER_CASES[2] |= {
     "mistake elsewhere": mistake_elsewhere_case,
     "bfloat16": bfloat16_case,
     "overflow": overflow_case,
+    "hang": hang_case,  # last: it leaves the process group broken
 }
 WORKER_CASES[4] |= {
     "resumed, shard and context to replicate": functools.partial(
