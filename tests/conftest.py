@@ -5,6 +5,7 @@ from contextlib import nullcontext
 # Before torch is imported: some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import hypothesis
 import jaxtyping
 import pytest
 import torch
@@ -15,6 +16,11 @@ from tests.support import chromium
 
 # The suite works on small tensors, where threads only wait for each other; tests/processors.py asks for more.
 torch.set_num_threads(int(os.environ.get("ANYMAMBA_TEST_THREADS", "1")))
+
+# No test may fail because a machine is slow, busy or emulated.
+patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("patient", **patient)
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_sessionstart():

@@ -158,7 +158,7 @@ def run(row: Row, tests: tuple[str, ...]) -> Outcome:
         return Outcome(name=row.name, result="skipped", line=reason)
     start = time.monotonic()
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env={**os.environ, **row.variables},
         stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ if ! command -v qemu-aarch64-static aarch64-linux-gnu-g++ > /dev/null || [ ! -x 
     exit 2
   fi
   apt-get update -qq
-  apt-get install -y -qq --no-install-recommends qemu-user-static g++-aarch64-linux-gnu cmake
+  apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends qemu-user-static g++-aarch64-linux-gnu cmake
 fi
 
 # Python and its libraries, unpacked and not installed.

@@ -37,7 +37,7 @@ def test_prefill_equals_unrolled_steps(options, start):
         assert_all_near(prefilled, stepped, FLOOR[torch.float64])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_split_equals_the_whole(data):
     """Pieces by prefill or by steps, on either pathway, changing it at any cut."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anymamba.generation import ByteTokenizer, FileTokenizer, Pipeline, TextStream, load_tokenizer
@@ -144,7 +144,6 @@ def test_an_unfinished_character_is_given_at_the_end():
     assert streamed(ByteTokenizer(), [0x61, 0xE6, 0x97]) == ["a", "", "", "\ufffd"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=40))
 def test_any_bytes_stream_to_what_they_decode_to(ids):
     assert "".join(streamed(ByteTokenizer(), ids)) == ByteTokenizer().decode(ids)

@@ -98,10 +98,11 @@ def test_a_block_on_the_kernels_equals_the_portable_code(options, layout):
         portable = run_block(block_of(options, torch.float32), layout)
     for name, expected in oracle.items():
         assert_near(compiled[D][name], expected, FLOOR[D], name)
-        # In a gradient that is one number the terms of all tokens and heads cancel.
-        times = 4 if expected.numel() == 1 else 2
-        floor = max(times * relative_error(portable[name], expected), FLOOR[torch.float32])
-        assert_near(compiled[torch.float32][name], expected, floor, name)
+        # A gradient that is one number is a sum over all tokens and heads whose terms, of about 1, cancel: on Arm its
+        # 0.012 was 4e-7 from float64 on the kernels and 1e-7 on the portable code.
+        least = 1.0 if expected.numel() == 1 else 0.0
+        floor = max(2 * relative_error(portable[name], expected, least), FLOOR[torch.float32])
+        assert_near(compiled[torch.float32][name], expected, floor, name, least)
 
 
 @pytest.mark.parametrize("chunk_len", [1, 7, 64, 1000])

@@ -42,7 +42,7 @@ def test_any_chunk_length_gives_the_same(algorithm, chunk_len):
     assert_all_near(run(inputs, SsdPath(algorithm, chunk_len)), oracle, FLOOR[torch.float64])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_shape_any_cut_any_boundary(data):
     t = data.draw(st.integers(1, 24), label="t")
@@ -70,7 +70,7 @@ def test_any_shape_any_cut_any_boundary(data):
     assert_all_near(run(inputs, path, bounds), oracle, FLOOR[torch.float64], least)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(algorithm=st.sampled_from(ALGORITHMS), t=st.integers(2, 20), data=st.data())
 def test_a_cut_sequence_goes_on_from_its_state(algorithm, t, data):
     cut = data.draw(st.integers(1, t - 1))

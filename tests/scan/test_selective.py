@@ -73,7 +73,7 @@ def test_the_formula(algorithm):
     assert_all_near(found, expected, FLOOR[torch.float64])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_all_algorithms_agree_on_values_and_gradients(data):
     sizes = {
