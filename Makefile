@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-transformers wheels asan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-transformers test-versions wheels asan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -72,6 +72,18 @@ test-transformers: $(VENV)/.installed
 	  $$environment/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
 	  $$environment/bin/python -m pytest tests/compat/test_install.py; \
 	  $$environment/bin/python -m pytest tests/transformers tests/tracing/test_transformers.py; \
+	done
+
+# Other Pythons and versions of torch than the pinned ones, each in an environment of its own. torch's builds on the
+# package index bring CUDA's libraries: about 6 GB each. PYTHONS names interpreters, each with a version of torch.
+PYTHONS ?= python3.10=2.10.0 python3.12=2.11.0 python3.13=2.12.0
+test-versions: $(VENV)/.installed
+	set -e; for pair in $(PYTHONS); do \
+	  python=$${pair%=*} torch=$${pair#*=} environment=build/$${pair/=/-torch-}; \
+	  test -x $$environment/bin/python || $$python -m venv $$environment; \
+	  echo "torch==$$torch" > $$environment/constraints.txt; \
+	  PIP_CONSTRAINT=$$environment/constraints.txt $$environment/bin/pip install --quiet '.[dev]'; \
+	  $$environment/bin/python -m pytest -p no:cacheprovider --ignore=tests/tracing; \
 	done
 
 # The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.
