@@ -89,6 +89,10 @@ def test_every_parameter_and_buffer_counts(family):
     assert len(names) == 4 + len(list(model.parameters()))
 
 
+def test_numbers_of_any_size_have_a_name():
+    assert module._plain([10**400, -(10**400), 10**30, 2.5]) == [hex(10**400), hex(-(10**400)), 1e30, 2.5]
+
+
 def test_the_number_of_layers_counts():
     assert len({small_lm(n_layer=n).fingerprint() for n in (1, 2, 3)}) == 3
 

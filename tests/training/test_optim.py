@@ -175,6 +175,17 @@ def test_a_restored_optimiser_goes_on_bit_for_bit(kind):
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
+@pytest.mark.parametrize("broken", [torch.ones((), dtype=torch.float16), torch.ones(2), torch.tensor(3)])
+def test_a_count_of_steps_of_another_kind_is_refused(broken):
+    model = small_lm("Mamba3")
+    optimiser = Optimiser(model, OptimiserSection(kind="adamw"))
+    set_gradients(model)
+    optimiser.step(0.3)
+    saved = {**optimiser.tensors(), "backbone.norm_f.weight.step": broken}
+    with pytest.raises(ValueError, match=r"norm_f\.weight\.step must be torch\.float32 of shape \(\), got"):
+        Optimiser(model, OptimiserSection(kind="adamw")).restore(saved)
+
+
 def test_gradients_are_clipped_by_their_common_norm():
     model = small_lm()
     set_gradients(model)

@@ -73,7 +73,9 @@ def _plain(value: Any) -> Any:
         return [_plain(x) for x in value]
     if isinstance(value, dict):
         return {key: _plain(value[key]) for key in sorted(value)}
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return float(value) if abs(value) < 1e300 else hex(value) if isinstance(value, int) else value
 
 
 def _digest(facts: list[Any], tensors: Iterable[tuple[str, Tensor]]) -> str:

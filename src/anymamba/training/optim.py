@@ -224,8 +224,9 @@ class Optimiser:
                 raise ValueError(f"{name} must have {sorted(expected)}, got {sorted(fields)}")
             shape, share = self._shape(name), self._shares.get(name)
             for field, x in fields.items():
-                if field != "step" and (x.shape != shape or x.dtype != tensor.dtype):
-                    wanted, got = (f"{y.dtype} of shape {s}" for y, s in ((tensor, shape), (x, tuple(x.shape))))
+                kind = (torch.float32, ()) if field == "step" else (tensor.dtype, tuple(shape))
+                if (x.dtype, tuple(x.shape)) != kind:
+                    wanted, got = (f"{dtype} of shape {size}" for dtype, size in (kind, (x.dtype, tuple(x.shape))))
                     raise ValueError(f"{name}.{field} must be {wanted}, got {got}")
                 own = x if field == "step" or share is None else x[share.here]
                 states[tensor][field] = own.to(tensor.device, copy=True)
