@@ -6,6 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+# Asked once, because the tracer of torch 2.10 cannot follow the question.
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "ipu", torch._C._get_privateuse1_backend_name())
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, _DEVICES))
+
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states, decays and weights for activations of `dtype`: float64 for float64, else float32."""
@@ -19,7 +23,7 @@ def summing_dtype(device: torch.device) -> torch.dtype:
 
 def is_autocast(device: torch.device) -> bool:
     """Whether autocast is on for `device`."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -54,12 +53,10 @@ class Tree:
             ValueError: there are more or fewer of them.
         """
         others = list(tensors)
-        rest = iter(others)
-        with suppress(StopIteration):
-            made: _Tree = _filled(self, rest)
-            if next(rest, None) is None:
-                return made
-        raise ValueError(f"{type(self).__name__}: expected {len(self.leaves())} tensors, got {len(others)}")
+        if len(others) != (count := len(self.leaves())):
+            raise ValueError(f"{type(self).__name__}: expected {count} tensors, got {len(others)}")
+        made: _Tree = _filled(self, iter(others))
+        return made
 
     def clone(self: _Tree) -> _Tree:
         """A copy that shares no memory with this one."""
@@ -91,7 +88,8 @@ class Tree:
             IndexError: there is no such row.
             TypeError: `index` is not a whole number, some of them, or a slice.
         """
-        chosen = _row_index(index, self.batch_size)
+        size = self.leaves()[0].shape[0]  # torch 2.10 traces no property of a named tuple
+        chosen = _row_index(index, size)
 
         def select(x: Tensor, rule: Rule) -> Tensor:
             return x[chosen.cpu() if rule == "kept" and isinstance(chosen, Tensor) else chosen]
