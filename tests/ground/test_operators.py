@@ -147,12 +147,14 @@ def run(name, inputs, call):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_node_the_kernels_the_portable_code_and_the_definition_agree(name):
     """As nodes of a graph and in eager mode."""
+    # The kernels round the activations of a product with whole numbers to 16 bits.
+    floor = 2e-4 if name == "narrow_linear" else 4 * FLOOR[torch.float32]
     for inputs in cases(name):
         with portable():
             expected = run(name, inputs, OPERATORS[name])
         for call in (OPERATORS[name], getattr(torch.ops.anymamba, name)):
             for actual, wanted in zip(run(name, inputs, call), expected, strict=True):
-                assert_near(actual, wanted, 4 * FLOOR[torch.float32], name)
+                assert_near(actual, wanted, floor, name)
             with kernels_off():
                 for actual, wanted in zip(run(name, inputs, call), expected, strict=True):
                     assert_near(actual, wanted, 4 * FLOOR[torch.float32], name)
