@@ -62,7 +62,7 @@ TEMPLATES = {
 {{ dict(a=1)['a'] }} {{ strftime_now('%Y') }} {{ range(3) | list }} {{ messages | selectattr('role', 'eq', 'user')
     | map(attribute='content') | list | length }}""",
 }
-# transformers 5.20 passes fields that are None, or that have another usual name, to a template as they are; 5.23 does not.
+# transformers 5.20 passes fields that are None, or have another usual name, to a template as they are; 5.23 does not.
 EMPTY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": None}]
 THINKING = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "hm"}]
 CONVERSATIONS = [
