@@ -66,7 +66,7 @@ def test_base64_is_little_endian_float32(embedder):
         ({"input": ["x"] * 2049}, "input", "up to 2,048"),
         ({"input": "x", "dimensions": 8}, "dimensions", "must be 16 or left out, got 8"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "float or base64"),
-        ({"input": "x", "temperature": 1}, '"temperature"', "there is no field"),
+        ({"input": "x", "temperature": 1}, "temperature", "there is no field"),
         ({}, "input", "got null"),
     ],
 )

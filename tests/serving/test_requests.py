@@ -50,6 +50,7 @@ def test_both_forms_of_a_field_are_one():
         (completion, {"stop": ["a"] * 17}, "stop", "up to 16"),
         (completion, {"best_of": 3, "n": 2}, "best_of", "best_of must be n"),
         (completion, {"suffix": "x"}, "suffix", "not supported"),
+        (completion, {"tokens": 8}, "tokens", 'no field "tokens"; did you mean max_tokens'),
         (completion, {"stream_options": {}}, "stream_options", "goes with stream"),
         (completion, {"session": "x" * 257}, "session", "1 to 256 characters"),
         (chat, {"top_logprobs": 1}, "top_logprobs", "goes with logprobs"),
@@ -63,6 +64,18 @@ def test_a_mistake_names_the_field(read, body, param, message):
     with pytest.raises(ApiError, match=message) as error:
         read(**body)
     assert (error.value.status, error.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{prompt}", "not readable JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_a_body_that_is_no_json_says_where(content, message):
+    found = problem("/v1/completions", content)
+    assert (found.status, str(found)) == (400, f"the body must be a JSON object in UTF-8: {message}")
 
 
 def problem(path, content):

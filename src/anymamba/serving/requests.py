@@ -127,9 +127,8 @@ def parse_body(content: bytes) -> dict[str, Any]:
     try:
         value = parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise ApiError(
-            400, f"the body must be a JSON object in UTF-8: {shown(str(error))}", code="invalid_json"
-        ) from None
+        message = f"the body must be a JSON object in UTF-8: {str(error)[:200]}"
+        raise ApiError(400, message, code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
     return value
@@ -303,7 +302,7 @@ def expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
         if name not in known and name not in _IGNORED:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"there is no field {shown(name)}{hint}", param=shown(name), code="unknown_parameter")
+            raise ApiError(400, f"there is no field {shown(name)}{hint}", param=name[:80], code="unknown_parameter")
         if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
             raise ApiError(
                 400, f"{name} is not supported, got {shown(value)}", param=name, code="unsupported_parameter"
