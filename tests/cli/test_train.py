@@ -81,6 +81,7 @@ def test_train_interrupt_resume_generate_eval(run, config, tmp_path):
     assert code == 0
     assert "resuming after step" in err
     assert weights(part) == weights(whole)
+    assert "resuming after step 40; the run is finished" in run("train", "--resume", part)[2]
 
     code, out, _ = run("generate", part, "--prompt", "alpha", "--max-new-tokens", 5)
     assert (code, len(out) > 1) == (0, True)

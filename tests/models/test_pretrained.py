@@ -513,11 +513,15 @@ class TestDamage:
             ("[]", "expected a JSON object, got list"),
             ('{"model_type": "llama", "hidden_size": 3}', "expected .*\"mamba2\", got 'llama'"),
             ('{"size": 3}', "a config of an unknown kind in config.json"),
+            ('{"model_type": "anymamba_classifier"}', "anymamba_classifier, which anymamba predict and"),
         ):
             (directory / "config.json").write_text(content)
             self.refused(directory, message)
         (directory / "config.json").unlink()
         self.refused(directory, "no config.json or params.json")
+        for step in ("step-00000005", "step-00000010"):
+            shutil.copytree(GOLDEN / "lm_hf_mamba2", directory / "checkpoints" / step)
+        self.refused(directory, "a run that is not finished; .* opens as a model: .*step-00000010")
 
     def test_transformers_configs_we_cannot_compute(self, tmp_path):
         shutil.copytree(GOLDEN / "lm_hf_mamba2", tmp_path, dirs_exist_ok=True)

@@ -65,7 +65,8 @@ def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], w
     else:
         trainer = open_run(Path(args.resume), overrides, to_stderr, workers)
     if workers.leads:
-        to_stderr(f"resuming after step {trainer.step}")
+        finished = "; the run is finished" if trainer.finished else ""
+        to_stderr(f"resuming after step {trainer.step}{finished}")
     return trainer
 
 

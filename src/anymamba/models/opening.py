@@ -160,14 +160,28 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
         if name in raws and adapter.recognises(raws[name])
     ]
     if not found:
-        what = f"a config of an unknown kind in {', '.join(sorted(raws))}" if raws else "no config.json or params.json"
-        raise ValueError(f"{directory}: expected a model in one of the formats {', '.join(FORMATS)}, found {what}")
+        raise ValueError(
+            f"{directory}: expected a language model in one of the formats {', '.join(FORMATS)}, "
+            f"found {_found_instead(directory, raws)}"
+        )
     with_weights = [pair for pair in found if find_weights(directory, pair[0].weight_files)]
     adapter, raw = (with_weights or found)[0]
     try:
         return adapter, adapter.read_config(raw)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{directory}: {error}") from error
+
+
+def _found_instead(directory: Path, raws: dict[str, Any]) -> str:
+    """What a directory without a language model has, and what opens it."""
+    if (kind := str(raws.get("config.json", {}).get("model_type"))).startswith("anymamba_"):
+        return f"a model of type {kind}, which anymamba predict and SequenceModel.from_pretrained open"
+    if raws:
+        return f"a config of an unknown kind in {', '.join(sorted(raws))}"
+    if checkpoints := sorted(directory.glob("checkpoints/step-*/config.json")):
+        return f"a run that is not finished; its latest checkpoint opens as a model: {checkpoints[-1].parent}"
+    return "no config.json or params.json"
+
 
 
 def match_tensors(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".npy")
+_NO_TEXTS = "; texts are read from .jsonl"
 
 
 class Table(NamedTuple):
@@ -96,14 +97,14 @@ def _joined(parts: list[Table], sources: Sequence[str]) -> Table:
     )
 
 
-def _number(place: str, name: str, text: Any) -> float:
+def _number(place: str, name: str, text: Any, hint: str = "") -> float:
     """A finite number."""
     try:
         if isinstance(text, bool):
             raise ValueError
         value = float(text)
     except (TypeError, ValueError):
-        raise ValueError(f"{place}: {name} must be a number, got {text!r:.60}") from None
+        raise ValueError(f"{place}: {name} must be a number, got {text!r:.60}{hint if text else ''}") from None
     if not math.isfinite(value):
         raise ValueError(f"{place}: {name} must be a finite number, got {text!r:.60}")
     return value
@@ -164,7 +165,7 @@ def _csv_table(
     for members in groups.values():
         places = [f"{path}, line {rows[r][0]}" for r in members]
         numbers = [
-            [_number(place, f"column {name!r}", rows[r][1][column[name]]) for name in inputs]
+            [_number(place, f"column {name!r}", rows[r][1][column[name]], _NO_TEXTS) for name in inputs]
             for place, r in zip(places, members, strict=True)
         ]
         said = [[rows[r][1][column[name]] for name in targets] for r in members]
