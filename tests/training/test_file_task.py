@@ -198,7 +198,7 @@ def test_other_files_and_other_inputs_are_refused(files, tmp_path):
     with pytest.raises(ValueError, match="expected the inputs that the model was trained on, value, got channel 0"):
         predictor.read(str(tmp_path / "b.npy"))
     source.write_text(source.read_text().replace("fast", "quick"))
-    with pytest.raises(ValueError, match="not what the run began to learn from: expected the checksum"):
+    with pytest.raises(ValueError, match="not the data that the run started with: expected the checksum"):
         resume(tmp_path / "run", report=silent)
     with pytest.raises(ValueError, match="expected a model that `anymamba train --task` made"):
         Predictor(tmp_path)
