@@ -69,7 +69,8 @@ def test_a_mistake_names_the_field(read, body, param, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{prompt}", "not readable JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        (b'{"n": }', "not readable JSON (Expecting value: line 1 column 7 (char 6))"),
+        (b"[" * 10**5, "not readable JSON (nested too deeply)"),
         (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )

@@ -183,7 +183,6 @@ def _found_instead(directory: Path, raws: dict[str, Any]) -> str:
     return "no config.json or params.json"
 
 
-
 def match_tensors(
     adapter: Format,
     config: MambaLMConfig,
