@@ -118,5 +118,5 @@ class TestFieldsOfTheModel:
         for field in dataclasses.fields(MambaLMConfig):
             assert f"{field.name}: " in text
             if isinstance(field.default, int) and field.name != "fused_add_norm":
-                line = next(line for line in text.splitlines() if f"  {field.name}: " in line)
+                line = next(line for line in text.splitlines() if f" {field.name}: " in line)
                 assert str(field.default) in line
