@@ -5,11 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 
 import pytest
+from torch.distributed import HashStore
 
-from anymamba.training import TrainingConfig, train
+from anymamba.training import TrainingConfig, parallel, train
 from anymamba.training.checkpoint import checkpoints
 from tests.training.cases import tiny, write_corpus
 
@@ -31,6 +34,19 @@ def worker(directory, config):
     train(config, Path(directory) / "killed", callbacks=[die], report=str)
 
 
+def test_workers_that_are_started_again_meet_whoever_comes_first():
+    """A store still has what the workers said before they were started again."""
+    store, names = HashStore(), set()
+    for first in (0, 1, 0):
+        with ThreadPoolExecutor(2) as pool:
+            early = pool.submit(parallel._start, store, first, 2)
+            sleep(0.1)
+            late = pool.submit(parallel._start, store, 1 - first, 2)
+            assert early.result(timeout=20) == late.result(timeout=20)
+            names.add(late.result())
+    assert len(names) == 3
+
+
 def test_a_killed_worker_is_started_again_and_the_run_ends_in_the_same_bits(tmp_path):
     config = tiny(
         write_corpus(tmp_path / "corpus"),
@@ -42,7 +58,9 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_in_the_same_bits(tmp_
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch += ["--max-restarts", "1", "-m", "tests.training.test_torchrun", tmp_path, tmp_path / "config.json"]
-    done = subprocess.run(launch, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        launch, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
     (whole, *_), (killed, *_) = (checkpoints(tmp_path / name / "checkpoints") for name in ("whole", "killed"))

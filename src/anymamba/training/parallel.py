@@ -257,7 +257,8 @@ def _start(store: Any, rank: int, size: int) -> str:
     """A name for this start of the workers: torchrun may have started them before, with the same store.
 
     Every worker says hello with a token of its own; the first one lists what it has heard until all have found their
-    token in the list, and its own is the name.
+    token in the list and answered this first one, whose token is the name. The store still has what was said before a
+    restart, so an answer names the one that it is for.
     """
     token = secrets.token_hex(8)
     store.set(f"anymamba/hello/{rank}", token)
@@ -265,12 +266,12 @@ def _start(store: Any, rank: int, size: int) -> str:
         if rank == 0:
             tokens = [store.get(f"anymamba/hello/{other}").decode() for other in range(size)]
             store.set("anymamba/tokens", " ".join(tokens))
-            if store.check([f"anymamba/here/{other}" for other in tokens[1:]]):
+            if store.check([f"anymamba/here/{token}/{other}" for other in tokens[1:]]):
                 return token
         else:
             tokens = store.get("anymamba/tokens").decode().split()
             if tokens[rank : rank + 1] == [token]:
-                store.set(f"anymamba/here/{token}", "")
+                store.set(f"anymamba/here/{tokens[0]}/{token}", "")
                 return str(tokens[0])
         sleep(0.02)
 
