@@ -164,7 +164,7 @@ inline int team_size(int64_t threads, int64_t tasks) {
 
 // body(thread) by each thread of a team; returns when all of them have.
 template <typename Body>
-void run_team(int team, const Body& body) {
+void run_team([[maybe_unused]] int team, const Body& body) {
   Counter left;
 #pragma omp parallel num_threads(team) if (team > 1)
   {
