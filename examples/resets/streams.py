@@ -47,7 +47,7 @@ def random_votes(rng: Generator, rows: int, length: int) -> Symbols:
 
 def random_turns(rng: Generator, rows: int, length: int) -> Symbols:
     """The same after an R."""
-    return _behind_reset(random_votes(rng, rows, length - 1))
+    return _after_reset(random_votes(rng, rows, length - 1))
 
 
 def long_prefix(rng: Generator, rows: int, length: int) -> Symbols:
@@ -73,23 +73,23 @@ def long_suffix(rng: Generator, rows: int, length: int) -> Symbols:
 def drift(rng: Generator, rows: int, length: int) -> Symbols:
     """R, and a walk of which seven steps of eight go the same way."""
     way = rng.integers(2, size=(rows, 1))
-    return _behind_reset(np.where(rng.random((rows, length - 1)) < 1 / 8, 1 - way, way))
+    return _after_reset(np.where(rng.random((rows, length - 1)) < 1 / 8, 1 - way, way))
 
 
 def shuffled(rng: Generator, rows: int, length: int) -> Symbols:
     """R, and equally many of both symbols (one more of the first if the number is odd) in random order."""
     bag = np.where(2 * np.arange(length - 1) < length - 1, FIRST, SECOND)
-    return _behind_reset(rng.permuted(np.tile(bag, (rows, 1)), axis=1))
+    return _after_reset(rng.permuted(np.tile(bag, (rows, 1)), axis=1))
 
 
 def runs(rng: Generator, rows: int, length: int) -> Symbols:
     """R, and blocks of three to eight of the same symbol."""
     ends = rng.integers(3, 9, size=(rows, 1, length // 3 + 1)).cumsum(axis=2)
     block = (ends <= np.arange(length - 1)[:, None]).sum(axis=2)
-    return _behind_reset((block + rng.integers(2, size=(rows, 1))) % 2)
+    return _after_reset((block + rng.integers(2, size=(rows, 1))) % 2)
 
 
-def _behind_reset(symbols: Symbols) -> Symbols:
+def _after_reset(symbols: Symbols) -> Symbols:
     return np.concatenate([np.full_like(symbols[:, :1], RESET), symbols], axis=1)
 
 

@@ -128,7 +128,7 @@ class TestGenerate:
         assert (code, out) == (0, decode(tokens[:6]) + "\n" + decode(tokens[6:]) + "\n")
 
     @pytest.mark.parametrize("runs", [2, 3, 9])
-    def test_an_interrupt_leaves_the_state_behind_a_whole_token(self, run, model, tmp_path, interrupted, runs):
+    def test_an_interrupt_leaves_the_state_after_a_whole_token(self, run, model, tmp_path, interrupted, runs):
         state, flags = tmp_path / "state", ("--temperature", 1, "--seed", 3)
         before = signal.getsignal(signal.SIGINT)
         interrupted(runs)

@@ -79,14 +79,14 @@ def test_families_keep_their_promises(task, family, length):
 def check_family(family, row, labels):
     length = len(row)
     at = row.index(RESET) if RESET in row else -1
-    before, behind = row[:at], row[at + 1 :]
-    ones, zeros = behind.count(1), behind.count(0)
-    runs = [(symbol, len(list(group))) for symbol, group in itertools.groupby(behind)]
+    before, after = row[:at], row[at + 1 :]
+    ones, zeros = after.count(1), after.count(0)
+    runs = [(symbol, len(list(group))) for symbol, group in itertools.groupby(after)]
     if family == "long-prefix":
-        run = behind[-1]
+        run = after[-1]
         assert set(before) <= {run}
-        assert len(behind) >= 5
-        assert behind.count(1 - run) == behind.count(run) + 1  # a majority of one against the run
+        assert len(after) >= 5
+        assert after.count(1 - run) == after.count(run) + 1  # a majority of one against the run
         assert set(labels[at + 1 :]) == {1 - run}  # at every position
     elif family == "long-suffix":
         assert 1 <= at <= 3

@@ -117,7 +117,7 @@ def test_the_longest_sequence_grows_as_the_curriculum_says():
 
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
-def test_the_answer_is_predicted_behind_the_last_token(variant):
+def test_the_answer_is_predicted_after_the_last_token(variant):
     task = TrackingTask(config(language="brackets", variant=variant, n_layer=2))
     model = task.make_model(torch.float64)
     drawn = task.language.sample(np.random.default_rng(0), 3, 3, 12)

@@ -277,7 +277,7 @@ class TestTwoProcesses:
         assert {path: path.stat().st_mtime_ns for path in trainer.directory.rglob("*")} == before
         assert second.run()
 
-    def test_a_run_is_locked_while_it_goes_on_and_not_behind_it(self, trainer, monkeypatch):
+    def test_a_run_is_locked_while_it_lasts_and_not_after_it(self, trainer, monkeypatch):
         again, tried = open_run(trainer.directory, {}, silent), []
 
         def write_model(model, directory):

@@ -157,7 +157,7 @@ def test_orthogonalised_zeros_are_zeros():
 
 
 @KINDS
-def test_a_restored_optimiser_goes_on_bit_for_bit(kind):
+def test_a_restored_optimiser_continues_bit_for_bit(kind):
     config, states = OptimiserSection(kind=kind), []
     for interrupted in (False, True):
         model = small_lm("Mamba3")
