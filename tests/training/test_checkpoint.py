@@ -167,6 +167,33 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("damage", ["fewer", "more", "other rows", "scalar", "other sizes"])
+def test_odd_carried_states_are_refused_whoever_wrote_their_checksum(tmp_path, damage):
+    config = tiny(write_corpus(tmp_path / "corpus"), data={"mode": "stream"}, evaluation={"sample_tokens": 0})
+    trainer = begin(config, tmp_path / "run", silent)
+    assert trainer.run()
+    path, former = checkpoints(trainer.directory / "checkpoints")
+    shutil.rmtree(former)
+    tensors = read_tensors(path / "carried.safetensors")
+    x = tensors["layers.0.ssm"]
+    changed = {
+        "more": x.clone(),
+        "other rows": x[:1],
+        "scalar": x.new_zeros(()),
+        "other sizes": x[..., :1].contiguous(),
+    }
+    name = "layers.9.ssm" if damage == "more" else "layers.0.ssm"
+    others = {key: y for key, y in tensors.items() if key != name}
+    save_file(others if damage == "fewer" else {**others, name: changed[damage]}, path / "carried.safetensors")
+    manifest = read_json(path / "training.json")
+    del manifest["checksum"]
+    manifest["files"]["carried.safetensors"] = module.digest_file(path / "carried.safetensors")
+    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    with pytest.raises(ValueError, match="its tensors are not those of its config") as caught:
+        open_run(trainer.directory, {}, silent)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
     (checkpoints(trainer.directory / "checkpoints")[0] / "model.safetensors").write_bytes(b"")
     again = open_run(trainer.directory, {}, silent)

@@ -339,8 +339,9 @@ class LanguageTask(Task[Batch]):
 
     def carried_from(self, model: MambaLM, tensors: dict[str, Tensor]) -> list[Any]:
         """The states of each part's streams, as far as this worker reads them."""
-        whole, parts, workers = carried_from(model, tensors), self.config.batch.accumulation, self._workers
-        size = whole.batch_size // parts
+        batch, workers = self.config.batch, self._workers
+        whole = carried_from(model, tensors, batch.tokens // batch.length)
+        size = whole.batch_size // batch.accumulation
         own = size // workers.readers
         begins = range(workers.reader * own, whole.batch_size, size)
         return [whole.rows(slice(begin, begin + own)) for begin in begins]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.states import expect_names
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.training.data import Batch
@@ -63,10 +64,19 @@ def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
     return found.with_tensors(neighbours.chosen(x, here) for x in found.leaves())
 
 
-def carried_from(model: MambaLM, tensors: dict[str, Tensor]) -> LMCache:
-    """The states of streams, from their tensors by name."""
-    fresh = model.init_cache(1)
-    return fresh.with_tensors(tensors[name].to(model.device) for name in fresh.tensors())
+def carried_from(model: MambaLM, tensors: dict[str, Tensor], streams: int) -> LMCache:
+    """The states of streams, from their tensors by name.
+
+    Raises:
+        ValueError: the tensors of other streams or of another model.
+    """
+    fresh = model.init_cache(streams)
+    expected = fresh.tensors()
+    expect_names("carried", tensors, expected)
+    for name, x in expected.items():
+        if tensors[name].shape != x.shape:
+            raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(tensors[name].shape)}")
+    return fresh.with_tensors(tensors[name].to(model.device) for name in expected)
 
 
 def first_non_finite(
