@@ -1,4 +1,4 @@
-"""Rows of inputs with the labels to predict: batches, their cost, and the share of labels that is predicted.
+"""Rows of inputs with the labels to predict: batches, their cost, the share of labels that is predicted, and tasks.
 
 Letters: b rows, t time, k classes.
 """
@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from anymamba.training.task import Task
 
 IGNORED = -100  # the label of a position that is not scored
 
@@ -39,13 +41,24 @@ class Labelled(NamedTuple):
         """On another device."""
         return Labelled(self.inputs.to(device), self.labels.to(device))
 
-    def nats(self, model: nn.Module) -> Tensor:
-        """The cross entropy of the labels under the model's logits (b, t, k) or (b, k), added up."""
-        logits = model(self.inputs)
-        return F.cross_entropy(logits.flatten(0, -2), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    def nats(self, model: nn.Module, smoothing: float = 0.0) -> Tensor:
+        """The cross entropy of the labels under the model's logits (b, t, k) or (b, k), added up.
+
+        With `smoothing`, that share of each label's probability is spread evenly over all classes.
+        """
+        logits, labels = model(self.inputs).flatten(0, -2), self.labels.flatten()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
         """The share of the labels that have the largest logit."""
         right = (model(self.inputs).argmax(-1) == self.labels) & (self.labels != IGNORED)
         return int(right.sum()) / max(1, self.counted)
+
+
+class LabelledTask(Task[Labelled]):
+    """Labels to predict from rows of inputs."""
+
+    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Nats."""
+        return batch.nats(model), None

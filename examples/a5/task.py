@@ -12,51 +12,39 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba import LatentModel
-from anymamba.training.config import RunConfig
-from anymamba.training.sections import (
-    CheckpointSection,
-    EvaluationSection,
-    OptimiserSection,
-    ScheduleSection,
-    at_least,
-    option,
-)
-from anymamba.training.task import Evaluation, Task
+from anymamba.training.sections import OptimiserSection, ScheduleSection, at_least, option
+from anymamba.training.task import Evaluation
 from examples.a5.words import ELEMENTS, draw
-from examples.labelled import Labelled
+from examples.labelled import Labelled, LabelledTask
+from examples.runs import ExampleConfig, Sizes
 
 TRAINING, VALIDATION, TEST = range(3)  # their words come from different seeds
 TOKENS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class A5Section:
+class A5Section(Sizes):
     """The model, and the words of a step."""
 
     rotation: Literal["complex", "quaternion"] = option("quaternion", "how the states turn")
-    n_layer: int = option(1, "layers")
-    d_model: int = option(64, "width of the residual stream")
     d_state: int = option(32, "state size of a head")
-    headdim: int = option(16, "width of a head")
     d_intermediate: int = option(128, "width of the MLP after each block")
     rows: int = option(96, "words of a step")
     length: int = option(12, "generators of a word")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "d_intermediate", "rows", "length")
+        super().__post_init__()
+        at_least(self, 1, "d_intermediate", "length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class A5Config(RunConfig):
+class A5Config(ExampleConfig):
     """A run on words of A5."""
 
     a5: A5Section = field(default_factory=A5Section)
     optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99, weight_decay=0.0))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1500, warmup=100, final=0.003))
-    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
-    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=500, keep=1))
-    threads: int | None = option(1, "CPU threads; the model is too small for more")
 
 
 class WordReader(nn.Module):
@@ -77,7 +65,7 @@ class WordReader(nn.Module):
         return self.model(F.one_hot(tokens, TOKENS).to(self.model.output.weight.dtype))
 
 
-class A5Task(Task[Labelled]):
+class A5Task(LabelledTask):
     """The product of a word so far, after each of its tokens."""
 
     NAMES = ("accuracy", "last_accuracy")
@@ -104,10 +92,6 @@ class A5Task(Task[Labelled]):
     def batches(self, step: int) -> list[Labelled]:
         """Words of one length."""
         return [self.words(TRAINING, step, self.config.a5.rows, self.config.a5.length)]
-
-    def cost(self, model: WordReader, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
-        return batch.nats(model), None
 
     def evaluate(self, model: WordReader, step: int, dtype: torch.dtype) -> Evaluation:
         """Accuracy over all positions of fresh words, and at the last."""

@@ -8,21 +8,15 @@ principal components, is printed and written to OUT/autoencoder.md, and a pictur
 
 from __future__ import annotations
 
-import argparse
-import os
-from dataclasses import replace
-from pathlib import Path
-
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch: see the Makefile
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymamba.training.report import can_plot
 from examples.autoencoder.model import SIDE
 from examples.autoencoder.task import AutoencoderConfig, AutoencoderTask, drawn, mean_squared_error
 from examples.digits.images import load_digits
-from examples.runs import parameters_of, seconds_of, trained, write_figure, write_text
+from examples.runs import Given, command, markdown
 
 SHOWN = 12
 
@@ -34,11 +28,8 @@ def by_components(training: Tensor, images: Tensor, count: int) -> Tensor:
     return mean + (images - mean) @ directions.T @ directions
 
 
-def draw(rows: dict[str, Tensor], target: Path) -> None:
+def plot(figure: Any, rows: dict[str, Tensor]) -> None:
     """A row of images for each name."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(0.8 * SHOWN, 1.05 * len(rows)), layout="constrained")
     for i, (name, images) in enumerate(rows.items()):
         for k in range(SHOWN):
             axes = figure.add_subplot(len(rows), SHOWN, i * SHOWN + k + 1)
@@ -46,38 +37,27 @@ def draw(rows: dict[str, Tensor], target: Path) -> None:
             axes.set(xticks=[], yticks=[])
             if not k:
                 axes.set_title(name, loc="left", fontsize=9)
-    write_figure(figure, target)
+
+
+def run(given: Given) -> None:
+    """Train, and draw the test images from their codes."""
+    task = AutoencoderTask(AutoencoderConfig().run(given.seeds[0], given.steps), load_digits())
+    found = given.trained(task)
+    code, test = task.config.autoencoder.code, task.test
+    rows = {
+        f"autoencoder, {code} numbers": drawn(found.model, test),
+        f"{code} principal components": by_components(task.training, test, code),
+    }
+    size = (0.8 * SHOWN, 1.05 * (1 + len(rows)))
+    given.draw("autoencoder", size, lambda figure: plot(figure, {"test images": test, **rows}))
+    errors = [[name, f"{mean_squared_error(x, test):.5f}"] for name, x in rows.items()]
+    table = markdown(["code", "squared error of a pixel, test images"], errors)
+    given.write("autoencoder", f"{table}\n{found}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m examples.autoencoder", description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/autoencoder"), help="directory of the run and results")
-    parser.add_argument("--steps", type=int, default=AutoencoderConfig().schedule.steps)
-    given = parser.parse_args(arguments)
-    directory = given.out / f"seed-{given.seed}"
-    try:
-        schedule = replace(AutoencoderConfig().schedule, steps=given.steps)
-        task = AutoencoderTask(AutoencoderConfig(schedule=schedule, seed=given.seed), load_digits())
-        trainer = trained(task, directory)
-    except ValueError as error:
-        parser.error(str(error))
-    if trainer is None:
-        return 130
-    code, test = task.config.autoencoder.code, task.test
-    rows = {
-        "test images": test,
-        f"autoencoder, {code} numbers": drawn(trainer.model, test),
-        f"{code} principal components": by_components(task.training, test, code),
-    }
-    if can_plot():
-        draw(rows, given.out / "autoencoder.png")
-    lines = ["| code | squared error of a pixel, test images |", "|---|---|"]
-    lines += [f"| {name} | {mean_squared_error(x, test):.5f} |" for name, x in list(rows.items())[1:]]
-    facts = f"{parameters_of(trainer.model):,} parameters, {trainer.step} steps, {seconds_of(directory):.0f} seconds"
-    write_text("\n".join(lines) + f"\n\n{facts}\n", given.out / "autoencoder.md")
-    return 0
+    return command("autoencoder", __doc__, run, arguments)
 
 
 if __name__ == "__main__":

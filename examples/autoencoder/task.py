@@ -3,78 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.config import RunConfig
-from anymamba.training.sections import (
-    CheckpointSection,
-    EvaluationSection,
-    OptimiserSection,
-    ScheduleSection,
-    at_least,
-    option,
-)
-from anymamba.training.task import Evaluation, Task
+from anymamba.training.sections import OptimiserSection, ScheduleSection, at_least, option
+from anymamba.training.task import Evaluation
 from examples.autoencoder.model import Autoencoder
 from examples.digits.images import BRIGHTEST, Digits
+from examples.labelled import Labelled, LabelledTask
+from examples.runs import ExampleConfig, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoencoderSection:
+class AutoencoderSection(Sizes):
     """The model, and the images of a step."""
 
     code: int = option(16, "numbers that an image goes through")
     family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
     n_layer: int = option(2, "layers of encoder and decoder each, two a pair")
-    d_model: int = option(64, "width of the residual stream")
-    d_state: int = option(16, "state size of a head")
-    headdim: int = option(16, "width of a head")
-    rows: int = option(64, "images of a step")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "code", "d_model", "d_state", "headdim", "rows")
+        super().__post_init__()
+        at_least(self, 1, "code")
         at_least(self, 2, "n_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoencoderConfig(RunConfig):
+class AutoencoderConfig(ExampleConfig):
     """A run on the digits."""
 
     autoencoder: AutoencoderSection = field(default_factory=AutoencoderSection)
     optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=3e-3, beta2=0.99))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1500, final=0.01))
-    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
-    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=250, keep=1))
-    threads: int | None = option(1, "CPU threads; the model is too small for more")
 
 
-class Images(NamedTuple):
-    """Images (b, p) with pixels from 0 to 1."""
-
-    pixels: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Pixels that are read."""
-        return self.pixels.numel()
-
-    @property
-    def counted(self) -> int:
-        """Pixels that are drawn."""
-        return self.pixels.numel()
-
-    def to(self, device: torch.device) -> Images:
-        """On another device."""
-        return Images(self.pixels.to(device))
-
-
-class AutoencoderTask(Task[Images]):
+class AutoencoderTask(LabelledTask):
     """The binary cross entropy of pixels; nothing is chosen by the test images."""
 
     NAMES = ("validation_error",)
@@ -95,14 +63,15 @@ class AutoencoderTask(Task[Images]):
         c = self.config.autoencoder
         return Autoencoder(c.code, c.d_model, c.n_layer, c.family, c.d_state, c.headdim).to(dtype)
 
-    def batches(self, step: int) -> list[Images]:
-        """Some images."""
+    def batches(self, step: int) -> list[Labelled]:
+        """Some images, which are their own labels."""
         rows = np.random.default_rng([self.config.seed, step]).choice(len(self.training), self.config.autoencoder.rows)
-        return [Images(self.training[torch.from_numpy(rows)])]
+        images = self.training[torch.from_numpy(rows)]
+        return [Labelled(images, images)]
 
-    def cost(self, model: Autoencoder, batch: Images, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Nats of all pixels."""
-        return F.binary_cross_entropy_with_logits(model(batch.pixels), batch.pixels, reduction="sum"), None
+        return F.binary_cross_entropy_with_logits(model(batch.inputs), batch.labels, reduction="sum"), None
 
     def evaluate(self, model: Autoencoder, step: int, dtype: torch.dtype) -> Evaluation:
         """The mean squared error of the validation images' pixels."""

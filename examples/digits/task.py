@@ -12,45 +12,29 @@ from torch import Tensor, nn
 
 from anymamba.models.layers import ResidualLayer, make_norm
 from anymamba.models.stack_config import StackConfig
-from anymamba.training.config import RunConfig
-from anymamba.training.sections import (
-    CheckpointSection,
-    EvaluationSection,
-    OptimiserSection,
-    ScheduleSection,
-    at_least,
-    option,
-)
-from anymamba.training.task import Evaluation, Task
+from anymamba.training.sections import OptimiserSection, ScheduleSection, option
+from anymamba.training.task import Evaluation
 from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
-from examples.labelled import Labelled
+from examples.labelled import Labelled, LabelledTask
+from examples.runs import ExampleConfig, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsSection:
+class DigitsSection(Sizes):
     """The model, and the images of a step."""
 
     family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
     n_layer: int = option(2, "layers")
-    d_model: int = option(64, "width of the residual stream")
-    d_state: int = option(16, "state size of a head")
-    headdim: int = option(16, "width of a head")
     rows: int = option(32, "images of a step")
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsConfig(RunConfig):
+class DigitsConfig(ExampleConfig):
     """A run on the digits."""
 
     digits: DigitsSection = field(default_factory=DigitsSection)
     optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=2500, final=0.01))
-    evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=250, log_every=250))
-    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=250, keep=1))
 
 
 class PixelReader(nn.Module):
@@ -77,7 +61,7 @@ class PixelReader(nn.Module):
         return self.head(self.norm(residual[:, -1]))
 
 
-class DigitsTask(Task[Labelled]):
+class DigitsTask(LabelledTask):
     """Classification of the digits; nothing is chosen by the test images."""
 
     NAMES = ("validation_accuracy",)
@@ -104,10 +88,6 @@ class DigitsTask(Task[Labelled]):
         still, moved = images[rows].numpy(), shifted(images[rows].numpy(), rng)
         chosen = np.where(rng.random((len(rows), 1)) < 0.5, moved, still)
         return [Labelled(torch.from_numpy(chosen), labels[rows])]
-
-    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
-        return batch.nats(model), None
 
     def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the validation images."""

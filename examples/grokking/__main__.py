@@ -8,73 +8,54 @@ and a plot of accuracies and participation ratios to OUT/grokking.png.
 
 from __future__ import annotations
 
-import argparse
-import os
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch: see the Makefile
-
-from anymamba.training.report import Row, can_plot, read_metrics
+from anymamba.training.report import Row, read_metrics
 from examples.grokking.task import GrokkingConfig, GrokkingTask
-from examples.runs import parameters_of, seconds_of, trained, write_figure, write_text
+from examples.runs import Given, command, markdown
 
+_ACCURACIES = {"training_accuracy": "trained on", "test_accuracy": "held out"}
 _RATIOS = ("ratio_of_states", "ratio_of_embedding", "ratio_of_head")
 
 
-def draw(rows: list[Row], target: Path) -> None:
+def plot(figure: Any, rows: list[Row]) -> None:
     """Accuracies above, participation ratios below, over the steps on a logarithmic axis."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
     above = figure.add_subplot(2, 1, 1, ylabel="right sums, %", xscale="log")
     below = figure.add_subplot(2, 1, 2, ylabel="participation ratio", xlabel="step", xscale="log")
     steps = [row.step for row in rows]
-    for name, label in (("training_accuracy", "trained on"), ("test_accuracy", "held out")):
+    for name, label in _ACCURACIES.items():
         above.plot(steps, [100 * row.evaluated[name] for row in rows], label=label)
     for name in _RATIOS:
         below.plot(steps, [row.evaluated[name] for row in rows], label=name.removeprefix("ratio_of_"))
     above.legend()
     below.legend()
-    write_figure(figure, target)
 
 
 def table(rows: list[Row], shares: tuple[float, ...] = (0.5, 0.99)) -> str:
     """The first evaluations at which each accuracy reached a share, and the first and last evaluation."""
-    heads = ("training_accuracy", "test_accuracy", *_RATIOS)
-    lines = ["| | step | trained on, % | held out, % | states | embedding | head |", "|---" * 7 + "|"]
     moments = {"first": rows[0]}
-    for name, label in (("training_accuracy", "trained on"), ("test_accuracy", "held out")):
+    for name, label in _ACCURACIES.items():
         for share in shares:
             if found := [row for row in rows if row.evaluated[name] >= share]:
                 moments[f"{label}: {100 * share:.0f} %"] = found[0]
+    lines = []
     for label, row in {**moments, "last": rows[-1]}.items():
-        values = [100 * row.evaluated[name] for name in heads[:2]] + [row.evaluated[name] for name in heads[2:]]
-        lines.append(f"| {label} | {row.step} | " + " | ".join(f"{x:.1f}" for x in values) + " |")
-    return "\n".join(lines)
+        values = [100 * row.evaluated[name] for name in _ACCURACIES] + [row.evaluated[name] for name in _RATIOS]
+        lines.append([label, row.step, *(f"{x:.1f}" for x in values)])
+    return markdown(["", "step", "trained on, %", "held out, %", "states", "embedding", "head"], lines)
+
+
+def run(given: Given) -> None:
+    """Train, and look back at the evaluations on the way."""
+    found = given.trained(GrokkingTask(GrokkingConfig().run(given.seeds[0], given.steps)))
+    rows = [row for row in read_metrics(found.directory / "metrics.csv") if row.evaluated]
+    given.draw("grokking", (8, 6), lambda figure: plot(figure, rows))
+    given.write("grokking", f"{table(rows)}\n{found}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m examples.grokking", description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/grokking"), help="directory of the run and results")
-    parser.add_argument("--steps", type=int, default=GrokkingConfig().schedule.steps)
-    given = parser.parse_args(arguments)
-    directory = given.out / f"seed-{given.seed}"
-    try:
-        schedule = replace(GrokkingConfig().schedule, steps=given.steps)
-        trainer = trained(GrokkingTask(GrokkingConfig(schedule=schedule, seed=given.seed)), directory)
-    except ValueError as error:
-        parser.error(str(error))
-    if trainer is None:
-        return 130
-    rows = [row for row in read_metrics(directory / "metrics.csv") if row.evaluated]
-    if can_plot():
-        draw(rows, given.out / "grokking.png")
-    facts = f"{parameters_of(trainer.model):,} parameters, {trainer.step} steps, {seconds_of(directory):.0f} seconds"
-    write_text(f"{table(rows)}\n\n{facts}\n", given.out / "grokking.md")
-    return 0
+    return command("grokking", __doc__, run, arguments)
 
 
 if __name__ == "__main__":

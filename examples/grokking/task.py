@@ -16,17 +16,16 @@ from torch import Tensor, nn
 
 from anymamba import MambaLM
 from anymamba.models.config import MambaLMConfig
-from anymamba.training.config import RunConfig
 from anymamba.training.sections import (
-    CheckpointSection,
     EvaluationSection,
     OptimiserSection,
     ScheduleSection,
     at_least,
     option,
 )
-from anymamba.training.task import Evaluation, Task
-from examples.labelled import Labelled
+from anymamba.training.task import Evaluation
+from examples.labelled import Labelled, LabelledTask
+from examples.runs import ExampleConfig
 
 LOOKED_AT = 512  # sums whose states are compared
 
@@ -52,7 +51,7 @@ class GrokkingSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrokkingConfig(RunConfig):
+class GrokkingConfig(ExampleConfig):
     """A run on sums; all of those that are trained on are read at every step."""
 
     grokking: GrokkingSection = field(default_factory=GrokkingSection)
@@ -63,11 +62,9 @@ class GrokkingConfig(RunConfig):
         default_factory=lambda: ScheduleSection(steps=2000, warmup=20, kind="constant", final=1.0)
     )
     evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=50, log_every=250))
-    checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=500, keep=1))
-    threads: int | None = option(1, "CPU threads; the model is too small for more")
 
 
-class GrokkingTask(Task[Labelled]):
+class GrokkingTask(LabelledTask):
     """The sum of all numbers, predicted after the last of them."""
 
     NAMES = ("training_accuracy", "test_accuracy", "ratio_of_states", "ratio_of_embedding", "ratio_of_head")
@@ -96,10 +93,6 @@ class GrokkingTask(Task[Labelled]):
     def batches(self, step: int) -> list[Labelled]:
         """All sums that are trained on."""
         return [self.training]
-
-    def cost(self, model: Adder, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
-        return batch.nats(model), None
 
     @torch.no_grad()
     def evaluate(self, model: Adder, step: int, dtype: torch.dtype) -> Evaluation:

@@ -10,20 +10,15 @@ OUT/packages.png.
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
-
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch: see the Makefile
+from typing import Any
 
 import numpy as np
 
 from anymamba.training.file_config import FileConfig
 from anymamba.training.file_task import file_task
-from anymamba.training.predictions import Predictor
-from anymamba.training.report import can_plot
 from examples.packages.chunks import PACKAGES, Chunk, read_chunks, write_chunks
-from examples.runs import parameters_of, report, seconds_of, trained, write_figure, write_text
+from examples.runs import Given, command, file_config, labels_of, markdown, report
 
 
 def by_words(training: list[Chunk], test: list[Chunk], characters: bool) -> list[str]:
@@ -50,79 +45,57 @@ def accuracy(found: list[str], test: list[Chunk]) -> float:
     return sum(a == chunk.package for a, chunk in zip(found, test, strict=True)) / len(test)
 
 
-def config_of(source: Path, seed: int, steps: int) -> FileConfig:
+def config_of(given: Given, source: Path) -> FileConfig:
     """A run on the pieces."""
-    return FileConfig.from_dict(
-        {
-            "task": "classification",
-            "model": {
-                "family": "Mamba2",
-                "n_layer": 2,
-                "d_model": 64,
-                "d_state": 16,
-                "headdim": 32,
-                "stack": {"dropout": 0.1, "merge": "linear"},
-            },
-            "data": {"sources": [str(source)], "targets": ["package"], "inputs": ["text"], "labels": list(PACKAGES)},
-            "batch": {"rows": 32, "length": 256},
-            "optimiser": {"lr": 3e-3, "weight_decay": 0.1},
-            "schedule": {"steps": steps, "final": 0.01},
-            "evaluation": {"every": 100, "log_every": 50},
-            "checkpoints": {"every": 100, "keep": 1},
-            "seed": seed,
-            "threads": 1,
-        }
+    sizes = {"n_layer": 2, "d_model": 64, "d_state": 16, "headdim": 32}
+    return file_config(
+        given,
+        given.seeds[0],
+        "classification",
+        250,
+        model={"family": "Mamba2", **sizes, "stack": {"dropout": 0.1, "merge": "linear"}},
+        data={"sources": [str(source)], "targets": ["package"], "inputs": ["text"], "labels": list(PACKAGES)},
+        batch={"rows": 32, "length": 256},
+        optimiser={"lr": 3e-3, "weight_decay": 0.1},
     )
 
 
-def draw(found: list[str], test: list[Chunk], target: Path) -> None:
+def plot(figure: Any, said: list[str], test: list[Chunk]) -> None:
     """How many pieces of each package are taken for which."""
-    from matplotlib.figure import Figure
-
     counts = np.zeros((len(PACKAGES), len(PACKAGES)), dtype=int)
-    for said, chunk in zip(found, test, strict=True):
-        counts[PACKAGES.index(chunk.package), PACKAGES.index(said)] += 1
-    figure = Figure(figsize=(6.5, 6), layout="constrained")
+    for name, chunk in zip(said, test, strict=True):
+        counts[PACKAGES.index(chunk.package), PACKAGES.index(name)] += 1
     axes = figure.add_subplot(xlabel="said", ylabel="is")
     axes.imshow(counts, cmap="Blues")
     axes.set_xticks(range(len(PACKAGES)), PACKAGES, rotation=45, ha="right")
     axes.set_yticks(range(len(PACKAGES)), PACKAGES)
     for i, j in np.argwhere(counts):
         axes.text(j, i, str(counts[i, j]), ha="center", va="center", fontsize=8)
-    write_figure(figure, target)
+
+
+def run(given: Given) -> None:
+    """Fit the comparisons, train, and name the packages of the pieces of other files."""
+    training, test = read_chunks()
+    files = {"training": training, "test": test}
+    for name, chunks in files.items():
+        write_chunks(chunks, given.out / f"{name}.jsonl")
+    rows: list[list[object]] = []
+    for name, characters in (("words", False), ("up to four characters", True)):
+        share = accuracy(by_words(training, test, characters), test)
+        rows.append([f"TF-IDF of {name}, logistic regression", "", f"{100 * share:.1f} %", ""])
+    found = given.trained(file_task(config_of(given, given.out / "training.jsonl"), report))
+    said = labels_of(found, given.out / "test.jsonl")
+    share, name = accuracy(said, test), "Mamba-2 in both directions, bytes"
+    rows.append([name, found.parameters, f"{100 * share:.1f} %", f"{found.seconds:.0f}"])
+    given.draw("packages", (6.5, 6), lambda figure: plot(figure, said, test))
+    sizes = f"{len(training)} pieces to train on, {len(test)} to judge by, of {len(PACKAGES)} packages"
+    table = markdown(["", "parameters", "right, of pieces of other files", "seconds"], rows)
+    given.write("packages", f"{table}\n{sizes}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m examples.packages", description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/packages"), help="directory of the run and results")
-    parser.add_argument("--steps", type=int, default=250)
-    given = parser.parse_args(arguments)
-    directory = given.out / f"seed-{given.seed}"
-    try:
-        training, test = read_chunks()
-        write_chunks(training, given.out / "training.jsonl")
-        write_chunks(test, given.out / "test.jsonl")
-        lines = ["| | parameters | right, of pieces of other files | seconds |", "|---|---|---|---|"]
-        for name, characters in (("words", False), ("up to four characters", True)):
-            share = accuracy(by_words(training, test, characters), test)
-            lines.append(f"| TF-IDF of {name}, logistic regression | | {100 * share:.1f} % | |")
-        config = config_of(given.out / "training.jsonl", given.seed, given.steps)
-        if (trainer := trained(file_task(config, report), directory)) is None:
-            return 130
-        predictor = Predictor(directory)
-        said = predictor.predict(predictor.read(str(given.out / "test.jsonl")))
-        found = [line["label"] for line in said]
-    except ValueError as error:
-        parser.error(str(error))
-    facts = f"{100 * accuracy(found, test):.1f} % | {seconds_of(directory):.0f}"
-    lines.append(f"| Mamba-2 in both directions, bytes | {parameters_of(trainer.model)} | {facts} |")
-    if can_plot():
-        draw(found, test, given.out / "packages.png")
-    sizes = f"{len(training)} pieces to train on, {len(test)} to judge by, of {len(PACKAGES)} packages"
-    write_text("\n".join(lines) + f"\n\n{sizes}\n", given.out / "packages.md")
-    return 0
+    return command("packages", __doc__, run, arguments)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ OUT/permuted.md, and a picture of images as they are read to OUT/permuted.png.
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
-
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch: see the Makefile
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +18,11 @@ import torch.nn.functional as F
 
 from anymamba.training.file_config import FileConfig
 from anymamba.training.file_task import file_task
-from anymamba.training.predictions import Predictor
-from anymamba.training.report import can_plot
 from examples.digits.images import BRIGHTEST, CLASSES, SIDE, load_digits
 from examples.labelled import Labelled
-from examples.runs import parameters_of, report, seconds_of, trained, write_figure, write_text
+from examples.runs import Given, command, file_config, labels_of, markdown, report
 
-LARGE = 28
+LARGE, SHOWN = 28, 10
 
 
 def order_of_pixels() -> np.ndarray:
@@ -41,80 +36,60 @@ def enlarged(images: torch.Tensor) -> np.ndarray:
     return F.interpolate(small, size=(LARGE, LARGE), mode="bilinear", align_corners=False).flatten(1).numpy()
 
 
-def write_images(part: Labelled, directory: Path, name: str) -> Path:
-    """Pixels as they are read, and digits, as .npy files; the former's path."""
+def write_images(part: Labelled, directory: Path, name: str) -> None:
+    """Pixels as they are read, and digits, as .npy files."""
     np.save(directory / f"{name}.npy", enlarged(part.inputs)[:, order_of_pixels()])
     np.save(directory / f"{name}-labels.npy", part.labels.numpy())
-    return directory / f"{name}.npy"
 
 
-def config_of(directory: Path, seed: int, steps: int) -> FileConfig:
+def config_of(given: Given) -> FileConfig:
     """A run on the images."""
-    return FileConfig.from_dict(
-        {
-            "task": "classification",
-            "model": {"family": "Mamba2", "n_layer": 2, "d_model": 32, "d_state": 16, "headdim": 16, "pooling": "mean"},
-            "data": {
-                "sources": [str(directory / "training.npy")],
-                "targets": [str(directory / "training-labels.npy")],
-                "labels": [str(digit) for digit in range(CLASSES)],
-            },
-            "batch": {"rows": 16, "length": LARGE * LARGE},
-            "optimiser": {"lr": 4e-3, "weight_decay": 0.05},
-            "schedule": {"steps": steps, "final": 0.01},
-            "evaluation": {"every": 100, "log_every": 50},
-            "checkpoints": {"every": 50, "keep": 1},
-            "seed": seed,
-            "threads": 1,
-        }
+    return file_config(
+        given,
+        given.seeds[0],
+        "classification",
+        500,
+        model={"family": "Mamba2", "n_layer": 2, "d_model": 32, "d_state": 16, "headdim": 16, "pooling": "mean"},
+        data={
+            "sources": [str(given.out / "training.npy")],
+            "targets": [str(given.out / "training-labels.npy")],
+            "labels": [str(digit) for digit in range(CLASSES)],
+        },
+        batch={"rows": 16, "length": LARGE * LARGE},
+        optimiser={"lr": 4e-3, "weight_decay": 0.05},
     )
 
 
-def draw(images: np.ndarray, labels: list[int], found: list[str], target: Path, shown: int = 10) -> None:
+def plot(figure: Any, images: np.ndarray, labels: list[str], said: list[str]) -> None:
     """Images as they are, and as they are read, with what the model says."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(shown, 2.4), layout="constrained")
-    for k in range(shown):
+    for k in range(SHOWN):
         for row, pixels in enumerate((images[k], images[k][order_of_pixels()])):
-            axes = figure.add_subplot(2, shown, row * shown + k + 1)
+            axes = figure.add_subplot(2, SHOWN, row * SHOWN + k + 1)
             axes.imshow(pixels.reshape(LARGE, LARGE), cmap="gray_r")
             axes.set_axis_off()
             if not row:
-                axes.set_title(found[k], color="black" if found[k] == str(labels[k]) else "red", fontsize=10)
-    write_figure(figure, target)
+                axes.set_title(said[k], color="black" if said[k] == labels[k] else "red", fontsize=10)
+
+
+def run(given: Given) -> None:
+    """Train, and report the test images."""
+    digits, (seed,) = load_digits(), given.seeds
+    given.out.mkdir(parents=True, exist_ok=True)
+    for part, name in ((digits.training, "training"), (digits.test, "test")):
+        write_images(part, given.out, name)
+    found = given.trained(file_task(config_of(given), report))
+    said, labels = labels_of(found, given.out / "test.npy"), [str(digit) for digit in digits.test.labels.tolist()]
+    wrong, total = sum(a != b for a, b in zip(said, labels, strict=True)), len(labels)
+    images = enlarged(digits.test.inputs)
+    given.draw("permuted", (SHOWN, 2.4), lambda figure: plot(figure, images, labels, said))
+    shares = [f"{100 * (1 - wrong / total):.1f} %", f"{wrong} of {total}"]
+    row = [found.parameters, seed, *shares, found.steps, f"{found.seconds:.0f}"]
+    given.write("permuted", markdown(["parameters", "seed", "test accuracy", "mistakes", "steps", "seconds"], [row]))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m examples.permuted", description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/permuted"), help="directory of the run and results")
-    parser.add_argument("--steps", type=int, default=500)
-    given = parser.parse_args(arguments)
-    directory = given.out / f"seed-{given.seed}"
-    try:
-        digits = load_digits()
-        given.out.mkdir(parents=True, exist_ok=True)
-        for part, name in ((digits.training, "training"), (digits.test, "test")):
-            write_images(part, given.out, name)
-        if (trainer := trained(file_task(config_of(given.out, given.seed, given.steps), report), directory)) is None:
-            return 130
-        predictor = Predictor(directory)
-        table = predictor.read(str(given.out / "test.npy"))
-        found = [line["label"] for line in predictor.predict(table)]
-    except ValueError as error:
-        parser.error(str(error))
-    labels = digits.test.labels.tolist()
-    mistakes = sum(said != str(label) for said, label in zip(found, labels, strict=True))
-    lines = ["| parameters | seed | test accuracy | mistakes | steps | seconds |", "|---|---|---|---|---|---|"]
-    share = f"{100 * (1 - mistakes / len(labels)):.1f} % | {mistakes} of {len(labels)}"
-    facts = f"{trainer.step} | {seconds_of(directory):.0f}"
-    lines.append(f"| {parameters_of(trainer.model)} | {given.seed} | {share} | {facts} |")
-    if can_plot():
-        draw(enlarged(digits.test.inputs), labels, found, given.out / "permuted.png")
-    write_text("\n".join(lines) + "\n", given.out / "permuted.md")
-    return 0
+    return command("permuted", __doc__, run, arguments)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from anymamba.ground.files import replacing
 from examples.resets.streams import LENGTH, STREAMS
 from examples.resets.task import TEST
+from examples.runs import markdown
 
 LENGTHS = (8, 16, 32, 64, 128, 256)
 
@@ -49,28 +48,20 @@ def memoryless(task: str, rows: int = 2048) -> dict[str, float]:
 def table(task: str, outcomes: list[Outcome]) -> str:
     """A Markdown table: accuracies in percent on streams of the trained length, a row for each run."""
     families = list(STREAMS[task].families)
-    lines = [
-        f"| {task} | parameters | seed | {' | '.join(families)} | steps | seconds |",
-        f"|---|---|---|{'---|' * len(families)}---|---|",
-        f"| best guess without memory | | | {_percents(memoryless(task))} | | |",
-    ]
+    rows: list[list[object]] = [["best guess without memory", "", "", *_percents(memoryless(task)), "", ""]]
     for o in outcomes:
-        run = f"{o.steps} | {o.seconds:.0f}" if o.seed is not None else " | "
-        seed = "" if o.seed is None else o.seed
-        lines.append(f"| {o.variant} | {o.parameters} | {seed} | {_percents(o.accuracies[LENGTH])} | {run} |")
-    return "\n".join(lines) + "\n"
+        run = ["", "", ""] if o.seed is None else [o.seed, o.steps, f"{o.seconds:.0f}"]
+        rows.append([o.variant, o.parameters, run[0], *_percents(o.accuracies[LENGTH]), *run[1:]])
+    return markdown([task, "parameters", "seed", *families, "steps", "seconds"], rows)
 
 
-def _percents(accuracies: dict[str, float]) -> str:
+def _percents(accuracies: dict[str, float]) -> list[str]:
     """Rounded down, so that 100 means without a mistake."""
-    return " | ".join("100" if x == 1 else f"{np.floor(1000 * x) / 10:.1f}" for x in accuracies.values())
+    return ["100" if x == 1 else f"{np.floor(1000 * x) / 10:.1f}" for x in accuracies.values()]
 
 
-def plot(task: str, outcomes: list[Outcome], target: Path) -> None:
-    """Draw each run's accuracy, of its worst family, against the length; the trained length is shaded."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+def plot(figure: Any, task: str, outcomes: list[Outcome]) -> None:
+    """Each run's accuracy, of its worst family, against the length; the trained length is shaded."""
     axes = figure.add_subplot(xlabel="length of the streams", ylabel="accuracy in the worst family, %", title=task)
     axes.axvspan(LENGTHS[0], LENGTH, color="0.9", label="lengths up to that of training")
     axes.axhline(100 / len(STREAMS[task].classes), color="0.5", ls=":", label="chance")
@@ -85,5 +76,3 @@ def plot(task: str, outcomes: list[Outcome], target: Path) -> None:
     axes.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
     axes.set_ylim(0, 102)
     figure.legend(loc="outside right upper")
-    with replacing(target) as temporary:
-        figure.savefig(temporary, format="png")

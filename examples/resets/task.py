@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from anymamba.training.config import RunConfig
 from anymamba.training.sections import (
     CheckpointSection,
     EvaluationSection,
@@ -17,10 +16,11 @@ from anymamba.training.sections import (
     at_least,
     option,
 )
-from anymamba.training.task import Evaluation, Task
-from examples.labelled import Labelled
+from anymamba.training.task import Evaluation
+from examples.labelled import Labelled, LabelledTask
 from examples.resets.model import VARIANTS, ResetModel
 from examples.resets.streams import LENGTH, SHORTEST, STREAMS
+from examples.runs import ExampleConfig
 
 TRAINING, VALIDATION, TEST = 0, 1, 2  # their streams come from different seeds
 
@@ -45,7 +45,7 @@ class ResetSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResetConfig(RunConfig):
+class ResetConfig(ExampleConfig):
     """A run on a reset task.
 
     The learning rate begins large, to leave the solutions without memory, and ends small, for turns and decays that are
@@ -57,10 +57,9 @@ class ResetConfig(RunConfig):
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=4000, warmup=100, final=0.003))
     evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=200, log_every=1000))
     checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=1000, keep=1))
-    threads: int | None = option(1, "CPU threads; the models are too small for more")
 
 
-class ResetTask(Task[Labelled]):
+class ResetTask(LabelledTask):
     """One of the reset tasks.
 
     It counts as solved when there is no mistake in any family of validation streams, nor in streams of twice the
@@ -88,10 +87,6 @@ class ResetTask(Task[Labelled]):
         c = self.config.reset
         rng = np.random.default_rng([TRAINING, self.config.seed, step])
         return [_labelled(STREAMS[c.task].mixture(rng, c.rows, c.length))]
-
-    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
-        return batch.nats(model), None
 
     def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the validation streams."""

@@ -10,20 +10,15 @@ held-out values to OUT/series.png.
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
-
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch: see the Makefile
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from anymamba.training.file_config import FileConfig
 from anymamba.training.file_task import FileTask, file_task
-from anymamba.training.report import can_plot
-from examples.runs import parameters_of, report, seconds_of, trained, write_figure, write_text
+from examples.runs import Finished, Given, command, file_config, markdown, report
 
 CHANNELS, HELD_OUT, ORDERS = 4, 0.1, (1, 2, 4, 8, 12, 16, 24)
 
@@ -71,82 +66,66 @@ def best_order(known: np.ndarray) -> int:
     return min(ORDERS, key=lambda order: rmse(autoregression(known[:cut], known, order), known[cut:]))
 
 
-def config_of(source: Path, seed: int, steps: int) -> FileConfig:
+def config_of(given: Given, seed: int, source: Path) -> FileConfig:
     """A run on the series."""
-    return FileConfig.from_dict(
-        {
-            "task": "next-value",
-            "model": {"n_layer": 1, "d_model": 32, "d_state": 16, "stack": {"dropout": 0.2}},
-            "data": {"sources": [str(source)], "held_out": HELD_OUT},
-            "batch": {"rows": 16, "length": 128},
-            "optimiser": {"lr": 2e-3, "weight_decay": 0.1},
-            "schedule": {"steps": steps, "final": 0.01},
-            "evaluation": {"every": 0, "log_every": 100},
-            "checkpoints": {"every": 100, "keep": 1},
-            "seed": seed,
-            "threads": 1,
-        }
+    return file_config(
+        given,
+        seed,
+        "next-value",
+        150,
+        model={"n_layer": 1, "d_model": 32, "d_state": 16, "stack": {"dropout": 0.2}},
+        data={"sources": [str(source)], "held_out": HELD_OUT},
+        batch={"rows": 16, "length": 128},
+        optimiser={"lr": 2e-3, "weight_decay": 0.1},
     )
 
 
-def forecasts(model: nn.Module, task: FileTask, series: np.ndarray, cut: int) -> np.ndarray:
+def forecasts(found: Finished[FileTask], series: np.ndarray, cut: int) -> np.ndarray:
     """The last value and the change that the model expects, for each step from `cut` on, (s, c)."""
-    assert task.scale is not None
-    inputs = torch.tensor(task.scale.shrink(with_changes(series[:-1]))[None], dtype=torch.float32)
+    scale = found.task.scale
+    assert scale is not None
+    inputs = torch.tensor(scale.shrink(with_changes(series[:-1]))[None], dtype=torch.float32)
     with torch.no_grad():
-        outputs = task.scale.grow(model(inputs)[0].double().numpy())
+        outputs = scale.grow(found.model(inputs)[0].double().numpy())
     change: np.ndarray = outputs[cut - 1 :, CHANNELS:]
     return series[cut - 1 : -1] + change
 
 
-def draw(series: np.ndarray, cut: int, found: dict[str, np.ndarray], target: Path) -> None:
+def plot(figure: Any, series: np.ndarray, cut: int, found: dict[str, np.ndarray]) -> None:
     """The first channel of the held-out steps, and what was predicted for each."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="first channel")
     axes.plot(range(cut, len(series)), series[cut:, 0], color="black", lw=1.5, label="held out")
     for name, values in found.items():
         axes.plot(range(cut, len(series)), values[:, 0], lw=1, label=name)
     axes.legend()
-    write_figure(figure, target)
+
+
+def run(given: Given) -> None:
+    """Fit the linear models, train ours from every seed, and forecast the held-out steps."""
+    series, source = load_series(), given.out / "series.npy"
+    given.out.mkdir(parents=True, exist_ok=True)
+    np.save(source, with_changes(series))
+    cut = len(series) - round(HELD_OUT * len(series))
+    known, held = series[:cut], series[cut:]
+    order = best_order(known)
+    linear = autoregression(known, series, order)
+    shown = {f"linear, order {order}": linear}
+    rows: list[list[object]] = [
+        ["the last value", 0, f"{rmse(series[cut - 1 : -1], held):.4f}", ""],
+        [f"linear autoregression, order {order}", (CHANNELS * order + 1) * CHANNELS, f"{rmse(linear, held):.4f}", ""],
+    ]
+    for seed in given.seeds:
+        found = given.trained(file_task(config_of(given, seed, source), report))
+        predicted = forecasts(found, series, cut)
+        shown.setdefault("Mamba-3", predicted)
+        rows.append([f"Mamba-3, seed {seed}", found.parameters, f"{rmse(predicted, held):.4f}", f"{found.seconds:.0f}"])
+    given.draw("series", (9, 4), lambda figure: plot(figure, series, cut, shown))
+    given.write("series", markdown(["", "parameters", "error of the next value", "seconds"], rows))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m examples.series", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
-    parser.add_argument("--out", type=Path, default=Path("runs/series"), help="directory of the runs and results")
-    parser.add_argument("--steps", type=int, default=150)
-    given = parser.parse_args(arguments)
-    try:
-        series, source = load_series(), given.out / "series.npy"
-        given.out.mkdir(parents=True, exist_ok=True)
-        np.save(source, with_changes(series))
-        cut = len(series) - round(HELD_OUT * len(series))
-        known, held = series[:cut], series[cut:]
-        order = best_order(known)
-        linear = autoregression(known, series, order)
-        found = {f"linear, order {order}": linear}
-        lines = ["| | parameters | error of the next value | seconds |", "|---|---|---|---|"]
-        lines.append(f"| the last value | 0 | {rmse(series[cut - 1 : -1], held):.4f} | |")
-        weights = (CHANNELS * order + 1) * CHANNELS
-        lines.append(f"| linear autoregression, order {order} | {weights} | {rmse(linear, held):.4f} | |")
-        for seed in given.seeds:
-            directory = given.out / f"seed-{seed}"
-            task = file_task(config_of(source, seed, given.steps), report)
-            if (trainer := trained(task, directory)) is None:
-                return 130
-            predicted = forecasts(trainer.model, task, series, cut)
-            found.setdefault("Mamba-3", predicted)
-            facts = f"{parameters_of(trainer.model)} | {rmse(predicted, held):.4f} | {seconds_of(directory):.0f}"
-            lines.append(f"| Mamba-3, seed {seed} | {facts} |")
-    except ValueError as error:
-        parser.error(str(error))
-    if can_plot():
-        draw(series, cut, found, given.out / "series.png")
-    write_text("\n".join(lines) + "\n", given.out / "series.md")
-    return 0
+    return command("series", __doc__, run, arguments, seeds=(0, 1, 2))
 
 
 if __name__ == "__main__":

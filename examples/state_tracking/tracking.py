@@ -46,6 +46,7 @@ class TrackingSection:
     labels: Literal["end", "every"] = option(
         "every", "answers that are learnt: that of a sequence, or of its beginnings too"
     )
+    smoothing: float = option(0.0, "share of the probability that is to stay with the other answers, evenly")
     rows: int = option(256, "sequences of a step")
     shortest: int = option(3, "tokens of the shortest sequence")
     longest_first: int = option(40, "tokens of the longest sequence when the curriculum begins")
@@ -157,7 +158,9 @@ class TrackingTask(Task[TrackingBatch]):
 
     def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """The negative log-likelihood of the answers."""
-        return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum"), None
+        smoothing = self.config.tracking.smoothing
+        logits = self._logits(model, batch, dtype)
+        return F.cross_entropy(logits, batch.answers, reduction="sum", label_smoothing=smoothing), None
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Scaled accuracy on sequences longer than any that were trained on."""
