@@ -25,7 +25,7 @@ PAPER = {
     "arithmetic": {"mamba3": 98.51, "mamba3-fixed-rotation": 20.7, "mamba3-no-rotation": 1.49, "mamba2": 47.81},
     "brackets": {"mamba3": 87.75, "mamba3-fixed-rotation": 2.62, "mamba3-no-rotation": 0.72, "mamba2": 0.88},
 }
-_CURVE = (8, 16, 24, 32, 40, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_CURVE = (8, 16, 24, 32, 40, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024)
 _TEST_ROWS, _CURVE_ROWS = 2048, 256
 
 

@@ -46,8 +46,8 @@ class TrackingSection:
     labels: Literal["end", "every"] = option(
         "every", "answers that are learnt: that of a sequence, or of its beginnings too"
     )
-    smoothing: float = option(0.0, "share of the probability that is to stay with the other answers, evenly")
-    rows: int = option(256, "sequences of a step")
+    rows: int = option(256, "the most sequences of a step")
+    tokens: int | None = option(None, "the most tokens of a step: longer sequences are fewer", default="any number")
     shortest: int = option(3, "tokens of the shortest sequence")
     longest_first: int = option(40, "tokens of the longest sequence when the curriculum begins")
     longest_last: int = option(160, "tokens of the longest sequence when it ends")
@@ -59,7 +59,7 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows", "shortest", "validation_rows")
+        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows", "shortest", "validation_rows", "tokens")
         if not self.shortest <= self.longest_first <= self.longest_last:
             raise ValueError(
                 "shortest <= longest_first <= longest_last must hold, "
@@ -153,14 +153,13 @@ class TrackingTask(Task[TrackingBatch]):
 
     def batches(self, step: int) -> list[TrackingBatch]:
         """Sequences of all lengths up to the longest."""
-        c, chance = self.config.tracking, self._chance(_TRAINING, step)
-        return [TrackingBatch.of(self.language.sample(chance, c.rows, c.shortest, self.longest(step)), c.labels)]
+        c, chance, longest = self.config.tracking, self._chance(_TRAINING, step), self.longest(step)
+        rows = c.rows if c.tokens is None else max(1, min(c.rows, c.tokens // longest))
+        return [TrackingBatch.of(self.language.sample(chance, rows, c.shortest, longest), c.labels)]
 
     def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """The negative log-likelihood of the answers."""
-        smoothing = self.config.tracking.smoothing
-        logits = self._logits(model, batch, dtype)
-        return F.cross_entropy(logits, batch.answers, reduction="sum", label_smoothing=smoothing), None
+        return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum"), None
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Scaled accuracy on sequences longer than any that were trained on."""

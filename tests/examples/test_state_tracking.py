@@ -114,6 +114,8 @@ def test_the_longest_sequence_grows_as_the_curriculum_says():
     (batch,) = task.batches(0)
     assert batch.bounds.diff().min() >= 3
     assert batch.bounds.diff().max() <= 10
+    limited = TrackingTask(config(grows_from=1 / 6, grows_to=0.5, longest_first=10, longest_last=40, tokens=100))
+    assert [len(limited.batches(step)[0].bounds) - 1 for step in range(4)] == [8, 8, 5, 2]
 
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
