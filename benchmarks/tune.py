@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -147,11 +148,18 @@ def main() -> int:
         return 0
     from anymamba.kernels.cpu.library import LIBRARY
     from anymamba.kernels.cpu.scan import CHUNK_ROWS as PRESENT_ROWS
+    from benchmarks.harness import MAX_CORES_USED_BY_OTHERS
+    from benchmarks.machine import Neighbours
 
     if LIBRARY.handle is None:
         parser.error(f"the kernels must be there, but: {LIBRARY.reason}")
     tiles = options.tiles or TILES[LIBRARY.isa]
     samples: dict[Choice, list[Measured]] = defaultdict(list)
+    neighbours = Neighbours()
+    time.sleep(1)
+    others = neighbours.cores_used()
+    if others is not None and others > MAX_CORES_USED_BY_OTHERS:
+        print(f"other programs use {others:.2f} cores: do not trust what follows", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         libraries = {tile: build(tile, LIBRARY.isa, Path(folder)) for tile in tiles}
         for _ in range(options.rounds):
