@@ -4,8 +4,10 @@ python -m benchmarks.serving throughput --model mamba2-130m --clients 1 8 32 64
 python -m benchmarks.serving turns --model mamba2-130m
 python -m benchmarks.serving memory
 
-The server is a process of its own with two threads, and its clients share the two cores with it. `generate` and the
-server take turns, and a ratio is that of their medians.
+The server is a process of its own with two threads, and its clients share the two cores with it. A client asks for 64
+tokens after a prompt of 64, and again when it has them. `generate` gets as many such prompts as there are clients and
+reads them as one batch, or one by one, as the server has to for exactness; then it decodes all rows together. The three
+take turns, and a ratio is that of their medians.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch 
 import torch
 
 from anymamba.generation.generate import generate
+from anymamba.generation.prefill import start
+from anymamba.generation.state import GenerationState
 from anymamba.models import MambaLM, MambaLMConfig
 from anymamba.serving.load.client import Target, stream
 from anymamba.serving.load.report import summary
@@ -75,12 +79,16 @@ def saved(model: MambaLM) -> Iterator[str]:
         yield directory
 
 
-def offline(model: MambaLM, rows: int, seed: int) -> float:
-    """Seconds that `generate` takes for so many rows at once."""
+def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -> float:
+    """Tokens a second that `generate` writes in so many rows at once, whose prompts it reads together or one by one."""
     ids_bt = torch.randint(model.config.vocab_size, (rows, READ), generator=torch.Generator().manual_seed(seed))
     began = time.perf_counter()
-    generate(model, ids_bt, WRITE, seed=seed, temperature=1.0, segment_len=SEGMENT_LEN)
-    return time.perf_counter() - began
+    if one_by_one:
+        state = GenerationState.cat([start(model, ids_1t, segment_len=SEGMENT_LEN) for ids_1t in ids_bt.split(1)])
+        generate(model, None, WRITE, cache=state, seed=seed, temperature=1.0)
+    else:
+        generate(model, ids_bt, WRITE, seed=seed, temperature=1.0, segment_len=SEGMENT_LEN)
+    return rows * WRITE / (time.perf_counter() - began)
 
 
 def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> dict[str, Any]:
@@ -107,25 +115,22 @@ def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> d
 def throughput(name: str, clients: list[int], rounds: int, waves: int) -> None:
     """Tokens a second written by the server, and by `generate` with as many rows."""
     model = our_model(name)
-    print(
-        f"| {name}: clients | server, tokens/s | generate, tokens/s | ratio | first token, p50 | between tokens, p50 |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|")
+    print(f"| {name}: clients | server, tokens/s | generate | ratio | prompts one by one | ratio | first token, p50 |")
+    print("|---:|---:|---:|---:|---:|---:|---:|")
     with saved(model) as directory, serving(directory) as target:
         served = Model(Path(directory).name, model.config.vocab_size)
         for count in clients:
             load(target, served, count, 1, 99)
             offline(model, count, 99)
-            here, there = [], []
+            batched, single, served_there = [], [], []
             for i in range(rounds):
-                here.append(count * WRITE / offline(model, count, i))
-                there.append(load(target, served, count, waves, i))
-            ours = statistics.median(found["written_tokens_per_second"] for found in there)
-            first = statistics.median(found["first_token_seconds"]["p50"] for found in there)
-            between = statistics.median(found["between_tokens_seconds"]["p50"] for found in there)
-            rate = statistics.median(here)
-            times = f"{1e3 * first:.0f} ms | {1e3 * between:.1f} ms"
-            print(f"| {count} | {ours:.1f} | {rate:.1f} | {ours / rate:.2f} | {times} |", flush=True)
+                batched.append(offline(model, count, i))
+                served_there.append(load(target, served, count, waves, i))
+                single.append(offline(model, count, i, one_by_one=True))
+            ours = statistics.median(found["written_tokens_per_second"] for found in served_there)
+            first = statistics.median(found["first_token_seconds"]["p50"] for found in served_there)
+            ratios = (f"{x:.1f} | {ours / x:.2f}" for x in map(statistics.median, (batched, single)))
+            print(f"| {count} | {ours:.1f} | {' | '.join(ratios)} | {1e3 * first:.0f} ms |", flush=True)
 
 
 async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[float], list[int]]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
+from anymamba.generation.prefill import start
 from anymamba.ground.operators import kernels_off
 from anymamba.serving.engine import Engine, prompt_key
 from anymamba.serving.jobs import Began, Ended, Failed, Job, Start, Wrote
-from anymamba.serving.rows import RowPlan
+from anymamba.serving.rows import Row, RowPlan, choose_tokens
 from anymamba.serving.slots import Slots
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import MODEL_FLOOR, assert_near
@@ -315,3 +316,20 @@ def test_whoever_comes_while_the_engine_ends_hears_of_it():
 def test_slots_refuse_more_rows_than_the_kernels_have():
     with pytest.raises(ValueError, match="between 1 and 64, got 65"):
         Slots(byte_model(), 65)
+
+
+def test_rows_choose_together_what_they_choose_alone_and_a_broken_one_breaks_no_other():
+    model, vocab = byte_model(), 256
+    state = start(model, torch.tensor([[1, 2, 3]]))
+    ways = [{"temperature": 0.0}, {}, {}, {"top_p": 0.9}, {"logit_bias": {7: 5.0}}, {"repetition_penalty": 1.5}, {}]
+    samplings = [Sampling(**{"temperature": 1.0, "seed": i, **way}) for i, way in enumerate(ways)]
+    plans = [RowPlan(sampling=sampling, max_tokens=4) for sampling in samplings]
+    rows = [Row(plan, ByteTokenizer(), vocab, state, i) for i, plan in enumerate(plans)]
+    logits_bv = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(0))
+    alone = [choose_tokens([row], logits_bv[i : i + 1])[0] for i, row in enumerate(rows)]
+    assert choose_tokens(rows, logits_bv) == alone
+    logits_bv[2] = float("nan")
+    found = choose_tokens(rows, logits_bv)
+    assert isinstance(found.pop(2), ValueError)
+    alone.pop(2)
+    assert found == alone

@@ -24,7 +24,7 @@ from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.program import MAX_ROWS
 from anymamba.models.lm import MambaLM
 from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, Reading, Ready, ShuttingDown, Wrote
-from anymamba.serving.rows import Row, Scored, score
+from anymamba.serving.rows import Row, Scored, choose_tokens, score
 from anymamba.serving.slots import Slots
 
 SEGMENT_LEN = 256
@@ -278,7 +278,7 @@ class Engine:
             if row.plan.max_tokens == 0:
                 self._end(place, row.end_now(), lambda: state)
                 return
-            self._take(place, state.logits)
+            self._take(place, choose_tokens([row], state.logits)[0], state.logits)
             if row.reason is not None and not (row.must_feed and job.on_end is not None):
                 self._end(place, "", lambda: row.state(state.cache, state.logits))
                 return
@@ -288,8 +288,10 @@ class Engine:
             return
         self._places.append(place)
 
-    def _take(self, place: _Place, logits_1v: Tensor) -> None:
-        piece = place.row.take(logits_1v)
+    def _take(self, place: _Place, token: int | ValueError, logits_1v: Tensor) -> None:
+        if isinstance(token, ValueError):
+            raise token
+        piece = place.row.take(token, logits_1v)
         self.tokens_written += 1
         self._say(place.job, Wrote(place.number, piece))
 
@@ -320,19 +322,20 @@ class Engine:
             self._leave(range(len(self._places)))
             return
         self.steps += 1
-        gone = []
-        for i, place in enumerate(self._places):
-            if self._advance(i, place, logits_bv[i : i + 1]):
-                gone.append(i)
-        self._leave(gone)
+        for place in self._places:
+            place.row.fed()
+        going = [i for i, place in enumerate(self._places) if place.row.reason is None]
+        rows = [self._places[i].row for i in going]
+        tokens = dict(zip(going, choose_tokens(rows, _some(logits_bv, going)), strict=True))
+        self._leave([i for i in range(len(self._places)) if self._advance(i, tokens.get(i), logits_bv[i : i + 1])])
 
-    def _advance(self, i: int, place: _Place, logits_1v: Tensor) -> bool:
-        """Go on with a row whose pending token was fed; whether it is done."""
+    def _advance(self, i: int, token: int | ValueError | None, logits_1v: Tensor) -> bool:
+        """Let a row whose pending token was fed take the next, if it has not ended; whether it is done."""
+        place = self._places[i]
         row = place.row
-        row.fed()
         try:
-            if row.reason is None:
-                self._take(place, logits_1v)
+            if token is not None:
+                self._take(place, token, logits_1v)
                 if row.reason is None or (row.must_feed and place.job.on_end is not None):
                     return False
             self._end(place, "", lambda: row.state(self._slots.row(i), logits_1v.clone()))
@@ -358,6 +361,11 @@ class Engine:
             self._slots.leave(i)
             self._places[i] = self._places[-1]
             self._places.pop()
+
+
+def _some(x: Tensor, rows: list[int]) -> Tensor:
+    """These rows of a tensor, without a copy if they are all of them."""
+    return x if len(rows) == x.shape[0] else x[rows]
 
 
 def prompt_key(ids: list[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -61,7 +62,8 @@ class RowPlan:
 
 
 class Row:
-    """A continuation: `take` a token from logits, feed it to the model, tell the row that it was `fed`, and again.
+    """A continuation: `take` a token that `choose_tokens` has chosen, feed it to the model, tell the row that it was
+    `fed`, and again.
 
     Attributes:
         plan: what is asked.
@@ -70,6 +72,7 @@ class Row:
         text: all of the text so far.
         known_text: the text of the tokens that the state has read, None if it ends within a character.
         written: how many tokens were taken.
+        way: the same for rows that choose tokens in the same way, but for their seeds.
     """
 
     def __init__(self, plan: RowPlan, tokenizer: Tokenizer, vocab_size: int, state: GenerationState, key: int) -> None:
@@ -83,21 +86,19 @@ class Row:
         self.text, self._raw = "", ""
         self.known_text: str | None = ""
         self.written = 0
+        self.way = _way(plan.sampling)
 
-    def take(self, logits_1v: Tensor) -> Piece:
-        """Choose the next token.
-
-        Raises:
-            ValueError: the logits are not finite.
-        """
-        sampling, logits_1v = self.plan.sampling, logits_1v[:, : self._vocab]
+    def _uniform(self) -> float:
+        """The number with which it draws its next token."""
+        sampling = self.plan.sampling
         assert sampling.seed is not None
-        draw = uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
-        seen_1v = self._seen_v[: self._vocab].unsqueeze(0)
-        token = int(choose(logits_1v, sampling, [draw], seen_1v, [self._given]))
-        if sampling.counts_tokens:
+        return uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
+
+    def take(self, token: int, logits_1v: Tensor) -> Piece:
+        """Add a token, which `choose_tokens` has chosen from these logits."""
+        if self.plan.sampling.counts_tokens:
             self._given[token] += 1
-        scores = [] if self.plan.logprobs is None else score(logits_1v[0], token, self.plan.logprobs)
+        scores = [] if self.plan.logprobs is None else score(logits_1v[0, : self._vocab], token, self.plan.logprobs)
         self.pending, self.written = token, self.written + 1
         return Piece(token, self._write(token), scores)
 
@@ -143,6 +144,52 @@ class Row:
         self.reason = "stop" if stopped else reason
         self.known_text = None if stopped else self.text
         return rest
+
+
+def _way(sampling: Sampling) -> Hashable:
+    fields = {**vars(sampling), "seed": None, "logit_bias": tuple((sampling.logit_bias or {}).items())}
+    return tuple(fields.items())
+
+
+def choose_tokens(rows: Sequence[Row], logits_bv: Tensor) -> list[int | ValueError]:
+    """The next token of each row; rows that choose in the same way do so in one call.
+
+    Args:
+        rows: rows that have not ended.
+        logits_bv: their logits.
+
+    Returns:
+        A token for each, or why there is none: its logits are not finite.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(rows):
+        alike.setdefault(row.way, []).append(i)
+    chosen: dict[int, int | ValueError] = {}
+    for group in alike.values():
+        logits = logits_bv if len(group) == len(rows) else logits_bv[group]
+        try:
+            tokens: list[int | ValueError] = [*_choose([rows[i] for i in group], logits)]
+        except ValueError:  # of one of them: the others are not to suffer for it
+            tokens = [_choose_alone(rows[i], logits_bv[i : i + 1]) for i in group]
+        chosen.update(zip(group, tokens, strict=True))
+    return [chosen[i] for i in range(len(rows))]
+
+
+def _choose(rows: list[Row], logits_bv: Tensor) -> list[int]:
+    """Tokens of rows that choose in the same way."""
+    sampling, vocab = rows[0].plan.sampling, rows[0]._vocab
+    seen_bv = None
+    if sampling.repetition_penalty != 1:
+        seen_bv = torch.stack([row._seen_v[:vocab] for row in rows])
+    uniforms = [row._uniform() for row in rows]
+    return choose(logits_bv[:, :vocab], sampling, uniforms, seen_bv, [row._given for row in rows]).tolist()
+
+
+def _choose_alone(row: Row, logits_1v: Tensor) -> int | ValueError:
+    try:
+        return _choose([row], logits_1v)[0]
+    except ValueError as error:
+        return error
 
 
 def score(logits_v: Tensor, token: int, most: int) -> list[Scored]:
