@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import Mamba1, SsdPath
+from anymamba.ground.products import project
 from benchmarks.harness import Case, Contender
 from benchmarks.mamba2 import TINY, BlockShape, Mode, OnPath, set_up_block, set_up_step
 from benchmarks.peers import TransformersMamba1
@@ -53,9 +54,9 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project in, select, and project out."""
-        inner_bti = self.in_proj(x)[..., : self.width]
-        out: Tensor = self.out_proj(self.dt_proj(self.x_proj(inner_bti)[..., : self.rank]))
-        return out
+        inner_bti = project(self.in_proj, x)[..., : self.width]
+        step_bti = self.dt_proj(project(self.x_proj, inner_bti)[..., : self.rank])
+        return project(self.out_proj, step_bti)
 
 
 def block_case(mode: Mode, t: int) -> Case:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.blocks.mamba2 import Mamba2
+from anymamba.ground.products import project
 from anymamba.scan import SsdPath, ssd
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.peers import TransformersMamba2
@@ -127,8 +128,7 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project in, drop all but the width that goes out, project out."""
-        out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
-        return out
+        return project(self.out_proj, project(self.in_proj, x)[..., : self.width])
 
     def prefill(self, x: Tensor, /) -> tuple[Tensor, None]:
         """As a block that keeps nothing."""

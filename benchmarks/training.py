@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.products import project
 from anymamba.models.loss import head_nats
 from anymamba.training.config import TrainingConfig
 from anymamba.training.display import Display
@@ -52,8 +53,8 @@ class Matrices(nn.Module):
         hidden_btd = self.embedding(ids_bt)
         for layer in self.layers:
             projections: Any = layer
-            inner_bti = projections["in_proj"](hidden_btd)[..., : projections["out_proj"].in_features]
-            hidden_btd = hidden_btd + projections["out_proj"](inner_bti)
+            inner_bti = project(projections["in_proj"], hidden_btd)[..., : projections["out_proj"].in_features]
+            hidden_btd = hidden_btd + project(projections["out_proj"], inner_bti)
         return head_nats(self.head, hidden_btd[0, :-1], ids_bt[0, 1:]) / (ids_bt.shape[1] - 1)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import MambaLM
+from anymamba.ground.products import project
 from anymamba.transformers import accelerate
 from benchmarks.generation import stepping
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
@@ -90,8 +91,7 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         """Project in and out."""
-        out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
-        return out
+        return project(self.out_proj, project(self.in_proj, x)[..., : self.width])
 
 
 def _mixer(shape: str, variant: Variant, tiny: bool) -> tuple[Any, Any]:

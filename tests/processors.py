@@ -46,13 +46,13 @@ def probe(**variables: str) -> dict[str, str]:
     code = (
         "import torch; from anymamba.kernels.cpu.library import LIBRARY;"
         "print(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.backends.mkl.is_available(),"
-        " LIBRARY.isa or 'none', sep='|')"
+        " torch.backends.mkldnn.is_available(), LIBRARY.isa or 'none', sep='|')"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("ATEN_CPU_CAPABILITY", "ANYMAMBA_ISA")}
     found = subprocess.run(
         [sys.executable, "-c", code], env={**environment, **variables}, capture_output=True, text=True, check=True
     )
-    return dict(zip(("torch", "aten", "mkl", "isa"), found.stdout.strip().split("|"), strict=True))
+    return dict(zip(("torch", "aten", "mkl", "onednn", "isa"), found.stdout.strip().split("|"), strict=True))
 
 
 def no_aten(wanted: str) -> Callable[[], str]:
@@ -70,6 +70,10 @@ def no_aten(wanted: str) -> Callable[[], str]:
 
 def no_mkl() -> str:
     return "" if probe()["mkl"] == "True" else "this torch has no MKL"
+
+
+def no_onednn() -> str:
+    return "" if probe()["onednn"] == "True" else "this torch has no oneDNN"
 
 
 def no_isa(wanted: str) -> Callable[[], str]:
@@ -120,6 +124,7 @@ ROWS = (
     Row(name="torch avx512", variables={"ATEN_CPU_CAPABILITY": "avx512"}, missing=no_aten("AVX512")),
     Row(name="MKL compatible", variables={"MKL_CBWR": "COMPATIBLE"}, missing=no_mkl, quick=QUICK),
     Row(name="MKL avx2", variables={"MKL_CBWR": "AVX2"}, missing=no_mkl),
+    Row(name="oneDNN", variables={"ANYMAMBA_PRODUCTS": "onednn"}, missing=no_onednn, quick=QUICK),
     Row(
         name="kernels baseline",
         variables={"ANYMAMBA_ISA": "baseline"},

@@ -22,11 +22,14 @@ def test_a_row_runs_with_its_variables_and_its_failure_counts(tmp_path, monkeypa
 
 
 def test_rows_are_refused_that_the_processor_does_not_have(monkeypatch):
-    monkeypatch.setattr(processors, "probe", lambda **_: {"aten": "AVX2", "mkl": "False", "isa": "avx2"})
+    monkeypatch.setattr(
+        processors, "probe", lambda **_: {"aten": "AVX2", "mkl": "False", "onednn": "False", "isa": "avx2"}
+    )
     reasons = {row.name: row.missing() for row in ROWS if row.name != "kernels wide"}
     assert reasons["torch avx512"] == "torch has AVX2 here, not AVX512"
     assert reasons["kernels avx512"] == "the kernels have avx2 here, not avx512"
     assert reasons["MKL avx2"] == "this torch has no MKL"
+    assert reasons["oneDNN"] == "this torch has no oneDNN"
     assert not any(reasons[name] for name in ("torch default", "torch avx2", "kernels avx2", "3 threads"))
 
 

@@ -30,6 +30,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, RMSNorm
 from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.products import linear, project
 from anymamba.ground.sequences import is_padding, last_sequence
 from anymamba.ground.states import SavedTree
 from anymamba.ops.conv import shared_window
@@ -134,7 +135,7 @@ class StepProjection(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*batch r"]) -> Float[Tensor, "*batch i"]:
         """(..., dt_rank) -> (..., i), float32 or wider."""
-        y = F.linear(x, self.weight)
+        y = linear(x, self.weight)
         wide = state_dtype(y.dtype)
         return y.to(wide) if self.bias is None else y.to(wide) + self.bias.to(wide)
 
@@ -219,7 +220,7 @@ class Mamba1(Block):
         inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
         ssm = cache.ssm if context is None else self._shared_start(inputs, cache.ssm, path, cu_seqlens, context)
         y_bti, ssm = selective_scan(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
-        return self.out_proj(y_bti), Mamba1Cache(window, ssm)
+        return project(self.out_proj, y_bti), Mamba1Cache(window, ssm)
 
     def _shared_start(
         self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: Context
@@ -242,7 +243,7 @@ class Mamba1(Block):
         context: Context | None = None,
     ) -> tuple[SelectiveInputs, Tensor]:
         """What the scan is given, and the window after the last token; arguments as for `mix`."""
-        x_bti, z_bti = self.in_proj(x).chunk(2, dim=-1)
+        x_bti, z_bti = project(self.in_proj, x).chunk(2, dim=-1)
         start = cache.conv if context is None else shared_window(x_bti, cache.conv, cu_seqlens, context)
         x_bti, window = self.conv1d(x_bti, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
@@ -257,7 +258,7 @@ class Mamba1(Block):
         The window is full of the token, and `h = Δ x B / (1 - exp(Δ A))`. No cache goes in or comes out.
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
-        x_bi, z_bi = self.in_proj(x).chunk(2, dim=-1)
+        x_bi, z_bi = project(self.in_proj, x).chunk(2, dim=-1)
         x_bi = self.conv1d.stationary(x_bi)
         dt_bi, b_bn, c_bn = self._selected(x_bi)
         wide = dt_bi.dtype
@@ -265,7 +266,7 @@ class Mamba1(Block):
         weight_bin = stationary_weight(F.softplus(dt_bi).unsqueeze(-1), rates_in)
         read_bi = torch.einsum("bin,bn,bn->bi", weight_bin, b_bn.to(wide), c_bn.to(wide))
         y_bi = x_bi.to(wide) * (read_bi + self.D.to(wide))
-        return self.out_proj((y_bi * F.silu(z_bi.to(wide))).to(x_bi.dtype))
+        return project(self.out_proj, (y_bi * F.silu(z_bi.to(wide))).to(x_bi.dtype))
 
     def record_core(self, program: Program, projected: int) -> int:
         """Convolution, inner projections, states and gate."""
@@ -301,7 +302,7 @@ class Mamba1(Block):
         widths = self._inner_widths()
         low, b, cc = (
             self._inner_norm(name, part)
-            for name, part in zip(widths, self.x_proj(x).split(list(widths.values()), dim=-1), strict=True)
+            for name, part in zip(widths, project(self.x_proj, x).split(list(widths.values()), dim=-1), strict=True)
         )
         return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
 

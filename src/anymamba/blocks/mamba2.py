@@ -27,6 +27,7 @@ from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.modules import CausalConv, GatedRMSNorm
 from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.products import project
 from anymamba.ground.sequences import last_sequence
 from anymamba.ground.states import SavedTree
 from anymamba.ops.conv import shared_window
@@ -258,7 +259,7 @@ class Mamba2(Block):
         context: Context | None = None,
     ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
         """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
-        z0, x0, z_bti, xbc_btv, dt_bth = self._split(self.in_proj(x))
+        z0, x0, z_bti, xbc_btv, dt_bth = self._split(project(self.in_proj, x))
         start = cache.conv if context is None else shared_window(xbc_btv, cache.conv, cu_seqlens, context)
         xbc_btv, window = self.conv1d(xbc_btv, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth, lengths)
@@ -274,7 +275,7 @@ class Mamba2(Block):
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         c: Mamba2Config = self.config
-        z0, x0, z_bi, xbc_bv, dt_bh = self._split(self.in_proj(x))
+        z0, x0, z_bi, xbc_bv, dt_bh = self._split(project(self.in_proj, x))
         x_bhp, b_bgn, c_bgn = self._heads(self.conv1d.stationary(xbc_bv))
         dt_bh = self._dt(dt_bh.unsqueeze(1), None).squeeze(1)
         wide = dt_bh.dtype
@@ -292,7 +293,7 @@ class Mamba2(Block):
         y_bti = self.norm(y_bti, z_bti) if self.config.rmsnorm else y_bti * F.silu(z_bti)
         if self.mlp_width:
             y_bti = torch.cat([F.silu(z0) * x0, y_bti], dim=-1)
-        return self.out_proj(y_bti)
+        return project(self.out_proj, y_bti)
 
     def record_core(self, program: Program, projected: int) -> int:
         """Convolution, states, norm and gate."""

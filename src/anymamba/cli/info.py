@@ -11,6 +11,7 @@ import torch
 from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
+from anymamba.ground.products import product_library
 from anymamba.kernels.cpu.library import LIBRARY
 from anymamba.kernels.cpu.narrow import torch_has_the_faster_bfloat16
 from anymamba.models.activation import is_undecided
@@ -36,8 +37,16 @@ def _machine() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} on {platform.machine()}"),
         ("threads", str(torch.get_num_threads())),
         ("kernels", _kernels()),
+        ("products", _products()),
         *_default_paths(),
     ]
+
+
+def _products() -> str:
+    """Which library multiplies float32 matrices on a CPU."""
+    if product_library() == "torch":
+        return "torch's own"
+    return "by oneDNN: torch's own leaves AVX-512 unused on this processor"
 
 
 def _bfloat16_products() -> str:

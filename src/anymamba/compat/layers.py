@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.compat.norms import RMSNorm, layer_norm_fn
+from anymamba.ground.products import project
 
 
 class GatedMLP(nn.Module):
@@ -37,8 +38,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        y, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(y * self.activation(gate))
+        y, gate = project(self.fc1, x).chunk(2, dim=-1)
+        return project(self.fc2, y * self.activation(gate))
 
 
 class Block(nn.Module):

@@ -20,6 +20,7 @@ from anymamba.compat.modules import Mamba, Mamba2, Mamba3
 from anymamba.compat.norms import RMSNorm
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN
+from anymamba.ground.products import project
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
 from anymamba.models.opening import resolve
@@ -203,7 +204,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         hidden = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden = hidden[:, -num_last_tokens:]
-        return CausalLMOutput(self.lm_head(hidden))
+        return CausalLMOutput(project(self.lm_head, hidden))
 
     @classmethod
     def from_pretrained(

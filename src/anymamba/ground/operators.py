@@ -95,6 +95,11 @@ def kernels_are_off() -> bool:
     return _Switches.kernels_off or _Switches.portable
 
 
+def is_portable() -> bool:
+    """Whether `portable()` is on."""
+    return _Switches.portable
+
+
 def missing_kernel(operator: str, *inputs: Any) -> str:
     """Why no kernel covers a call of an operator; empty where one does."""
     device = inputs[0].device.type

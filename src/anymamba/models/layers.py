@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks import modules
 from anymamba.blocks.block import ProjectionPart
+from anymamba.ground.products import project
 from anymamba.ground.trees import Tree
 from anymamba.models.stack_config import StackConfig
 
@@ -61,8 +62,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """(..., d) -> (..., d)."""
-        y, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(y * F.silu(gate))
+        y, gate = project(self.fc1, x).chunk(2, dim=-1)
+        return project(self.fc2, y * F.silu(gate))
 
     def record(self, program: Program, x: int, d_model: int, *, to: int) -> None:
         """Describe `forward` to the compiled kernels: from slot `x`, added to slot `to`."""

@@ -19,6 +19,7 @@ from anymamba.ground.checks import expect_alone
 from anymamba.ground.context import Context
 from anymamba.ground.narrow import NarrowWeight
 from anymamba.ground.padding import Padding
+from anymamba.ground.products import project
 from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
 from anymamba.models.cache import LMCache
@@ -179,7 +180,9 @@ class MambaLM(nn.Module):
         streams = tuple(streams[0]) if streams else ()
         found = None
         if logits != "none":
-            found = self.lm_head(hidden_btd if logits == "all" else last_hidden(hidden_btd, cu_seqlens, padding))
+            found = project(
+                self.lm_head, hidden_btd if logits == "all" else last_hidden(hidden_btd, cu_seqlens, padding)
+            )
         if wanted is None:
             return LMOutput(found, None, new, None, streams)
         expect_targets(wanted, self.lm_head.out_features)
@@ -203,7 +206,7 @@ class MambaLM(nn.Module):
             found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token a row, got {found}")
         hidden_bd, new = self.backbone(input_ids, cache)
-        return self.lm_head(hidden_bd), new
+        return project(self.lm_head, hidden_bd), new
 
     def record(self, program: Program) -> None:
         """Describe `step` after the embedding to the compiled kernels, which may refuse."""

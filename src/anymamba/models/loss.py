@@ -19,8 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.narrow import NarrowLinear
+from anymamba.ground.modules import is_bare
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import is_plain
+from anymamba.ground.products import linear, project
 
 IGNORED_LABEL = -100
 _LOGITS = 2**24  # at once: 64 MiB in float32
@@ -45,8 +47,8 @@ def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor
         size = max(1, _LOGITS // head.out_features)
         parts = zip(hidden.split(size), targets.split(size), strict=True)
         return torch.stack([logits_nats(head(some), wanted) for some, wanted in parts]).sum()
-    if type(head) is not nn.Linear or head.bias is not None or _has_hooks(head):
-        return logits_nats(head(hidden), targets)
+    if type(head) is not nn.Linear or head.bias is not None or not is_bare(head):
+        return logits_nats(project(head, hidden), targets)
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
@@ -54,11 +56,6 @@ def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor
     wants = (enabled and hidden.requires_grad, enabled and head.weight.requires_grad)
     nats: Tensor = (_forward if is_plain(inputs) else _operator)(*inputs, *wants)[0]
     return nats
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
 
 
 def _forward(
@@ -75,7 +72,7 @@ def _forward(
     size = -(-len(rows_md) // max(1, parts))
     for begin in range(0, len(rows_md), max(1, size)):
         part, at = slice(begin, begin + size), wanted_m[begin : begin + size].unsqueeze(1)
-        logits_mv = (rows_md[part] @ weight_vd.T).to(nats.dtype)
+        logits_mv = linear(rows_md[part], weight_vd).to(nats.dtype)
         log_p_mv = torch.log_softmax(logits_mv, -1)
         del logits_mv
         nats -= log_p_mv.gather(1, at).sum()
@@ -83,8 +80,10 @@ def _forward(
             continue
         dl_mv = log_p_mv.exp_().scatter_add_(1, at, log_p_mv.new_full((), -1.0).expand_as(at)).to(hidden.dtype)
         if wants_hidden:
-            drows_md[part] = dl_mv @ weight_vd
-        if wants_weight and dweight.dtype == dl_mv.dtype:
+            drows_md[part] = linear(dl_mv, weight_vd.T)
+        if wants_weight and parts == 1:
+            dweight.copy_(linear(dl_mv.T, rows_md.T))
+        elif wants_weight and dweight.dtype == dl_mv.dtype:
             dweight.addmm_(dl_mv.T, rows_md[part])
         elif wants_weight:
             dweight += dl_mv.T @ rows_md[part]

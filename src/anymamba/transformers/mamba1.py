@@ -15,16 +15,17 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anymamba.ground.modules import is_bare
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.products import linear, project
 from anymamba.kernels.cpu.program import Program
 from anymamba.ops.conv import causal_conv
 from anymamba.scan import selective_scan
 from anymamba.transformers.caches import Carried
 from anymamba.transformers.layouts import Layout
-from anymamba.transformers.mixer import AcceleratedMixer, eps_of, inner_norm, is_bare, record_norm
+from anymamba.transformers.mixer import AcceleratedMixer, eps_of, inner_norm, record_norm
 
 _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
@@ -59,12 +60,12 @@ class AcceleratedMamba1(AcceleratedMixer):
             initial_state=start.state.to(dt_bti.dtype),
             cu_seqlens=layout.cu_seqlens,
         )
-        return self.out_proj(y_bti), Carried(window, state)
+        return project(self.out_proj, y_bti), Carried(window, state)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b, t, i) -> dt before its softplus (b, t, i) in the dtype of the state, B (b, t, n), C (b, t, n)."""
         n, kind = self.ssm_state_size, self.ARCHITECTURE.inner_norms
-        parts: list[Tensor] = list(self.x_proj(x).split([self.time_step_rank, n, n], dim=-1))
+        parts: list[Tensor] = list(project(self.x_proj, x).split([self.time_step_rank, n, n], dim=-1))
         if kind != "none":
             norms = (getattr(self, name) for name in _NORMS)
             parts = [inner_norm(norm, part, kind == "weighted") for norm, part in zip(norms, parts, strict=True)]
@@ -73,12 +74,12 @@ class AcceleratedMamba1(AcceleratedMixer):
 
     def _step_sizes(self, low: Tensor) -> Tensor:
         """`dt_proj`. The bias is most of the sum, and in bfloat16 it would have two digits; adapters add their own."""
-        project = self.dt_proj
+        module = self.dt_proj
         wide = state_dtype(low.dtype)
-        if type(project) is not nn.Linear or not is_bare(project):
-            return project(low).to(wide)
-        y = F.linear(low, project.weight).to(wide)
-        return y if project.bias is None else y + project.bias.to(wide)
+        if type(module) is not nn.Linear or not is_bare(module):
+            return module(low).to(wide)
+        y = linear(low, module.weight).to(wide)
+        return y if module.bias is None else y + module.bias.to(wide)
 
     def fresh_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """A window and a state a channel."""

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anymamba.ground.modules import is_bare
+from anymamba.ground.products import project
 from anymamba.kernels.cpu.program import Program
 from anymamba.ops.conv import causal_conv
 from anymamba.ops.discretise import step_sizes
@@ -24,7 +26,7 @@ from anymamba.scan.ssd import ssd
 from anymamba.transformers.architectures import is_of_transformers
 from anymamba.transformers.caches import Carried
 from anymamba.transformers.layouts import Layout
-from anymamba.transformers.mixer import AcceleratedMixer, eps_of, is_bare, record_norm
+from anymamba.transformers.mixer import AcceleratedMixer, eps_of, record_norm
 
 
 class AcceleratedMamba2(AcceleratedMixer):
@@ -58,7 +60,7 @@ class AcceleratedMamba2(AcceleratedMixer):
             initial_state=start.state.to(dt_bth.dtype),
             cu_seqlens=layout.cu_seqlens,
         )
-        return self.out_proj(self._gated(y_bthp.flatten(2), z_bti)), Carried(window, state)
+        return project(self.out_proj, self._gated(y_bthp.flatten(2), z_bti)), Carried(window, state)
 
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         if not self._has_norm():

@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.modules import is_bare
 from anymamba.ground.numerics import is_autocast, state_dtype
+from anymamba.ground.products import project
 from anymamba.kernels.cpu.program import OUTPUT, Program
 from anymamba.ops.norms import rms_norm
 from anymamba.transformers import caches, tokens
@@ -35,11 +37,6 @@ class Options:
     """
 
     norm: NormKind = "transformers"
-
-
-def is_bare(module: nn.Module) -> bool:
-    """Whether a module computes what its class does, and nobody watches."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 class AcceleratedMixer(nn.Module):
@@ -171,8 +168,8 @@ class AcceleratedMixer(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """`in_proj`, with the scales around it."""
         if not self.ARCHITECTURE.scaled:
-            return self.in_proj(x)
-        projected: Tensor = self.in_proj(x * self.ssm_in_multiplier)
+            return project(self.in_proj, x)
+        projected: Tensor = project(self.in_proj, x * self.ssm_in_multiplier)
         return (projected * self.mup_vector).to(projected.dtype)
 
     def record_conv(self, program: Program, x: int, channels: int) -> int:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.ground import finite
+from anymamba.ground.modules import GLOBAL_HOOKS
 from anymamba.ground.numerics import is_autocast
 from anymamba.ground.operators import is_plain, kernels_are_off
 from anymamba.kernels.cpu.program import Program, Recording
-from anymamba.kernels.cpu.watched import GLOBAL_HOOKS
 from anymamba.transformers.caches import Carried
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
 from anymamba.blocks.modules import GatedRMSNorm, RMSNorm
 from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
+from anymamba.ground.products import project
 from anymamba.ground.sequences import is_padding, last_of, last_sequence
 from anymamba.ops.discretise import discretise
 from anymamba.ops.gates import rank_gate
@@ -217,7 +218,7 @@ class Mamba3(Block):
 
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
         """What the scan is given, and the gate that `output` needs; arguments as for `mix`."""
-        z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(self.in_proj(x))
+        z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(project(self.in_proj, x))
         dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretise(raw, lengths)
         step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
         inputs = RotatedInputs(
@@ -244,7 +245,7 @@ class Mamba3(Block):
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         c: Mamba3Config = self.config
-        z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(self.in_proj(x).unsqueeze(1))
+        z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(project(self.in_proj, x).unsqueeze(1))
         dt_b1h, log_decay_b1h, gamma_b1h, kappa_b1h, rate_b1c = self._discretise(raw, None)
         step_bh, rate_bc = (turn[:, 0] for turn in self._turns(dt_b1h, rate_b1c, None))
         alpha_bh, wide = torch.exp(log_decay_b1h)[:, 0], dt_b1h.dtype
@@ -302,12 +303,12 @@ class Mamba3(Block):
         c: Mamba3Config = self.config
         if not c.is_outproj_norm:
             weights = (self.mimo_z, self.mimo_o) if c.is_mimo else ()
-            return self.out_proj(rank_gate(y_btrhp, z_bthp, *weights).flatten(2))
+            return project(self.out_proj, rank_gate(y_btrhp, z_bthp, *weights).flatten(2))
         if not c.is_mimo:
-            return self.out_proj(self.norm(y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)))
+            return project(self.out_proj, self.norm(y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)))
         z_btrhp = z_bthp.unsqueeze(2) * self.mimo_z.transpose(0, 1).to(z_bthp.dtype)
         normed_btrhp = self.norm(y_btrhp.flatten(3), z_btrhp.flatten(3)).unflatten(3, (c.nheads, c.headdim))
-        return self.out_proj((normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2))
+        return project(self.out_proj, (normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2))
 
     def record_core(self, program: Program, projected: int) -> int:
         """Numbers and keys that heads share, then states, readout and gate."""

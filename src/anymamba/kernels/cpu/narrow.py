@@ -13,11 +13,12 @@ from torch import Tensor
 
 from anymamba.ground.narrow import Narrow, expect_stored
 from anymamba.ground.operators import Implementation
+from anymamba.ground.products import linear
 from anymamba.kernels.cpu.call import call, empty
 from anymamba.kernels.cpu.library import WEIGHT_DTYPES, missing
 from anymamba.kernels.cpu.program import MAX_ROWS
 
-_PANEL = 2**21  # weights that are widened together: 8 MiB, in which torch's product is as fast as in one piece
+_PANEL = 2**22  # weights that are widened together: 16 MiB, in which torch's product is as fast as in one piece
 _memory = threading.local()  # of a panel: what is asked for anew must be cleared by the system first
 
 
@@ -30,14 +31,18 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
     m, out = x.shape[0], codes.shape[0]
     if m > MAX_ROWS and x.dtype == codes.dtype == torch.bfloat16 and torch_has_the_faster_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())
-    x_mi, y = x.float(), empty((m, out), torch.float32)
+    x_mi = x.float()
     if 1 <= m <= MAX_ROWS:
+        y = empty((m, out), torch.float32)
         weight = {"codes": codes, "scales": scales, "x": x_mi}
         format = WEIGHT_DTYPES[codes.dtype]
         call("narrow_product", torch.float32, weight, {"y": y}, sizes={"o": out, "i": width}, format=format)
+    elif out * width <= _PANEL:
+        y = linear(x_mi, next(_panels(codes, scales, width))[1])
     else:
+        y = empty((m, out), torch.float32)
         for start, panel in _panels(codes, scales, width):
-            torch.mm(x_mi, panel.T, out=y[:, start : start + len(panel)])
+            y[:, start : start + len(panel)] = linear(x_mi, panel)
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)
@@ -49,7 +54,7 @@ def _backward(
     dy_mo = dy.float()
     dx = torch.zeros((x.shape[0], width), dtype=torch.float32, device="cpu")
     for start, panel in _panels(codes, scales, width):
-        dx.addmm_(dy_mo[:, start : start + len(panel)], panel)
+        dx += linear(dy_mo[:, start : start + len(panel)], panel.T)
     return dx.to(x.dtype), dy.new_empty(0) if bias is None else dy_mo.sum(0).to(bias.dtype)
 
 
@@ -57,7 +62,7 @@ def _panels(codes: Tensor, scales: Tensor | None, width: int) -> Iterator[tuple[
     """Rows of the weight as float32 with the number of the first, one panel after another in the same memory."""
     panels = max(1, -(-codes.shape[0] * width // _PANEL))
     rows = -(-codes.shape[0] // panels)  # of about the same size: a last small one would be slow
-    for start in range(0, codes.shape[0], max(1, rows)):
+    for start in range(0, max(1, codes.shape[0]), max(1, rows)):
         part = slice(start, start + rows)
         panel = _panel(len(codes[part]), width)
         some = {"codes": codes[part], "scales": None if scales is None else scales[part]}

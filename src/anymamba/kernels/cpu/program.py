@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.modules import GLOBAL_HOOKS
 from anymamba.ground.narrow import NarrowWeight, stored_parts
 from anymamba.ground.numerics import state_dtype
 from anymamba.kernels.cpu import arguments
 from anymamba.kernels.cpu.call import empty, run
 from anymamba.kernels.cpu.library import DTYPES, WEIGHT_DTYPES, missing
-from anymamba.kernels.cpu.watched import GLOBAL_HOOKS, Watched
+from anymamba.kernels.cpu.watched import Watched
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory, and torch's own is the faster one
 OUTPUT = -1  # in place of a slot

@@ -7,9 +7,8 @@ from collections.abc import Sized
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
-GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+from anymamba.ground.modules import GLOBAL_HOOKS
 
 
 class Watched:

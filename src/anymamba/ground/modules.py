@@ -1,0 +1,22 @@
+"""What a module does when it is called, beyond what its class says."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+_GLOBAL = (*GLOBAL_HOOKS, torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks)
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's `forward` and nothing else: no hooks, no `forward` of its own."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(_GLOBAL)
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+    )

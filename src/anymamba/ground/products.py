@@ -1,0 +1,128 @@
+"""Products with the weights of projections, by the faster of the two libraries that torch brings for them.
+
+On x86-64, torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, with which
+torch multiplies bfloat16, uses it on all. So on the others that have AVX-512 a projection of many rows runs on oneDNN,
+forward and backward, in about half the time. Which library it is follows from the processor, never from a measurement,
+so that a run that is resumed continues with the same bits.
+
+What follows operations (tracers, transforms, `anymamba.portable()`), other dtypes, devices and few rows are left to
+torch's own product.
+
+Environment:
+    ANYMAMBA_PRODUCTS: `torch` or `onednn` chooses the library; `onednn` then computes products of any size.
+
+Letters: m rows of activations, o outputs, i inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anymamba.ground.modules import is_bare
+from anymamba.ground.operators import are_plain_tensors, is_observed, is_portable
+
+Library = Literal["torch", "onednn"]
+_NAMES = ("torch", "onednn")
+_CHOSEN = os.environ.get("ANYMAMBA_PRODUCTS", "")
+# Below, what comes around a product takes as long as the product.
+_FEWEST_ROWS, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
+
+
+def project(module: nn.Module, x: Tensor) -> Tensor:
+    """`module(x)`. A plain `nn.Linear` is computed by `linear`; any other module, or one with hooks, is called."""
+    if (
+        not torch.compiler.is_compiling()
+        and type(module) is nn.Linear
+        and product_library() == "onednn"
+        and is_bare(module)
+    ):
+        return linear(x, module.weight, module.bias)
+    y: Tensor = module(x)
+    return y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`: (..., i), (o, i), (o) -> (..., o), with derivatives of any order."""
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    if torch.compiler.is_compiling() or product_library() != "onednn" or not _are_covered(inputs):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return y
+    return _product(x, weight, bias)
+
+
+@functools.cache
+def product_library() -> Library:
+    """The library that multiplies float32 matrices on a CPU here.
+
+    Raises:
+        ValueError: ANYMAMBA_PRODUCTS names another than there is.
+    """
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if _CHOSEN not in ("", *_NAMES):
+        raise ValueError(f"ANYMAMBA_PRODUCTS must be one of {', '.join(_NAMES)}, got {_CHOSEN!r}")
+    if _CHOSEN == "onednn" and not has_onednn:
+        raise ValueError("ANYMAMBA_PRODUCTS is onednn, which this build of torch does not have")
+    if _CHOSEN:
+        return "onednn" if _CHOSEN == "onednn" else "torch"
+    has_wide_vectors = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    is_held_back = torch.backends.mkl.is_available() and not _is_of_intel()
+    return "onednn" if has_onednn and has_wide_vectors and is_held_back else "torch"
+
+
+def _is_of_intel() -> bool:
+    """Whether the processor is one of Intel's, or nobody says whose it is."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return "AuthenticAMD" not in platform.processor()
+    return not any(line.startswith("vendor_id") and "GenuineIntel" not in line for line in lines)
+
+
+def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
+    x, weight = inputs[:2]
+    width = weight.shape[1]
+    return (
+        x.dtype == torch.float32
+        and x.numel() >= _FEWEST_ROWS * width
+        and x.numel() * weight.shape[0] >= _FEWEST_PRODUCTS
+        and x.shape[-1] == width
+        and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
+        and are_plain_tensors(inputs)
+        and not is_portable()
+        and not is_observed()
+        and not torch.is_autocast_enabled("cpu")
+        and torch.get_float32_matmul_precision() == "highest"  # for the others, torch has products of its own
+    )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return y
+
+
+class _Product(torch.autograd.Function):
+    """`linear`, whose gradients are products of the same kind, so that they can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        dy_mo, x_mi = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = linear(dy, weight.t()) if wants_x else None
+        dweight = linear(dy_mo.t(), x_mi.t()) if wants_weight else None
+        return dx, dweight, dy_mo.sum(0) if wants_bias else None

@@ -1,0 +1,178 @@
+"""Products by either of torch's libraries: the same numbers and gradients, from modules as they are."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+import anymamba
+from anymamba import Mamba2, MambaLM
+from anymamba.ground import products
+from anymamba.ground.products import linear, project
+from tests.support import FLOOR, assert_near, in_another_process
+
+pytestmark = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
+    reason="this torch has no oneDNN",
+)
+SHAPES = [(1, 1, 1), (17, 5, 3), (64, 64, 300), (33, 256, 129), (16, 1, 40), (200, 31, 1)]
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Choose oneDNN for products of any size; the shapes of those that it computes."""
+    found, product = [], products._product
+
+    def counted(x, weight, bias):
+        found.append((tuple(x.shape), tuple(weight.shape)))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(products, "product_library", lambda: "onednn")
+    monkeypatch.setattr(products, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(products, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(products, "_product", counted)
+    return found
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("m", "i", "o"), SHAPES)
+def test_values_and_gradients_are_those_in_float64(computed, m, i, o, biased):
+    tensors = [torch.randn(2, m, i), torch.randn(o, i), *([torch.randn(o)] if biased else [])]
+    dy = torch.rand(2, m, o)  # whose sums do not cancel
+
+    def outcome(function, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    for found, expected in zip(outcome(linear, torch.float32), outcome(F.linear, torch.float64), strict=True):
+        assert_near(found, expected, FLOOR[torch.float32])
+    assert len(computed) == 3  # forward, and the gradients of x and the weight
+
+
+def test_strides_do_not_matter(computed):
+    x, weight = torch.randn(40, 24).t(), torch.randn(2, 30, 40)[:, ::2][0]
+    assert_near(linear(x, weight), x.double() @ weight.double().t(), FLOOR[torch.float32])
+    assert len(computed) == 1
+
+
+def test_gradients_have_gradients(computed):
+    x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
+
+    def second(function, x, weight):
+        (dx,) = torch.autograd.grad(function(x, weight).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), [x, weight])
+
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    for found, expected in zip(second(linear, x, weight), second(F.linear, *wide), strict=True):
+        assert_near(found, expected, FLOOR[torch.float32])
+    assert computed
+
+
+def test_a_frozen_weight_receives_no_gradient(computed):
+    weight = torch.randn(3, 5)
+    x = torch.randn(4, 5, requires_grad=True)
+    linear(x, weight).sum().backward()
+    assert weight.grad is None
+    assert len(computed) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+def test_what_follows_operations_sees_torchs_own_product(computed):
+    x, weight = torch.randn(32, 16), torch.randn(8, 16)
+    with anymamba.portable():
+        linear(x, weight)
+    with forward_ad.dual_level():
+        linear(forward_ad.make_dual(x, x), weight)
+    torch.func.vmap(lambda x: linear(x, weight))(x.unsqueeze(1))
+    graph = torch.export.export(Wrapped(nn.Linear(16, 8)), (x,)).graph
+    assert "linear" in str(graph)
+    assert not computed
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return project(self.inner, x)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (torch.randn(4, 5).double(), torch.randn(3, 5).double()),
+        lambda: (torch.randn(4, 5).bfloat16(), torch.randn(3, 5).bfloat16()),
+        lambda: (torch.randn(4, 5, device="meta"), torch.randn(3, 5, device="meta")),
+        lambda: (torch.randn(0, 5), torch.randn(3, 5)),
+        lambda: (torch._neg_view(torch.randn(4, 5)), torch.randn(3, 5)),
+    ],
+    ids=["float64", "bfloat16", "meta", "no rows", "lazily negated"],
+)
+def test_everything_else_is_left_to_torch(computed, other):
+    x, weight = other()
+    found, expected = linear(x, weight), F.linear(x, weight)
+    assert found.shape == expected.shape
+    assert found.device.type == "meta" or torch.equal(found, expected)
+    assert not computed
+
+
+def test_autocast_and_other_precisions_are_left_to_torch(computed):
+    x, weight = torch.randn(32, 16), torch.randn(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    torch.set_float32_matmul_precision("medium")
+    try:
+        linear(x, weight)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not computed
+
+
+def test_shapes_that_do_not_fit_are_refused_as_torch_refuses_them(computed):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(torch.randn(32, 15), torch.randn(8, 16))
+
+
+def test_modules_with_hooks_and_other_modules_are_called(computed):
+    x, calls = torch.randn(32, 16), []
+    plain = nn.Linear(16, 8)
+    project(plain, x)
+    assert len(computed) == 1
+    handle = plain.register_forward_hook(lambda *_: calls.append("hook"))
+    project(plain, x)
+    handle.remove()
+    plain.forward = functools.partial(lambda inner, x: calls.append("own") or inner(x), plain.forward)
+    project(plain, x)
+    del plain.forward
+    project(nn.Sequential(plain), x)
+    assert calls == ["hook", "own"]
+    assert len(computed) == 1
+
+
+def test_a_block_and_a_language_model_run_on_it(computed):
+    block, x = Mamba2(d_model=32, d_state=16, headdim=16), torch.randn(2, 20, 32)
+    assert_near(block(x), block.double()(x.double()), FLOOR[torch.float32])
+    assert len(computed) == 2
+    computed.clear()
+    model, ids = MambaLM(d_model=32, n_layer=1, vocab_size=64), torch.randint(64, (2, 20))
+    loss = model(ids, labels=ids, logits="none").loss
+    loss.backward()
+    assert len(computed) >= 9  # two projections and the head, forward and both gradients
+    assert_near(loss.detach(), model.double()(ids, labels=ids).loss.detach(), FLOOR[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["torch", "onednn"])
+def test_the_variable_chooses_the_library(name):
+    code = "from anymamba.ground.products import product_library; print(product_library())"
+    assert in_another_process(code, ANYMAMBA_PRODUCTS=name).strip() == name
+
+
+def test_an_unknown_library_is_named(monkeypatch):
+    monkeypatch.setattr(products, "_CHOSEN", "blis")
+    with pytest.raises(ValueError, match="ANYMAMBA_PRODUCTS must be one of torch, onednn, got 'blis'"):
+        products.product_library.__wrapped__()
