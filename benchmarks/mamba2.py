@@ -139,6 +139,15 @@ class Projections(nn.Module):
         return self(x), None
 
 
+class TorchProjections(Projections):
+    """The same by torch's own product, as an `nn.Linear` computes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project in, drop all but the width that goes out, project out."""
+        out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
+        return out
+
+
 def portable_block(shape: BlockShape) -> nn.Module:
     """Our block on the portable path."""
     return OnPath(our_block(shape), SsdPath.serial_recalculated())
@@ -197,6 +206,7 @@ def block_case(name: str, mode: Mode, shape: BlockShape, *, heavy_peers: bool) -
         ("anymamba", our_block, "block", "anymamba"),
         ("anymamba (portable)", portable_block, "block", "anymamba"),
         ("projections alone", Projections, "projections", "anymamba"),
+        ("projections alone, torch's own product", TorchProjections, "projections", "anymamba"),
         ("transformers", transformers_mixer, "block", "transformers"),
     )
     contenders = tuple(

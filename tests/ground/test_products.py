@@ -31,7 +31,7 @@ def computed(monkeypatch):
         return product(x, weight, bias)
 
     monkeypatch.setattr(products, "product_library", lambda: "onednn")
-    monkeypatch.setattr(products, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(products, "_FEWEST", 1)
     monkeypatch.setattr(products, "_FEWEST_PRODUCTS", 1)
     monkeypatch.setattr(products, "_product", counted)
     return found
@@ -53,10 +53,25 @@ def test_values_and_gradients_are_those_in_float64(computed, m, i, o, biased):
     assert len(computed) == 3  # forward, and the gradients of x and the weight
 
 
-def test_strides_do_not_matter(computed):
-    x, weight = torch.randn(40, 24).t(), torch.randn(2, 30, 40)[:, ::2][0]
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(40, 24).t(), torch.rand(24, 90)[:, :40], torch.rand(24, 3, 40)[:, 1], torch.rand(1, 1).expand(24, 40)],
+    ids=["transposed", "columns", "rows", "repeated"],
+)
+def test_strides_do_not_matter(computed, monkeypatch, x):
+    """oneDNN gets rows or columns without gaps, because it is a thousand times slower with them."""
+    seen, operator = [], torch.ops.mkldnn._linear_pointwise.default
+
+    def looked_at(*inputs):
+        seen.extend(tensor for tensor in inputs[:2])
+        return operator(*inputs)
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", looked_at)
+    weight = torch.rand(2, 30, 40)[:, ::2][0]
     assert_near(linear(x, weight), x.double() @ weight.double().t(), FLOOR[torch.float32])
     assert len(computed) == 1
+    assert all(tensor.is_contiguous() or tensor.t().is_contiguous() for tensor in seen)
+    assert len(seen) == 2
 
 
 def test_gradients_have_gradients(computed):

@@ -32,8 +32,8 @@ from anymamba.ground.operators import are_plain_tensors, is_observed, is_portabl
 Library = Literal["torch", "onednn"]
 _NAMES = ("torch", "onednn")
 _CHOSEN = os.environ.get("ANYMAMBA_PRODUCTS", "")
-# Below, what comes around a product takes as long as the product.
-_FEWEST_ROWS, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
+# Of rows, inputs and outputs, and of products: with fewer, what comes around a product takes as long as the product.
+_FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
@@ -90,11 +90,12 @@ def _is_of_intel() -> bool:
 
 def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
     x, weight = inputs[:2]
-    width = weight.shape[1]
+    out, width = weight.shape
     return (
         x.dtype == torch.float32
-        and x.numel() >= _FEWEST_ROWS * width
-        and x.numel() * weight.shape[0] >= _FEWEST_PRODUCTS
+        and x.numel() >= _FEWEST * width
+        and min(out, width) >= _FEWEST
+        and x.numel() * out >= _FEWEST_PRODUCTS
         and x.shape[-1] == width
         and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
         and are_plain_tensors(inputs)
@@ -106,8 +107,13 @@ def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(_dense(x), _dense(weight), bias, "none", [], "")
     return y
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Rows or columns that follow each other in memory: with gaps, oneDNN multiplies number by number."""
+    return x if x.is_contiguous() or (x.ndim == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
 class _Product(torch.autograd.Function):
