@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anymamba.ground.products import linear
+
 if TYPE_CHECKING:
     from anymamba.training.shares import Share
 
@@ -39,8 +41,9 @@ def orthogonalised(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
     x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x).clamp(min=torch.finfo(x.dtype).tiny)
     for _ in range(_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = linear(x, x)
+        inner = (b * gram).add_(linear(gram, gram), alpha=c)  # symmetric, as every power of x xᵀ
+        x = linear(inner, x.mT).add_(x, alpha=a)
     return (x.mT if is_tall else x).to(matrix.dtype)
 
 
