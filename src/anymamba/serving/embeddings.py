@@ -69,8 +69,8 @@ class EmbeddingService:
         """Let no request run longer than until then, on the clock of `time.monotonic`."""
         self._deadline = deadline
 
-    def close(self) -> None:
-        """End the worker."""
+    def close(self, _: float = 0.0) -> None:
+        """End the worker; there is nothing to write."""
         self._deadline = 0.0
         self._worker.shutdown(cancel_futures=True)
 

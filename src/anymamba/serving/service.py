@@ -89,11 +89,11 @@ class Service:
         """Let no request run longer than until then, on the clock of `time.monotonic`."""
         self.engine.finish_by(deadline)
 
-    def close(self) -> None:
-        """End the engine, and write what is to survive a restart."""
+    def close(self, seconds: float = float("inf")) -> None:
+        """End the engine, and write kept states to disk for up to so many seconds."""
         if self._engine is not None:
             self._engine.close()
-        self.store.close()
+        self.store.close(seconds)
 
     @staticmethod
     def _dispatch(events: list[tuple[Job, Event]]) -> None:
