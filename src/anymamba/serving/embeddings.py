@@ -15,9 +15,10 @@ from torch import Tensor
 
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.masked_lm import MaskedLM
-from anymamba.serving.errors import ApiError, invalid
+from anymamba.serving.errors import ApiError, invalid, too_many_requests
+from anymamba.serving.fields import expect_fields, is_text, shown
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.requests import Limits, expect_fields, is_text, shown, too_many_requests
+from anymamba.serving.requests import Limits
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
 _MOST = 2048  # texts of a request, as OpenAI has it
