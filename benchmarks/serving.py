@@ -58,9 +58,9 @@ SEGMENT_LEN = 256
 
 
 @contextmanager
-def serving(directory: str, *options: str) -> Iterator[Target]:
+def serving(directory: str, *options: str, threads: int = 2) -> Iterator[Target]:
     """Our server of a model, in a process of its own."""
-    command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", "2", *options]
+    command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", str(threads), *options]
     with process_of(command) as target:
         yield target
 
@@ -280,12 +280,12 @@ def open_conversations(target: Target, vocab_size: int, count: int, tokens: int)
 def memory(count: int, long: int, short: int) -> None:
     """Memory of a server with so many long conversations open, and of one with as many short ones."""
     model, vocab, found = MambaLM(TWO_SMALL_LAYERS).eval(), TWO_SMALL_LAYERS.vocab_size, {}
-    size = model.init_cache(1).nbytes
+    size, patient = model.init_cache(1).nbytes, ("--request-seconds", "3600")
     print(
         f"two layers of Mamba-2, d_model {TWO_SMALL_LAYERS.d_model}: {size / 2**10:.0f} KiB of state a conversation\n"
     )
     for tokens in (short, long):
-        with saved(model) as directory, serving(directory, "--request-seconds", "3600") as target:
+        with saved(model) as directory, serving(directory, *patient, threads=1) as target:
             open_conversations(target, vocab, 2, long + 1)  # after which both have what reading itself needs
             before = resident(target)
             open_conversations(target, vocab, count, tokens)

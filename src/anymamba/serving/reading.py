@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anymamba.generation.products import CompiledProducts
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
 from anymamba.serving.jobs import Began, Failed, Job, Outbox, Ready, Start
@@ -118,7 +119,8 @@ class Reader:
             segment = ids[begin : begin + self._segment_len]
             reading.position = begin + len(segment)
             last = reading.position == len(ids)
-            self._feed(reading, segment, last or job.kept_at(reading.position))
+            with CompiledProducts():  # as `generate` does
+                self._feed(reading, segment, last or job.kept_at(reading.position))
             self.tokens_read += len(segment)
             if not last:
                 if job.on_read is not None and job.kept_at(reading.position):
