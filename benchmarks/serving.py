@@ -1,13 +1,18 @@
-"""A server under load, against `generate` with as many rows at once; turns of a conversation; memory of conversations.
+"""A server under load, beside `generate` and llama-server; turns of a conversation; memory of conversations.
 
 python -m benchmarks.serving throughput --model mamba2-130m --clients 1 8 32 64
+python -m benchmarks.serving llama --server path/to/llama-server --clients 1 8
 python -m benchmarks.serving turns --model mamba2-130m
 python -m benchmarks.serving memory
 
-The server is a process of its own with two threads, and its clients share the two cores with it. A client asks for 64
-tokens after a prompt of 64, and again when it has them. `generate` gets as many such prompts as there are clients and
-reads them as one batch, or one by one, as the server has to for exactness; then it decodes all rows together. The three
-take turns, and a ratio is that of their medians.
+A server is a process of its own with two threads, and its clients share the two cores with it. A client asks for 64
+tokens after a prompt of 64, and again when it has them.
+
+throughput: `generate` gets as many such prompts as there are clients and reads them as one batch, or one by one, as the
+server has to for exactness; then it decodes all rows together. llama: llama.cpp's server with eight slots has the same
+random weights of the mamba2-130m shape in a GGUF file, and gets the same requests; both take the likeliest token. In
+each, the contenders take turns, and a ratio is that of their medians. `--tiny` runs a model with one small layer: it
+shows that a command works, not how fast it is.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, closing, contextmanager
@@ -51,18 +58,31 @@ SEGMENT_LEN = 256
 
 
 @contextmanager
-def serving(directory: str, *options: str) -> Iterator[Target]:
-    """A server of a model, in a process of its own."""
-    command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", "2", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+def serving(directory: str, *options: str, threads: int = 2) -> Iterator[Target]:
+    """Our server of a model, in a process of its own."""
+    command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", str(threads), *options]
+    with process_of(command) as target:
+        yield target
+
+
+@contextmanager
+def process_of(command: list[str]) -> Iterator[Target]:
+    """A server, from the line in which it says where it listens until it has ended."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
+        said = []
         try:
-            found = re.search(r"listening on (\S+)", process.stdout.readline())
-            if found is None:
-                raise RuntimeError(f"{' '.join(command)} does not listen")
+            for line in process.stdout:
+                said.append(line)
+                if found := re.search(r"listening on (http\S+)", line):
+                    break
+            else:
+                raise RuntimeError(f"{' '.join(command)} does not listen:\n{''.join(said[-5:])}")
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # or a full pipe would stop it
             yield Target.of(found[1])
         finally:
             process.send_signal(signal.SIGTERM)
+            process.wait()
 
 
 @contextmanager
@@ -91,8 +111,8 @@ def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -
     return rows * WRITE / (time.perf_counter() - began)
 
 
-def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> dict[str, Any]:
-    """So many clients, each of which asks `waves` times."""
+def load(target: Target, model: Model, clients: int, waves: int, seed: int, **fields: Any) -> dict[str, Any]:
+    """So many clients, each of which asks `waves` times, with these fields in every request."""
     plan = Plan(
         requests=clients * waves,
         seconds=None,
@@ -103,18 +123,21 @@ def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> d
         warm_up=0,
         seed=seed,
         timeout=600.0,
+        fields=fields,
     )
     run = Run(target, plan, model)
     asyncio.run(run.run())
     found = summary(run.done)
     if found["errors"]:
         raise RuntimeError(f"requests failed: {found['errors']}, {found['error_messages']}")
+    if found["written_tokens"] != clients * waves * WRITE:
+        raise RuntimeError(f"expected {clients * waves * WRITE} tokens, got {found['written_tokens']}")
     return found
 
 
-def throughput(name: str, clients: list[int], rounds: int, waves: int) -> None:
+def throughput(name: str, clients: list[int], rounds: int, waves: int, tiny: bool) -> None:
     """Tokens a second written by the server, and by `generate` with as many rows."""
-    model = our_model(name)
+    model = our_model(name, tiny)
     print(f"| {name}: clients | server, tokens/s | generate | ratio | prompts one by one | ratio | first token, p50 |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     with saved(model) as directory, serving(directory) as target:
@@ -131,6 +154,75 @@ def throughput(name: str, clients: list[int], rounds: int, waves: int) -> None:
             first = statistics.median(found["first_token_seconds"]["p50"] for found in served_there)
             ratios = (f"{x:.1f} | {ours / x:.2f}" for x in map(statistics.median, (batched, single)))
             print(f"| {count} | {ours:.1f} | {' | '.join(ratios)} | {1e3 * first:.0f} ms |", flush=True)
+
+
+def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int, tiny: bool) -> None:
+    """Tokens a second written by our server and by llama.cpp's, on the same weights."""
+    from benchmarks.llama import FORMATS, gguf_file
+
+    model = our_model("mamba2-130m", tiny)
+    file = str(gguf_file(FORMATS[weights], tiny))
+    # Random prompts have nothing in common, so that its caches of prompts would only cost it time.
+    off = ("--cache-ram", "0", "--ctx-checkpoints", "0", "--no-ui")
+    theirs = [server, "-m", file, "-np", "8", "-t", "2", "-c", "8192", "--port", str(free_port()), *off]
+    narrow = () if weights == "float32" else ("--weights", weights)
+    with saved(model) as directory, serving(directory, *narrow) as ours, process_of(theirs) as other:
+        names = {
+            ours: Model(Path(directory).name, model.config.vocab_size),
+            other: Model(file, model.config.vocab_size),
+        }
+        print(f"of 8 prompts, both continue {agreement(names)} with the same token", file=sys.stderr)
+        print(f"| {weights}: clients | anymamba, tokens/s | llama-server | ratio | first token, p50 | llama-server |")
+        print("|---:|---:|---:|---:|---:|---:|")
+        for count in clients:
+            found: dict[Target, list[dict[str, Any]]] = {ours: [], other: []}
+            for i in range(rounds + 1):
+                for target, results in found.items():
+                    results.append(load(target, names[target], count, waves if i else 1, i, temperature=0))
+            speeds, firsts = [], []
+            for results in found.values():  # the first round is to warm up
+                speeds.append(statistics.median(r["written_tokens_per_second"] for r in results[1:]))
+                firsts.append(1e3 * statistics.median(r["first_token_seconds"]["p50"] for r in results[1:]))
+            row = f"| {count} | {speeds[0]:.1f} | {speeds[1]:.1f} | {speeds[0] / speeds[1]:.2f} |"
+            print(f"{row} {firsts[0]:.0f} ms | {firsts[1]:.0f} ms |", flush=True)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def agreement(servers: dict[Target, Model]) -> int:
+    """How many of 8 prompts the servers continue with the same likeliest token.
+
+    Raises:
+        RuntimeError: fewer than half, so that they cannot have the same weights.
+    """
+    chance, same = random.Random(1), 0
+    for _ in range(8):
+        body = {"prompt": [chance.randrange(256) for _ in range(READ)], "max_tokens": 1, "temperature": 0}
+        # The names of tokens in the GGUF file are <0>, <1>, ...; in our tokenizer, w0, w1, ...
+        texts = {
+            re.sub(r"\D", "", post(target, {**body, "model": model.name})["choices"][0]["text"])
+            for target, model in servers.items()
+        }
+        same += len(texts) == 1
+    if same < 4:
+        raise RuntimeError(f"the servers continue only {same} of 8 prompts with the same token")
+    return same
+
+
+def post(target: Target, body: dict[str, Any]) -> Any:
+    """The answer to a completion."""
+    with closing(http.client.HTTPConnection(target.host, target.port, timeout=3600)) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        content = response.read()
+    if response.status != 200:
+        raise RuntimeError(f"status {response.status}: {content[:300]!r}")
+    return json.loads(content)
 
 
 async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[float], list[int]]:
@@ -154,11 +246,11 @@ async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[
     return seconds, read
 
 
-def turns(name: str, conversations: int) -> None:
+def turns(name: str, conversations: int, tiny: bool) -> None:
     """Time to the first token in the course of a conversation whose every turn has as much new text."""
     print(f"| {name}: turn | time to first token (median of {conversations}) | tokens read |")
     print("|---:|---:|---:|")
-    with saved(our_model(name)) as directory, serving(directory) as target:
+    with saved(our_model(name, tiny)) as directory, serving(directory) as target:
         served = Path(directory).name
         asyncio.run(talk(target, served, 2, 10_000))
         found = [asyncio.run(talk(target, served, 20, seed)) for seed in range(conversations)]
@@ -181,27 +273,22 @@ def open_conversations(target: Target, vocab_size: int, count: int, tokens: int)
     chance = random.Random(tokens)
     for i in range(count):
         ids = [chance.randrange(vocab_size) for _ in range(tokens)]
-        body = {"prompt": ids, "max_tokens": 4, "session": f"{tokens}/{i}", "ignore_eos": True, "seed": i}
-        with closing(http.client.HTTPConnection(target.host, target.port, timeout=3600)) as connection:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            response = connection.getresponse()
-            content = response.read()
-            if response.status != 200:
-                raise RuntimeError(f"status {response.status}: {content[:300]!r}")
+        post(target, {"prompt": ids, "max_tokens": 4, "session": f"{tokens}/{i}", "ignore_eos": True, "seed": i})
         print(f"{i + 1} of {count} conversations of {tokens:,} tokens", file=sys.stderr, flush=True)
 
 
 def memory(count: int, long: int, short: int) -> None:
     """Memory of a server with so many long conversations open, and of one with as many short ones."""
-    model, found = MambaLM(TWO_SMALL_LAYERS).eval(), {}
+    model, vocab, found = MambaLM(TWO_SMALL_LAYERS).eval(), TWO_SMALL_LAYERS.vocab_size, {}
+    size, patient = model.init_cache(1).nbytes, ("--request-seconds", "3600")
+    print(
+        f"two layers of Mamba-2, d_model {TWO_SMALL_LAYERS.d_model}: {size / 2**10:.0f} KiB of state a conversation\n"
+    )
     for tokens in (short, long):
-        with saved(model) as directory, serving(directory, "--request-seconds", "3600") as target:
-            open_conversations(
-                target, model.config.vocab_size, 2, long + 1
-            )  # what reading itself needs, both have then
+        with saved(model) as directory, serving(directory, *patient, threads=1) as target:
+            open_conversations(target, vocab, 2, long + 1)  # after which both have what reading itself needs
             before = resident(target)
-            open_conversations(target, model.config.vocab_size, count, tokens)
+            open_conversations(target, vocab, count, tokens)
             found[tokens] = before, resident(target)
     print(f"| {count} conversations of | server's memory before | with them open |\n|---:|---:|---:|")
     for tokens, (before, after) in found.items():
@@ -215,25 +302,34 @@ def main() -> int:
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("throughput")
+    one = commands.add_parser("throughput", help="tokens a second beside generate")
     one.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
-    one.add_argument("--rounds", type=int, default=3)
-    one.add_argument("--waves", type=int, default=2, help="requests of each client in a round")
-    two = commands.add_parser("turns")
-    two.add_argument("--conversations", type=int, default=5)
+    two = commands.add_parser("llama", help="tokens a second beside llama.cpp's server")
+    two.add_argument("--server", required=True, metavar="PATH", help="the program llama-server")
+    two.add_argument("--weights", choices=["float32", "bfloat16", "int8", "int4"], default="float32")
+    two.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     for command in (one, two):
+        command.add_argument("--rounds", type=int, default=3)
+        command.add_argument("--waves", type=int, default=2, help="requests of each client in a round")
+    three = commands.add_parser("turns", help="time to the first token of each turn of a conversation")
+    three.add_argument("--conversations", type=int, default=5)
+    for command in (one, three):
         command.add_argument("--model", choices=list(CONFIGS), default="mamba2-130m")
-    three = commands.add_parser("memory")
-    three.add_argument("--conversations", type=int, default=64)
-    three.add_argument("--long", type=int, default=100_000)
-    three.add_argument("--short", type=int, default=100)
+    for command in (one, two, three):
+        command.add_argument("--tiny", action="store_true", help="a model with one small layer, to try the command")
+    four = commands.add_parser("memory", help="memory of a server with long conversations open, and with short ones")
+    four.add_argument("--conversations", type=int, default=64)
+    four.add_argument("--long", type=int, default=100_000, help="tokens of a long conversation")
+    four.add_argument("--short", type=int, default=100, help="tokens of a short one")
     options = parser.parse_args()
     torch.set_num_threads(2)
     print(f"{describe_machine()}\n", file=sys.stderr)
     if options.command == "throughput":
-        throughput(options.model, options.clients, options.rounds, options.waves)
+        throughput(options.model, options.clients, options.rounds, options.waves, options.tiny)
+    elif options.command == "llama":
+        llama(options.server, options.weights, options.clients, options.rounds, options.waves, options.tiny)
     elif options.command == "turns":
-        turns(options.model, options.conversations)
+        turns(options.model, options.conversations, options.tiny)
     else:
         memory(options.conversations, options.long, options.short)
     return 0

@@ -1,4 +1,4 @@
-"""Freed memory that is kept is not cleared again."""
+"""Freed memory that is kept is not cleared again, and freed memory that is shared is not kept by every thread."""
 
 import os
 import resource
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from anymamba.ground.allocator import keep_freed_memory
+from anymamba.ground.allocator import keep_freed_memory, share_freed_memory
 
 FAULTS = """
 import resource, statistics, sys, torch
@@ -22,6 +22,43 @@ def cleared():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(kept, statistics.median_low(cleared() for _ in range(21)))  # the heap may grow once more in some of them
 """
+
+ARENAS = """
+import ctypes, sys, threading
+from anymamba.ground.allocator import share_freed_memory
+shared = share_freed_memory() if sys.argv[2] == "share" else None
+libc, together = ctypes.CDLL(None), threading.Barrier(6)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+def work():
+    together.wait()
+    for _ in range(100):
+        libc.free(ctypes.c_void_p(libc.malloc(50_000)))
+    together.wait()
+threads = [threading.Thread(target=work) for _ in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+print(shared)
+"""
+
+
+def arenas(path, how: str, **environment: str) -> tuple[str, int]:
+    """What `share_freed_memory` said, and from how many places six threads have taken memory."""
+    command = [sys.executable, "-c", ARENAS, str(path / "malloc.xml"), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+    return done.stdout.strip(), (path / "malloc.xml").read_text().count("<heap nr=")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_threads_share_what_they_free(tmp_path):
+    shared, count = arenas(tmp_path, "share")
+    if shared == "False":
+        pytest.skip("another C library, or malloc has settings of its own")
+    assert count == 1
+    assert arenas(tmp_path, "not")[1] > 1
+    assert arenas(tmp_path, "share", MALLOC_ARENA_MAX="3")[0] == "False"
 
 
 def faults(how: str, **environment: str) -> tuple[str, int]:
@@ -49,3 +86,5 @@ def test_kept_memory_is_not_cleared_again():
 def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert keep_freed_memory() is False
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert share_freed_memory() is False

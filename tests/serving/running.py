@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
@@ -24,6 +25,11 @@ def make_model(directory, **fields):
     model.save_pretrained(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return model
+
+
+# Metrics that are 0 when nothing is left to do.
+IDLE = ("anymamba_rows_running", "anymamba_rows_ready", "anymamba_rows_waiting", "anymamba_requests_open")
+PATIENCE = 3600  # seconds, for what hangs: a busy machine may slow a server down a hundredfold
 
 
 class Running:
@@ -87,15 +93,24 @@ class Running:
 
     def metrics(self, **headers):
         """Every number of /metrics that has no labels."""
-        _, _, content = self.ask("/metrics", headers=headers)
+        _, _, content = self.ask("/metrics", headers=headers, timeout=PATIENCE)
         lines = [line.split() for line in content.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines if "{" not in name}
 
-    def stop(self, number=signal.SIGTERM, timeout=30):
+    def settled(self):
+        """The metrics once nothing is left to do; as they are after `PATIENCE` if something still is."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            found = self.metrics()
+            if not any(found[name] for name in IDLE) or time.monotonic() >= until:
+                return found
+            time.sleep(0.05)
+
+    def stop(self, number=signal.SIGTERM):
         """End the process; nothing may have gone wrong in it."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(timeout)
+        code = self.process.wait(PATIENCE)
         self.alive.remove(self)
         self._reader.join()
         self.process.stdout.close()

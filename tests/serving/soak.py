@@ -16,6 +16,7 @@ import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +29,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 
 from tests.serving.bodies import bodies
-from tests.serving.running import Running, make_model
+from tests.serving.running import IDLE, PATIENCE, Running, make_model
 
 CLIENTS = 8
 SEGMENT = 32
@@ -59,7 +60,7 @@ class Soak:
                 self.problems.append(f"{kind.__name__}: {error!r}")
 
     def post(self, path, body):
-        status, _, content = self.server.ask(path, body, timeout=3600)
+        status, _, content = self.server.ask(path, body, timeout=PATIENCE)
         assert status == 200, (status, content[:300])
         return json.loads(content)
 
@@ -75,7 +76,7 @@ class Soak:
         for _ in range(chance.randrange(1, 5)):
             messages.append({"role": "user", "content": "x" * chance.randrange(1, 200)})
             body = {"messages": messages, "max_tokens": chance.randrange(1, 40), **session}
-            status, _, content = self.server.ask("/v1/chat/completions", body, timeout=3600)
+            status, _, content = self.server.ask("/v1/chat/completions", body, timeout=PATIENCE)
             if status == 409 and session:  # another client talks under this name
                 return
             assert status == 200, (status, content[:300])
@@ -96,7 +97,7 @@ class Soak:
     def fuzz(self, _, fuzzed):
         """What nobody should send."""
         path, body = next(fuzzed)
-        status, _, content = self.server.ask(path, body, timeout=3600)
+        status, _, content = self.server.ask(path, body, timeout=PATIENCE)
         assert status == 200 or (400 <= status < 500 and json.loads(content)["error"]["message"]), (status, body[:300])
 
     def vanish(self, chance, _):
@@ -106,7 +107,7 @@ class Soak:
         content = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + (
             f"Content-Length: {len(content)}\r\n\r\n".encode() + content
         )
-        with socket.create_connection(("127.0.0.1", self.server.port), timeout=3600) as connection:
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE) as connection:
             cut = len(content) if chance.random() < 0.8 else chance.randrange(len(content))
             connection.sendall(content[:cut])
             if cut == len(content):
@@ -115,7 +116,7 @@ class Soak:
                     connection.recv(chance.randrange(1, 10_000))
 
     def connection(self):
-        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=3600))
+        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE))
 
 
 def _known(model, chance):
@@ -128,17 +129,6 @@ def _known(model, chance):
         yield {"prompt": ids, "max_tokens": n, **options, "return_token_ids": True, "ignore_eos": True}, expected
 
 
-def settled(server):
-    """The metrics once nothing runs, after at most a minute."""
-    names = ("rows_running", "rows_ready", "rows_waiting", "requests_open")
-    for _ in range(600):
-        found = server.metrics()
-        if not any(found[f"anymamba_{name}"] for name in names):
-            return found
-        time.sleep(0.1)
-    return found
-
-
 def soak(seconds, seed, only=None, most=float("inf")):
     """Run the load; what went wrong, a line each."""
     with tempfile.TemporaryDirectory() as directory:
@@ -147,7 +137,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
         server = Running(Path(directory) / "model", *options, "--body-seconds", 600, "--request-seconds", 6000)
         load = Soak(server, model, seconds, seed, only, most)
         load.talk(random.Random(0), None)  # which starts what renders templates
-        start = settled(server)["process_open_fds"]
+        start = server.settled()["process_open_fds"]
         clients = [threading.Thread(target=load.work, args=(i,)) for i in range(CLIENTS)]
         for client in clients:
             client.start()
@@ -155,10 +145,21 @@ def soak(seconds, seed, only=None, most=float("inf")):
         while any(client.is_alive() for client in clients):
             time.sleep(max(0.1, min(30, seconds / 40)))
             samples.append(note(server, load, seconds))
-        problems = load.problems + judge(samples, settled(server), seconds, start)
-        code = server.stop(timeout=600)
+        problems = load.problems + judge(samples, server.settled(), seconds, start)
         print(", ".join(f"{count} {name}" for name, count in sorted(load.counts.items())))
-        return problems + ([f"the server ended with {code}"] if code else [])
+        return problems + stop(server)
+
+
+def stop(server):
+    """End the server; what went wrong."""
+    try:
+        code = server.stop()
+    except subprocess.TimeoutExpired:
+        server.abort_all()
+        return [f"the server did not end within {PATIENCE} seconds"]
+    except AssertionError as error:
+        return [f"the server's log has a traceback: {error}"]
+    return [f"the server ended with {code}"] if code else []
 
 
 def note(server, load, seconds):
@@ -175,11 +176,7 @@ def judge(samples, end, seconds, start):
     states, tokens = end["anymamba_states"], end["anymamba_written_tokens_total"]
     print(f"{tokens:,.0f} tokens written, {end['anymamba_disconnects_total']:.0f} disconnects")
     print(f"at the end {end['process_open_fds']:.0f} descriptors, {states:.0f} states in memory")
-    problems = [
-        f"{name} is {end[name]:.0f} at the end"
-        for name in ("anymamba_rows_running", "anymamba_rows_ready", "anymamba_rows_waiting", "anymamba_requests_open")
-        if end[name]
-    ]
+    problems = [f"{name} is {end[name]:.0f} at the end" for name in IDLE if end[name]]
     if end["process_open_fds"] > start:
         problems.append(f"{end['process_open_fds']:.0f} descriptors at the end, {start:.0f} at the start")
     early = [size for moment, size in samples if seconds / 4 <= moment < seconds / 2]

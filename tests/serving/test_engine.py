@@ -93,7 +93,7 @@ def test_without_kernels_rows_still_equal_rows_alone(running):
             engine.submit(made)
         found = [tokens_of(events)[0] for _, events in jobs]
         alone = [model.generate(torch.tensor([[i, 5, 9]]), 10, seed=i, temperature=1.0).rows()[0] for i in range(5)]
-    assert not engine._slots.together
+    assert not engine._writer.slots.together
     assert found == alone
 
 
@@ -246,13 +246,13 @@ def test_closing_does_not_wait_for_a_long_prompt(running):
 def test_what_nobody_foresaw_fails_the_jobs_at_hand_and_no_other(running, monkeypatch, capsys):
     model = byte_model()
     engine = running(model)
-    seat = engine._seat
-    monkeypatch.setattr(engine, "_seat", lambda: 1 / 0)
+    seat = engine._writer.seat
+    monkeypatch.setattr(engine._writer, "seat", lambda: 1 / 0)
     made, events = job([1], [plan()])
     engine.submit(made)
     with pytest.raises(ZeroDivisionError):
         tokens_of(events)
-    monkeypatch.setattr(engine, "_seat", seat)
+    monkeypatch.setattr(engine._writer, "seat", seat)
     made, events = job([1], [plan()])
     engine.submit(made)
     assert tokens_of(events) == model.generate(torch.tensor([[1]]), 12, seed=1, temperature=1.0).rows()

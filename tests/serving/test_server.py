@@ -11,7 +11,7 @@ import torch
 
 from anymamba.generation.sampling import row_key
 from anymamba.generation.tokenizers import ByteTokenizer
-from tests.serving.running import Running
+from tests.serving.running import IDLE, PATIENCE, Running
 
 openai = pytest.importorskip("openai")
 
@@ -281,25 +281,12 @@ def send(connection, body, path="/v1/completions", host="127.0.0.1"):
     connection.sendall(head.encode() + content)
 
 
-def settled(server, seconds=20):
-    """The metrics once nothing runs; what does not end in time fails."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found = server.metrics()
-        if not any(
-            found[f"anymamba_{name}"] for name in ("rows_running", "rows_ready", "rows_waiting", "requests_open")
-        ):
-            return found
-        time.sleep(0.05)
-    raise AssertionError(found)
-
-
 def vanish(server, count, seed=0):
     """Clients that go away at random points."""
     chance = random.Random(seed)
 
     def one(_):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             body = {
                 "prompt": "y" * chance.randrange(1, 300),
                 "max_tokens": 4000,
@@ -318,9 +305,10 @@ def vanish(server, count, seed=0):
 
 def test_clients_that_vanish_leave_nothing_behind(server):
     vanish(server, 16)
-    before = settled(server)
+    before = server.settled()
     vanish(server, 40, seed=1)
-    after = settled(server)
+    after = server.settled()
+    assert not any(after[name] for name in IDLE)
     assert after["process_open_fds"] <= before["process_open_fds"]
     assert after["process_resident_memory_bytes"] < before["process_resident_memory_bytes"] + 16 * 2**20
     assert after["anymamba_disconnects_total"] > before["anymamba_disconnects_total"]
@@ -392,19 +380,21 @@ class TestTheDoor:
         assert Running(served[1]).stop() == 0
 
     def test_a_client_that_takes_nothing_of_its_answer_is_not_waited_for(self, server):
-        before = settled(server)["process_open_fds"]
+        before = server.settled()["process_open_fds"]
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))
             send(connection, {"prompt": "x", "max_tokens": 4000, "n": 16, "stream": True, "logprobs": 20})
             time.sleep(0.3)
-            assert settled(server, 60)["process_open_fds"] <= before
+            after = server.settled()
+            assert not any(after[name] for name in IDLE)
+            assert after["process_open_fds"] <= before
 
     def test_slow_senders_are_not_waited_for(self, server):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
             assert connection.recv(100) == b""
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Content-Length: 100\r\n\r\n{"
@@ -413,7 +403,7 @@ class TestTheDoor:
 
     def test_large_bodies_are_refused_before_and_while_they_come(self, server):
         assert server.ask("/v1/completions", b" " * (2**20 + 1))[0] == 413
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Transfer-Encoding: chunked\r\n\r\n"

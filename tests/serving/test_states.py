@@ -97,6 +97,43 @@ def test_the_disk_is_bounded(tmp_path):
     assert store.get(ids_key("end", [0])) is None
 
 
+def test_the_most_recently_used_survive_a_restart(tmp_path):
+    store = StateStore(MODEL, 9 * SIZE, tmp_path, disk_limit=4 * SIZE)
+    for i in range(8):
+        store.put(state(i + 1), 1, ids_key("end", [i]))
+    assert store.get(ids_key("end", [0]))
+    store.close()
+    later = StateStore(MODEL, 9 * SIZE, tmp_path, disk_limit=4 * SIZE)
+    assert later.get(ids_key("end", [0]))
+    assert later.get(ids_key("end", [7]))
+    assert later.get(ids_key("end", [1])) is None
+
+
+def test_closing_ends_when_its_time_is_over(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    store = StateStore(MODEL, 9 * SIZE, tmp_path)
+    write = store.files.write
+    monkeypatch.setattr(store.files, "write", lambda *args, **options: (clock.advance(4), write(*args, **options)))
+    for i in range(8):
+        store.put(state(i + 1), 1, ids_key("end", [i]))
+    store.save(store.put(state(9), 1, session_key("mine")))
+    store.close(seconds=10)
+    later = StateStore(MODEL, 9 * SIZE, tmp_path)
+    assert [i for i in range(8) if later.get(ids_key("end", [i]))] == [5, 6, 7]
+    assert later.get(session_key("mine"))
+
+
+class Clock:
+    """`time.monotonic` as the store sees it, which a test advances."""
+
+    def __init__(self, monkeypatch):
+        self._now = 0.0
+        monkeypatch.setattr("anymamba.serving.states.time.monotonic", lambda: self._now)
+
+    def advance(self, seconds):
+        self._now += seconds
+
+
 def test_a_session_survives_with_its_text_and_a_damaged_one_is_refused(tmp_path):
     store = StateStore(MODEL, 2 * SIZE, tmp_path)
     made = state(3, 4)
@@ -116,9 +153,9 @@ def test_nobody_waits_for_a_slow_disk(tmp_path, monkeypatch):
     store = StateStore(MODEL, 2 * SIZE, tmp_path)
     write, may_write = store.files.write, threading.Event()
 
-    def slowly(*arguments):
+    def slowly(*arguments, **options):
         assert may_write.wait(60)
-        write(*arguments)
+        write(*arguments, **options)
 
     monkeypatch.setattr(store.files, "write", slowly)
     states = [state(i + 1, 5) for i in range(5)]

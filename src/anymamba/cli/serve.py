@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anymamba.cli.common import DTYPES, load, readable_bytes, set_threads
 from anymamba.cli.serve_options import KEY_VARIABLE
+from anymamba.ground.allocator import share_freed_memory
 from anymamba.serving.embeddings import EmbeddingService
 from anymamba.serving.requests import Limits
 from anymamba.serving.service import Service
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from anymamba.serving.server import serve
 
     _expect_positive(args)
+    share_freed_memory()
     key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
         raise ValueError(f"--api-key (or {KEY_VARIABLE}) must not be empty")

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 2**28, 2**30  # bytes
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -21,9 +21,27 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it is so now: False with another C library, or where the environment has settings for malloc.
     """
-    if sys.platform != "linux" or any(name in os.environ for name in _SETTINGS):
+    return _set(_SETTINGS, {_M_MMAP_THRESHOLD: _LARGEST_KEPT, _M_TRIM_THRESHOLD: _MOST_KEPT})
+
+
+def share_freed_memory() -> bool:
+    """Have all threads take memory from one place, so that what one has freed is there for the others.
+
+    glibc gives each thread an arena of its own. Each of them keeps the most that its thread ever had, so that a process
+    with many threads grows for a long time, although it never needs more. Like `keep_freed_memory`, it is for programs
+    to call, before they start threads.
+
+    Returns:
+        Whether it is so now: False with another C library, or where the environment has settings for malloc.
+    """
+    return _set(("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"), {_M_ARENA_MAX: 1})
+
+
+def _set(variables: tuple[str, ...], options: dict[int, int]) -> bool:
+    """Set options of glibc's malloc, unless the environment has set them."""
+    if sys.platform != "linux" or any(name in os.environ for name in variables):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)) and bool(mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT))
+    return all(mallopt(option, value) for option, value in options.items())

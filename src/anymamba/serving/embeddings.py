@@ -15,9 +15,10 @@ from torch import Tensor
 
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.masked_lm import MaskedLM
-from anymamba.serving.errors import ApiError, invalid
+from anymamba.serving.errors import ApiError, invalid, too_many_requests
+from anymamba.serving.fields import expect_fields, is_text, shown
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.requests import Limits, expect_fields, is_text, shown, too_many_requests
+from anymamba.serving.requests import Limits
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
 _MOST = 2048  # texts of a request, as OpenAI has it
@@ -69,8 +70,8 @@ class EmbeddingService:
         """Let no request run longer than until then, on the clock of `time.monotonic`."""
         self._deadline = deadline
 
-    def close(self) -> None:
-        """End the worker."""
+    def close(self, _: float = 0.0) -> None:
+        """End the worker; there is nothing to write."""
         self._deadline = 0.0
         self._worker.shutdown(cancel_futures=True)
 

@@ -40,3 +40,9 @@ class ApiError(Exception):
 def invalid(param: str, message: str) -> ApiError:
     """A field of the request that is wrong."""
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def too_many_requests(count: int) -> ApiError:
+    """What clients are told beyond the bound on requests."""
+    message = f"{count} requests are being worked on, as many as there may be; try again"
+    return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})

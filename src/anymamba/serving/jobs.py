@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-
 from anymamba.generation.state import GenerationState
 from anymamba.serving.rows import Piece, Reason, Row, RowPlan, Scored
 
@@ -108,27 +106,41 @@ class Job:
         return self._cancelled.is_set()
 
 
-class Reading:
-    """A job whose prompt is being read."""
-
-    def __init__(self, job: Job) -> None:
-        """Nothing was read yet, and where to start was not asked."""
-        self.job = job
-        self.start: Start | None = None
-        self.position = 0
-        self.state: GenerationState | None = None
-        self.scores: list[list[Scored]] = []
-        self.last_logits_1v: Tensor | None = None  # of the segment before, to score the first token of the next
-
-    @property
-    def left(self) -> int:
-        """Tokens that are still to be read, or seem to be if where to start was not asked yet."""
-        return self.job.length if self.start is None else len(self.start.ids) - self.position
-
-
 class Ready:
     """A job whose prompt was read, and the next of its continuations that has no place yet."""
 
     def __init__(self, job: Job, state: GenerationState) -> None:
         """The first continuation is next."""
         self.job, self.state, self.next = job, state, 0
+
+
+Deliver = Callable[[list[tuple[Job, Event]]], None]
+
+
+class Outbox:
+    """Events of a round, until they are delivered. A job that was given up gets none.
+
+    Args:
+        deliver: takes the events, in the engine's thread.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        """Hold no events."""
+        self._deliver = deliver
+        self._events: list[tuple[Job, Event]] = []
+
+    def add(self, job: Job, event: Event) -> None:
+        """Hold an event for a job."""
+        if not job.cancelled:
+            self._events.append((job, event))
+
+    def fail(self, job: Job, error: BaseException) -> None:
+        """Give up a job; its other rows leave at the next token."""
+        self.add(job, Failed(error))
+        job.cancel()
+
+    def flush(self) -> None:
+        """Deliver what is held."""
+        events, self._events = self._events, []
+        if events:
+            self._deliver(events)

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
-import reprlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.generation.sampling import Sampling
-from anymamba.ground.files import parse_json
-from anymamba.serving.errors import ApiError, invalid
+from anymamba.serving.errors import invalid
+from anymamba.serving.fields import expect_fields, is_text, real, shown, truth, whole
 
 _ROLES = ("system", "developer", "user", "assistant")
-# Fields of the API that change nothing here.
-_IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "safety_identifier",
-    "prompt_cache_key",
-    "service_tier",
-    "prompt_cache_retention",
-}
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
@@ -39,13 +24,6 @@ _CHAT = _BOTH | {
     "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice", "functions",
     "function_call", "parallel_tool_calls", "modalities", "audio", "prediction", "reasoning_effort", "verbosity",
     "web_search_options",
-}  # fmt: skip
-# Fields of the API that this server can only be given as if they were not there.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""), "response_format": (None, {"type": "text"}), "tools": (None, []), "functions": (None, []),
-    "tool_choice": (None, "none", "auto"), "function_call": (None, "none", "auto"), "modalities": (None, ["text"]),
-    "audio": (None,), "prediction": (None,), "reasoning_effort": (None, "none"), "verbosity": (None, "medium"),
-    "web_search_options": (None,), "parallel_tool_calls": (None, True, False),
 }  # fmt: skip
 
 
@@ -112,28 +90,6 @@ class Wanted:
         return self.n * (1 if self.messages is not None else len(self.prompts))
 
 
-def too_many_requests(count: int) -> ApiError:
-    """What clients are told beyond the bound on requests."""
-    message = f"{count} requests are being worked on, as many as there may be; try again"
-    return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
-
-
-def parse_body(content: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
-
-    Raises:
-        ApiError: there is none.
-    """
-    try:
-        value = parse_json(content.decode("utf-8"))
-    except ValueError as error:
-        message = f"the body must be a JSON object in UTF-8: {str(error)[:200]}"
-        raise ApiError(400, message, code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
-    return value
-
-
 def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> Wanted:
     """What a body of /v1/completions asks for.
 
@@ -141,13 +97,13 @@ def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model
         ApiError: a field is wrong.
     """
     expect_fields(body, _COMPLETION, model)
-    logprobs = _whole(body, "logprobs", None, 0, 20)
-    best_of = _whole(body, "best_of", None, 1, limits.n)
+    logprobs = whole(body, "logprobs", None, 0, 20)
+    best_of = whole(body, "best_of", None, 1, limits.n)
     wanted = Wanted(
         prompts=_prompts(body, limits, vocab_size),
-        echo=_truth(body, "echo"),
+        echo=truth(body, "echo"),
         logprobs=logprobs,
-        max_tokens=_expect(_whole(body, "max_tokens", min(16, limits.max_tokens), 0, limits.max_tokens)),
+        max_tokens=whole(body, "max_tokens", min(16, limits.max_tokens), 0, limits.max_tokens),
         **_common(body, limits, vocab_size),
     )
     if best_of is not None and best_of != wanted.n:
@@ -165,14 +121,14 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens exclude each other, got both")
     name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
-    top = _whole(body, "top_logprobs", None, 0, 20)
-    with_logprobs = _truth(body, "logprobs")
+    top = whole(body, "top_logprobs", None, 0, 20)
+    with_logprobs = truth(body, "logprobs")
     if top is not None and not with_logprobs:
         raise invalid("top_logprobs", "top_logprobs goes with logprobs: true")
     wanted = Wanted(
         messages=_messages(body),
         logprobs=(top or 0) if with_logprobs else None,
-        max_tokens=_expect(_whole(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens)),
+        max_tokens=whole(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens),
         **_common(body, limits, vocab_size),
     )
     return _checked(wanted, limits)
@@ -187,7 +143,7 @@ def _checked(wanted: Wanted, limits: Limits) -> Wanted:
 
 
 def _common(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, Any]:
-    stream, options = _truth(body, "stream"), body.get("stream_options")
+    stream, options = truth(body, "stream"), body.get("stream_options")
     include_usage = False
     if options is not None:
         if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
@@ -196,33 +152,33 @@ def _common(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, 
             )
         if not stream:
             raise invalid("stream_options", "stream_options goes with stream: true")
-        include_usage = _truth(options, "include_usage")
+        include_usage = truth(options, "include_usage")
     session = body.get("session")
     if session is not None and (not isinstance(session, str) or not 1 <= len(session) <= 256 or not is_text(session)):
         raise invalid("session", f"session must be a name of 1 to 256 characters, got {shown(session)}")
     return {
         "sampling": _sampling(body, vocab_size),
-        "n": _expect(_whole(body, "n", 1, 1, limits.n)),
+        "n": whole(body, "n", 1, 1, limits.n),
         "stops": _stops(body),
         "stream": stream,
         "include_usage": include_usage,
         "session": session,
-        "ignore_eos": _truth(body, "ignore_eos"),
-        "return_token_ids": _truth(body, "return_token_ids"),
+        "ignore_eos": truth(body, "ignore_eos"),
+        "return_token_ids": truth(body, "return_token_ids"),
     }
 
 
 def _sampling(body: dict[str, Any], vocab_size: int) -> Sampling:
-    seed = _whole(body, "seed", None, -(2**63), 2**64 - 1)
-    top_k = _whole(body, "top_k", None, -1, 2**31)
+    seed = whole(body, "seed", None, -(2**63), 2**64 - 1)
+    top_k = whole(body, "top_k", None, -1, 2**31)
     return Sampling(
-        temperature=_real(body, "temperature", 1.0, 0.0, 100.0),
-        top_p=_real(body, "top_p", 1.0, 0.0, 1.0, above=True),
-        min_p=_real(body, "min_p", 0.0, 0.0, 0.999999),
+        temperature=real(body, "temperature", 1.0, 0.0, 100.0),
+        top_p=real(body, "top_p", 1.0, 0.0, 1.0, above=True),
+        min_p=real(body, "min_p", 0.0, 0.0, 0.999999),
         top_k=top_k if top_k is not None and top_k > 0 else None,
-        presence_penalty=_real(body, "presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=_real(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=_real(body, "repetition_penalty", 1.0, 0.0, 100.0, above=True),
+        presence_penalty=real(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=real(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=real(body, "repetition_penalty", 1.0, 0.0, 100.0, above=True),
         logit_bias=_bias(body, vocab_size),
         seed=secrets.randbits(63) if seed is None else seed,
     )
@@ -238,7 +194,7 @@ def _bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:
     for token in table:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
             raise invalid("logit_bias", f"logit_bias must be for token ids below {vocab_size}, got {shown(token)}")
-        bias[int(token)] = _real(table, token, 0.0, -100.0, 100.0)
+        bias[int(token)] = real(table, token, 0.0, -100.0, 100.0)
     return bias
 
 
@@ -290,82 +246,3 @@ def _message(where: str, message: Any) -> dict[str, str]:
     if not isinstance(content, str) or not is_text(content):
         raise invalid(f"{where}.content", f"{where}.content must be text, got {shown(content)}")
     return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
-    """Refuse fields that there are not, that nobody here can honour, and the name of another model.
-
-    Raises:
-        ApiError: there is one.
-    """
-    for name, value in body.items():
-        if name not in known and name not in _IGNORED:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"there is no field {shown(name)}{hint}", param=name[:80], code="unknown_parameter")
-        if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
-            raise ApiError(
-                400, f"{name} is not supported, got {shown(value)}", param=name, code="unsupported_parameter"
-            )
-    asked = body.get("model", model)
-    if asked is not None and not isinstance(asked, str):
-        raise invalid("model", f"model must be a name, got {shown(asked)}")
-    if asked not in (None, model):
-        message = f"there is no model {shown(asked)}; this server has {model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def _number(body: dict[str, Any], name: str, fine: Callable[[Any], bool], what: str) -> Any:
-    value = body.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not fine(value)):
-        raise invalid(name, f"{name} must be {what}, got {shown(value)}")
-    return value
-
-
-def _whole(body: dict[str, Any], name: str, default: int | None, low: int, high: int) -> int | None:
-    what = f"a whole number from {low} to {high}"
-    value = _number(body, name, lambda x: isinstance(x, int) and low <= x <= high, what)
-    return default if value is None else value
-
-
-def _real(body: dict[str, Any], name: str, default: float, low: float, high: float, *, above: bool = False) -> float:
-    what = f"a number {'above' if above else 'from'} {low:g} {'and up to' if above else 'to'} {high:g}"
-    value = _number(body, name, lambda x: low <= x <= high and (x != low or not above) and math.isfinite(x), what)
-    return default if value is None else float(value)
-
-
-def _truth(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise invalid(name, f"{name} must be true or false, got {shown(value)}")
-    return bool(value)
-
-
-def _expect(value: int | None) -> int:
-    assert value is not None
-    return value
-
-
-def is_text(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-def shown(value: Any) -> str:
-    """A value as JSON, cut to a line; what cannot be shown, by its kind."""
-    try:
-        text = json.dumps(
-            value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value))
-        )
-    except (ValueError, RecursionError):
-        text = reprlib.repr(value)
-    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"

@@ -116,7 +116,7 @@ def serve(
         app: makes the application, once the service has been started.
         host: address to listen on.
         port: to listen on; 0 for a free one.
-        grace: seconds for requests that run at the end.
+        grace: seconds for running requests to finish, and as many again to write kept states to disk.
         connections: the most at a time; further ones are closed.
         ready: called with the server's address when it listens.
 
@@ -137,7 +137,7 @@ def serve(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            service.close()
+            service.close(grace)
 
 
 async def _serve(

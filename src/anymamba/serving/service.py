@@ -13,11 +13,11 @@ from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.serving.engine import Engine, prompt_key
-from anymamba.serving.errors import ApiError, invalid
+from anymamba.serving.errors import ApiError, invalid, too_many_requests
 from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, ShuttingDown, Wrote
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, keep_callbacks
-from anymamba.serving.requests import Limits, Wanted, too_many_requests
+from anymamba.serving.requests import Limits, Wanted
 from anymamba.serving.rows import RowPlan
 from anymamba.serving.states import Key, NoRoom, StateStore, session_key
 
@@ -89,11 +89,11 @@ class Service:
         """Let no request run longer than until then, on the clock of `time.monotonic`."""
         self.engine.finish_by(deadline)
 
-    def close(self) -> None:
-        """End the engine, and write what is to survive a restart."""
+    def close(self, seconds: float = float("inf")) -> None:
+        """End the engine, and write kept states to disk for up to so many seconds."""
         if self._engine is not None:
             self._engine.close()
-        self.store.close()
+        self.store.close(seconds)
 
     @staticmethod
     def _dispatch(events: list[tuple[Job, Event]]) -> None:

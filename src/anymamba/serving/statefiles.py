@@ -16,6 +16,7 @@ from anymamba.models.lm import MambaLM
 
 _FACTS = ["fingerprint", "tokens", "keys"]
 _PREFERRED = ("session", "text", "cut", "end")  # whose name a file has
+_SPARE = 0.1  # of the limit, freed beyond what is needed: the directory is not searched again for every file
 _NAME = re.compile(r"(cut|end|text|session)-(\d+)-([0-9a-f]{32})\.safetensors")
 
 
@@ -36,6 +37,7 @@ class StateFiles:
         self._directory = directory / self._fingerprint.replace(":", "-")
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lengths: dict[str, set[int]] = {}
+        self._bytes = {True: 0, False: 0}  # at most, of sessions and of other states; a file written anew counts twice
         for file in self._directory.iterdir():
             self._note(file)
 
@@ -43,8 +45,14 @@ class StateFiles:
         """Of the keys of this kind that there may be files of."""
         return self._lengths.get(kind, set())
 
-    def write(self, state: GenerationState, tokens: int, keys: tuple[Any, ...]) -> None:
-        """Write a state; a full disk or a state that cannot be is none of the client's concern, and not written.
+    def write(self, state: GenerationState, tokens: int, keys: tuple[Any, ...], *, used: float | None = None) -> None:
+        """Write a state. If it cannot be written, that is an error for a session only: others can be read again.
+
+        Args:
+            state: of one row.
+            tokens: how many it has read.
+            keys: under which it is found.
+            used: when it was used last, on the clock of `time.time`; now if not given.
 
         Raises:
             OSError: it is a session's, and cannot be written.
@@ -60,6 +68,8 @@ class StateFiles:
             with self._lock:
                 write_state(file, state, facts)
                 file.chmod(0o600)
+                if used is not None:
+                    os.utime(file, (used, used))
                 self._note(file)
                 self._shrink(keys[0].kind == "session")
         except (OSError, ValueError):
@@ -104,18 +114,24 @@ class StateFiles:
     def _note(self, file: Path) -> None:
         if found := _NAME.fullmatch(file.name):
             self._lengths.setdefault(found[1], set()).add(int(found[2]))
+            with suppress(OSError):  # another server has removed it
+                self._bytes[found[1] == "session"] += file.stat().st_size
 
     def _shrink(self, sessions: bool) -> None:
-        """Remove the files that were used longest ago, until the rest fits."""
+        """Remove the files that were used longest ago, if there are too many bytes of them."""
+        if self._bytes[sessions] <= self._limit:
+            return
         found = []
         for file in self._directory.iterdir():
             with suppress(OSError):
                 if (name := _NAME.fullmatch(file.name)) and (name[1] == "session") == sessions:
                     found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
         total = sum(size for _, size, _ in found)
-        for _, size, file in sorted(found):
-            if total <= self._limit:
-                break
+        enough = self._limit if total <= self._limit else (1 - _SPARE) * self._limit
+        found.sort(reverse=True)
+        while found and total > (enough if len(found) > 1 else self._limit):
+            _, size, file = found.pop()
             with suppress(OSError):
                 file.unlink()
             total -= size
+        self._bytes[sessions] = total

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -170,14 +171,23 @@ class StateStore:
         on_disk = self.files is not None and self.files.remove(key)
         return found is not None or on_disk
 
-    def close(self) -> None:
-        """Write what is in memory to files, if there is a directory."""
+    def close(self, seconds: float = float("inf")) -> None:
+        """Write what is in memory to files, if there is a directory: the most recently used first.
+
+        Args:
+            seconds: after which the rest is given up. Sessions were written at the end of every turn, and what else is
+                lost can be read again.
+        """
+        now, until = time.time(), time.monotonic() + seconds
         self._writer.shutdown()
+        if self.files is None:
+            return
         with self._lock:
-            rest = list(self._kept.values())
-        for kept in rest:
-            if not _is_session(kept):
-                self._write_one(kept)
+            rest = [kept for kept in reversed(self._kept.values()) if not _is_session(kept)]
+        for i, kept in enumerate(rest):
+            if time.monotonic() >= until:
+                return
+            self.files.write(kept.state, kept.tokens, kept.keys, used=now - 1e-3 * i)
 
     def _from_file(self, key: Key) -> Kept | None:
         if self.files is None or (found := self.files.read(key)) is None:
