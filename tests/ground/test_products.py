@@ -10,20 +10,23 @@ from torch.autograd import forward_ad
 
 import anymamba
 from anymamba import Mamba2, MambaLM
+from anymamba.generation.prefill import prefill
 from anymamba.ground import products
+from anymamba.ground.operators import kernels_off
 from anymamba.ground.products import linear, project
-from tests.support import FLOOR, assert_near, in_another_process
+from anymamba.kernels.cpu.library import missing
+from tests.models.cases import FAMILIES, small_lm
+from tests.support import FLOOR, MODEL_FLOOR, assert_near, in_another_process
 
-pytestmark = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
-    reason="this torch has no oneDNN",
-)
+needs_kernels = pytest.mark.skipif(bool(missing(torch.float32)), reason="no compiled kernels here")
 SHAPES = [(1, 1, 1), (17, 5, 3), (64, 64, 300), (33, 256, 129), (16, 1, 40), (200, 31, 1)]
 
 
 @pytest.fixture
 def computed(monkeypatch):
     """Choose oneDNN for products of any size; the shapes of those that it computes."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        pytest.skip("this torch has no oneDNN")
     found, product = [], products._product
 
     def counted(x, weight, bias):
@@ -31,6 +34,7 @@ def computed(monkeypatch):
         return product(x, weight, bias)
 
     monkeypatch.setattr(products, "product_library", lambda: "onednn")
+    monkeypatch.setattr(products, "_MOST_ROWS", {"onednn": 0})
     monkeypatch.setattr(products, "_FEWEST", 1)
     monkeypatch.setattr(products, "_FEWEST_PRODUCTS", 1)
     monkeypatch.setattr(products, "_product", counted)
@@ -181,8 +185,53 @@ def test_a_block_and_a_language_model_run_on_it(computed):
     assert_near(loss.detach(), model.double()(ids, labels=ids).loss.detach(), FLOOR[torch.float32])
 
 
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Leave sequences to torch, and let weights of any size be read by our kernels where rows are few."""
+    monkeypatch.setattr(products, "product_library", lambda: "torch")
+    monkeypatch.setattr(products, "_SMALLEST", 1)
+    return products._MOST_ROWS["torch"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("i", "o"), [(1, 1), (7, 3), (64, 9), (100, 40), (768, 133)])
+@pytest.mark.parametrize("m", [1, 2, 3, 31, 64, 65, 256])
+def test_a_row_of_few_is_the_same_alone_and_among_others(few_rows, m, i, o):
+    x, weight, bias = torch.randn(m, i), torch.randn(o, i), torch.randn(o)
+    y = linear(x, weight, bias)
+    assert m <= few_rows
+    assert_near(y, F.linear(x.double(), weight.double(), bias.double()), FLOOR[torch.float32])
+    assert torch.equal(y, torch.cat([linear(row, weight, bias) for row in x.split(1)]))
+    assert torch.equal(linear(x.flip(0), weight, bias).flip(0), y)
+    assert torch.equal(linear(x.view(1, m, i), nn.Parameter(weight, requires_grad=False), bias), y.view(1, m, o))
+    assert torch.equal(linear(x.t().contiguous().t(), weight, bias), y)
+
+
+@needs_kernels
+def test_few_rows_with_gradients_and_many_rows_are_left_to_torch(few_rows):
+    x, weight = torch.randn(few_rows + 1, 20), torch.randn(10, 20)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    few = x[:2].clone().requires_grad_()
+    linear(few, weight).sum().backward()
+    assert_near(few.grad, weight.sum(0).expand(2, -1), FLOOR[torch.float32])
+    with kernels_off():
+        assert torch.equal(linear(x[:2], weight), F.linear(x[:2], weight))
+    assert linear(x[:0], weight).shape == (0, 10)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_short_prompt_gives_what_the_model_gives(few_rows, family):
+    model = small_lm(family)
+    ids_1t = torch.randint(0, 61, (1, 50), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model.double()(ids_1t, logits="last").logits[:, 0]
+    logits_1v, _ = prefill(model.float(), list(ids_1t))
+    assert_near(logits_1v, expected, MODEL_FLOOR)
+
+
 @pytest.mark.parametrize("name", ["torch", "onednn"])
-def test_the_variable_chooses_the_library(name):
+def test_the_variable_chooses_the_library(name, computed):
     code = "from anymamba.ground.products import product_library; print(product_library())"
     assert in_another_process(code, ANYMAMBA_PRODUCTS=name).strip() == name
 

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from anymamba.generation.products import CompiledProducts
 from anymamba.generation.sampling import expect_integer, row_key
 from anymamba.generation.state import GenerationState
 from anymamba.ground.padding import Padding
@@ -94,8 +93,7 @@ def prefill(
         ids_bt, lengths_b = _batch([prompts[row][begin:end] for row in active])
         ending = [i for i, row in enumerate(active) if lengths[row] <= end]
         staying = [i for i, row in enumerate(active) if lengths[row] > end]
-        with CompiledProducts():
-            output = model(ids_bt, cache, mask=lengths_b, logits="last" if ending else "none")
+        output = model(ids_bt, cache, mask=lengths_b, logits="last" if ending else "none")
         cache = output.cache
         if not ending:
             continue

@@ -109,6 +109,11 @@ def missing_kernel(operator: str, *inputs: Any) -> str:
     return f"there is none for device {device}" if found is None else found.missing(*inputs)
 
 
+def kernel(operator: str, *inputs: Any) -> Callable[..., Any] | None:
+    """The forward of the kernel that covers a call of an operator, or of a function of that name; None: none does."""
+    return None if missing_kernel(operator, *inputs) else _KERNELS[operator, inputs[0].device.type].forward
+
+
 class Operator:
     """A computation, to be called with its inputs.
 

@@ -1,15 +1,15 @@
-"""Products with the weights of projections, by the faster of the two libraries that torch brings for them.
+"""Products with the weights of projections, by the fastest of those that there are for them.
 
 On x86-64, torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, with which
 torch multiplies bfloat16, uses it on all. So on the others that have AVX-512 a projection of many rows runs on oneDNN,
-forward and backward, in about half the time. Which library it is follows from the processor, never from a measurement,
-so that a run that is resumed continues with the same bits.
+forward and backward, in about half the time. A projection of few rows without gradients, as of a short prompt, runs on
+our own kernels, which read the weight once for all of them. What is chosen follows from the processor and the sizes,
+never from a measurement, so that a run that is resumed continues with the same bits.
 
-What follows operations (tracers, transforms, `anymamba.portable()`), other dtypes, devices and few rows are left to
-torch's own product.
+What follows operations (tracers, transforms, `anymamba.portable()`), other dtypes and devices see torch's own product.
 
 Environment:
-    ANYMAMBA_PRODUCTS: `torch` or `onednn` chooses the library; `onednn` then computes products of any size.
+    ANYMAMBA_PRODUCTS: `torch` or `onednn` chooses torch's library; `onednn` then computes products of any size.
 
 Letters: m rows of activations, o outputs, i inputs.
 """
@@ -27,23 +27,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.ground.modules import is_bare
-from anymamba.ground.operators import are_plain_tensors, is_observed, is_portable
+from anymamba.ground.operators import are_plain_tensors, is_observed, is_portable, kernel
 
 Library = Literal["torch", "onednn"]
 _NAMES = ("torch", "onednn")
 _CHOSEN = os.environ.get("ANYMAMBA_PRODUCTS", "")
-# Of rows, inputs and outputs, and of products: with fewer, what comes around a product takes as long as the product.
+# Of rows, inputs and outputs, and of products, for oneDNN.
 _FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
+# Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels.
+_MOST_ROWS, _SMALLEST = {"torch": 256, "onednn": _FEWEST - 1}, 2**16
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`. A plain `nn.Linear` is computed by `linear`; any other module, or one with hooks, is called."""
-    if (
-        not torch.compiler.is_compiling()
-        and type(module) is nn.Linear
-        and product_library() == "onednn"
-        and is_bare(module)
-    ):
+    if not torch.compiler.is_compiling() and type(module) is nn.Linear and is_bare(module):
         return linear(x, module.weight, module.bias)
     y: Tensor = module(x)
     return y
@@ -52,12 +49,15 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`: (..., i), (o, i), (o) -> (..., o), with derivatives of any order."""
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    if torch.compiler.is_compiling() or product_library() != "onednn" or not _are_covered(inputs):
+    if torch.compiler.is_compiling() or not _are_covered(inputs):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if not wants_gradient and _is_short(x, weight) and (few_rows := kernel("linear", x, weight)):
+        y: Tensor = few_rows(x, weight, bias)
         return y
-    return _product(x, weight, bias)
+    if product_library() == "torch" or not _is_large(x, weight):
+        return F.linear(x, weight, bias)
+    return _Product.apply(x, weight, bias) if wants_gradient else _product(x, weight, bias)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -89,14 +89,12 @@ def _is_of_intel() -> bool:
 
 
 def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether they are plain float32 on a CPU, of shapes that fit, and nobody follows what is done with them."""
     x, weight = inputs[:2]
-    out, width = weight.shape
     return (
         x.dtype == torch.float32
-        and x.numel() >= _FEWEST * width
-        and min(out, width) >= _FEWEST
-        and x.numel() * out >= _FEWEST_PRODUCTS
-        and x.shape[-1] == width
+        and x.numel() > 0
+        and x.shape[-1] == weight.shape[-1]
         and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
         and are_plain_tensors(inputs)
         and not is_portable()
@@ -104,6 +102,17 @@ def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and torch.get_float32_matmul_precision() == "highest"  # for the others, torch has products of its own
     )
+
+
+def _is_short(x: Tensor, weight: Tensor) -> bool:
+    """Whether there are so few rows, of a weight so large, that reading it is what counts."""
+    return x.numel() <= _MOST_ROWS[product_library()] * weight.shape[1] and weight.numel() >= _SMALLEST
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is the faster one: with less to do, what comes around a product takes as long as the product."""
+    out, width = weight.shape
+    return x.numel() >= _FEWEST * width and min(out, width) >= _FEWEST and x.numel() * out >= _FEWEST_PRODUCTS
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

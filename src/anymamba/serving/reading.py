@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anymamba.generation.products import CompiledProducts
 from anymamba.generation.state import GenerationState
+from anymamba.ground.products import project
 from anymamba.models.lm import MambaLM
 from anymamba.serving.jobs import Began, Failed, Job, Outbox, Ready, Start
 from anymamba.serving.rows import Scored, score
@@ -119,8 +119,7 @@ class Reader:
             segment = ids[begin : begin + self._segment_len]
             reading.position = begin + len(segment)
             last = reading.position == len(ids)
-            with CompiledProducts():  # as `generate` does
-                self._feed(reading, segment, last or job.kept_at(reading.position))
+            self._feed(reading, segment, last or job.kept_at(reading.position))
             self.tokens_read += len(segment)
             if not last:
                 if job.on_read is not None and job.kept_at(reading.position):
@@ -140,9 +139,9 @@ class Reader:
         ids_1t = torch.tensor([segment], device=model.device)
         hidden_1td, cache = model.backbone(ids_1t, None if before is None else before.cache)
         width = model.config.padded_vocab_size
-        logits_1v = model.lm_head(hidden_1td[:, -1:])[:, 0] if with_logits else hidden_1td.new_zeros(1, width)
+        logits_1v = project(model.lm_head, hidden_1td[:, -1:])[:, 0] if with_logits else hidden_1td.new_zeros(1, width)
         if reading.job.score_prompt is not None:
-            self._score(reading, model.lm_head(hidden_1td)[0], segment)
+            self._score(reading, project(model.lm_head, hidden_1td)[0], segment)
         seen_1v = torch.zeros(1, width, dtype=torch.bool) if before is None else before.seen.clone()
         seen_1v[0, segment] = True
         keys = torch.zeros(1, dtype=torch.int64) if before is None else before.keys
