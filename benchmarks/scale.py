@@ -150,9 +150,10 @@ def plot(options: argparse.Namespace, target: Path) -> None:
     for name, width, style in (("all heads", fields["d_model"], "-"), ("grouped heads", GROUPED, "--")):
         moved = [ring_attention_bytes(fields["n_layer"], width, t, 8) for t in lengths]
         left.plot(lengths, moved, style, color="tab:red", label=f"ring attention, {name}")
-    for (name, sizes), colour in zip(families.items(), ("tab:green", "tab:blue", "tab:purple"), strict=True):
+    styles = (("tab:green", "-"), ("tab:blue", "-"), ("tab:orange", "--"))  # the last two lie on each other
+    for (name, sizes), (colour, style) in zip(families.items(), styles, strict=True):
         moved = [sent(sizes, Mesh(context=8)) - sent(sizes, Mesh(replicate=8))] * len(lengths)
-        left.plot(lengths, moved, color=colour, label=f"context, {name}")
+        left.plot(lengths, moved, style, color=colour, label=f"context, {name}")
     gradients = sent(families["Mamba-2"], Mesh(replicate=8))
     left.axhline(gradients, color="grey", linestyle=":", label="gradients, for comparison")
     left.set_xscale("log", base=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.scale import options_of, tables
 from torch.utils.flop_counter import FlopCounterMode
 
 from anymamba import MambaLM, MambaLMConfig, SsdPath, portable
@@ -229,6 +230,33 @@ def test_a_row_is_shared_by_as_many_workers_as_pay():
     assert min(seconds, key=seconds.get) == best
     ring = [ring_attention_bytes(2, 64, t, 8) for t in (1000, 2000)]
     assert ring == [3 * 2 * 2 * 64 * 2 * 875, 3 * 2 * 2 * 64 * 2 * 1750]
+
+
+@pytest.mark.parametrize(("layers", "context"), [(1, 2), (2, 3), (6, 2), (5, 9)])
+def test_a_shared_row_takes_the_time_of_its_schedule(layers, context):
+    """Worker by worker and layer by layer, there and back."""
+    sizes = sizes_of(MambaLMConfig(d_model=64, n_layer=layers, vocab_size=64, ssm_cfg=dict(FAMILIES["Mamba2"])))
+    machine, length = Machine(flops=1e9, bandwidth=1e6, latency=1e-2, memory=1e9), 90
+    work = length / context * sizes.flops(context) / machine.flops / (2 * layers)
+    done = [0.0] * context
+    for order in (range(context), reversed(range(context))):
+        places = list(order)
+        for _ in range(layers):
+            received = 0.0
+            for place in places:
+                done[place] = max(done[place] + work, received)
+                if place != places[-1]:
+                    done[place] += machine.hop(sizes)
+                received = done[place]
+    whole = step_seconds(sizes, Mesh(context=context), 1, length, machine)
+    gradients = sum(m.sent for m in messages(sizes, Mesh(replicate=context))) / machine.bandwidth
+    assert max(done) == pytest.approx(whole - gradients)
+
+
+def test_the_document_has_the_tables_that_are_predicted():
+    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    for line in tables(options_of([])):
+        assert line in text
 
 
 def test_layers_that_differ_are_refused():

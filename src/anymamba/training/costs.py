@@ -206,14 +206,14 @@ class Machine(NamedTuple):
 def step_seconds(sizes: Sizes, mesh: Mesh, rows: int, length: int, machine: Machine) -> float:
     """Seconds of a step in which nothing is sent while something is computed.
 
-    Workers that share a row work on the same layer at different times: each waits once for all those before it, and
-    once for all those after it, 2 (context - 1) hops in all.
+    A worker that shares a row begins a layer when the one before it has sent what the layer carries. So it follows by
+    one hop, in all layers: from the first token's first layer to the last token's last one, there are a hop for every
+    layer and one for every worker, and as many on the way back.
     """
     own = math.ceil(rows / (mesh.replicate * mesh.shard)) * length / mesh.context
-    middle = min(1, mesh.context - 1)
-    sent = sum(message.sent for message in messages(sizes, mesh, place=middle))
-    waiting = 2 * (mesh.context - 1) * machine.hop(sizes)
-    return own * sizes.flops(mesh.context) / machine.flops + sent / machine.bandwidth + waiting
+    sent = sum(message.sent for message in messages(sizes, mesh) if message.kind != "send")
+    hops = 2 * (sizes.layers + mesh.context - 2) if mesh.context > 1 else 0
+    return own * sizes.flops(mesh.context) / machine.flops + sent / machine.bandwidth + hops * machine.hop(sizes)
 
 
 def best_context(sizes: Sizes, length: int, machine: Machine) -> float:
