@@ -42,13 +42,13 @@ def measure_here(contender: Contender) -> int:
     call = contender.setup()
     gc.collect()
     _return_freed_memory()
-    _reset_high_water_mark()
-    before = _high_water_mark()
+    reset_high_water_mark()
+    before = high_water_mark()
     call()
-    return _high_water_mark() - before
+    return high_water_mark() - before
 
 
-def _high_water_mark() -> int:
+def high_water_mark() -> int:
     """The largest resident set of this process since the last reset, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
@@ -58,7 +58,7 @@ def _high_water_mark() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _reset_high_water_mark() -> None:
+def reset_high_water_mark() -> None:
     """Set the high-water mark to the present resident set, where the kernel allows it."""
     clear_refs = Path("/proc/self/clear_refs")
     if clear_refs.exists():

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
 from anymamba.generation.likelihood import Likelihood, likelihood
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
+from anymamba.ground.context import Neighbours
 from anymamba.models.lm import MambaLM
+from anymamba.models.opening import resolve
 from anymamba.training.corpus import Document
+from anymamba.training.parallel import Workers, joined
+from anymamba.training.sections import ParallelSection
 from anymamba.training.sources import expect_unpacked, expect_utf8, files_of, shortened
 
 _BLOCK = 2**20  # bytes of text that are tokenised at once
+_DAY = 24 * 60 * 60  # seconds
 
 
 class _Score(NamedTuple):
@@ -45,36 +54,117 @@ class _Score(NamedTuple):
         return f"{self.tokens:,}", f"{_bits(self.nats, self.counted):.4f}", f"{_perplexity(self):.4f}"
 
 
+class _Text(NamedTuple):
+    """A text to score.
+
+    Attributes:
+        path: of a file, or "-".
+        size: bytes, as far as they are known beforehand.
+    """
+
+    path: str
+    size: int
+
+
 def run(args: argparse.Namespace) -> None:
     """Score every file as a text of its own, and all together."""
-    files = [file for path in args.files for file in _files_of(path)]
-    model, tokenizer = load(args)
-    if len(files) > 1 and not isinstance(tokenizer, ByteTokenizer):
-        _expect([path for path in files if Path(path).is_file()], expect_utf8)
-    sizes = [0 if path == "-" else Path(path).stat().st_size for path in files]
-    progress, began = Progress(sum(sizes) if all(sizes) else 0), perf_counter()
-    scores: list[_Score] = []
-    for path in files:
-        with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
-            done = sum(sizes[: len(scores)])
-            found = _score(_named(path), file, model, tokenizer, args.special_tokens, progress, done)
-            scores.append(found)
-    progress.close()
+    workers = joined()
+    with workers.watched():
+        _run(args, workers)
+
+
+def _run(args: argparse.Namespace, workers: Workers) -> None:
+    found = workers.first(lambda: json.dumps(_texts(args.files, workers.size > 1)))
+    texts = [_Text(*text) for text in json.loads(found)]
+    model, tokenizer = _load(args, workers)
+    if len(texts) > 1 and not isinstance(tokenizer, ByteTokenizer):
+        paths = [text.path for text in texts if Path(text.path).is_file()]
+        workers.first(lambda: _expected(paths, expect_utf8))
+    began = perf_counter()
+    scores = _scores(texts, model, tokenizer, args.special_tokens, workers)
     total = _Score(*(sum(values) for values in zip(*scores, strict=True)))
-    if not total.predicted:
-        raise ValueError(f"{_named(files[0])}: a text of at least two tokens is needed, got {scores[0].tokens}")
-    if len(files) == 1:
+    workers.together(lambda: _expect_predicted(texts[0], scores[0], total))
+    if not workers.leads:
+        return
+    if len(texts) == 1:
         print(f"tokens          {total.tokens:,} ({total.size / total.tokens:.2f} bytes each)")
         print(f"bits per byte   {_bits(total.nats, total.counted):.4f}")
         print(f"perplexity      {_perplexity(total):.4f} per token")
     else:
-        named = list(zip(map(_named, files), scores, strict=True))
-        _print_table([*named, (f"all {len(files)} texts", total)])
+        named = [(_named(text.path), score) for text, score in zip(texts, scores, strict=True)]
+        _print_table([*named, (f"all {len(texts)} texts", total)])
     print(f"{total.tokens / (perf_counter() - began):.1f} tokens/s", file=sys.stderr)
+
+
+def _load(args: argparse.Namespace, workers: Workers) -> tuple[MambaLM, Tokenizer]:
+    """The model and tokenizer, on every worker; the first one fetches them and speaks."""
+    if workers.size == 1:
+        return load(args)
+    source, device = workers.first(lambda: str(resolve(args.model))), workers.device_name(args.device)
+    with nullcontext() if workers.leads else redirect_stderr(io.StringIO()):
+        found = workers.together(lambda: load(argparse.Namespace(**{**vars(args), "model": source, "device": device})))
+    # Workers take as long as their texts: one that is lost closes its connections, and is noticed at once.
+    workers.arrange(ParallelSection(context=workers.size, timeout=_DAY), found[0].device)
+    return found
+
+
+def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, workers: Workers) -> list[_Score]:
+    """What each text costs. Workers take whole texts, and share those that are more than the part of one."""
+    places = _divided([text.size for text in texts], workers.size)
+    own = [number for number, place in enumerate(places) if place == workers.rank]
+    shared = [number for number, place in enumerate(places) if place is None]
+    sizes = [texts[number].size for number in (*own, *shared)]
+    progress, done = Progress(sum(sizes) if all(sizes) and workers.leads else 0), 0
+    found = torch.zeros(len(texts), len(_Score._fields), dtype=torch.float64)
+
+    def score(numbers: list[int], neighbours: Neighbours | None) -> None:
+        nonlocal done
+        for number in numbers:
+            path, size = texts[number]
+            with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
+                cost = _score(_named(path), file, model, tokenizer, special, progress, done, neighbours)
+            done += size
+            # What all workers count of a text that they share is counted once.
+            once = 1 if neighbours is None or workers.leads else 0
+            found[number] = torch.tensor([*(once * count for count in cost[:-1]), cost.nats], dtype=torch.float64)
+
+    workers.together(lambda: score(own, None))
+    workers.together(lambda: score(shared, workers.neighbours))
+    progress.close()
+    rows = workers.sum(found, "to add up what the texts cost").tolist()
+    return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
+
+
+def _divided(sizes: list[int], count: int) -> list[int | None]:
+    """The worker that takes each text, the largest first to who has least; None: all share it."""
+    loads, places = [0] * count, list[int | None]([None] * len(sizes))
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        if count == 1 or sizes[number] * count <= sum(sizes):
+            places[number] = least = loads.index(min(loads))
+            loads[least] += sizes[number]
+    return places
+
+
+def _expect_predicted(text: _Text, score: _Score, total: _Score) -> None:
+    if not total.predicted:
+        raise ValueError(f"{_named(text.path)}: a text of at least two tokens is needed, got {score.tokens}")
 
 
 def _named(path: str) -> str:
     return "stdin" if path == "-" else path
+
+
+def _texts(paths: list[str], several: bool) -> list[_Text]:
+    """The texts of files and directories.
+
+    Raises:
+        ValueError: there are none, or something that `several` workers cannot all read.
+    """
+    files = [file for path in paths for file in _files_of(path)]
+    for path in files if several else ():
+        if path == "-" or not Path(path).is_file():
+            raise ValueError(f"{_named(path)}: several workers read files, and this is none; use one process")
+    return [_Text(path, 0 if path == "-" else Path(path).stat().st_size) for path in files]
 
 
 def _files_of(path: str) -> list[str]:
@@ -93,12 +183,12 @@ def _files_of(path: str) -> list[str]:
     files = [str(document.path) for document in files_of(path)]
     if not files:
         raise ValueError(f"{path}: no text files there")
-    _expect(files, expect_unpacked)
+    _expected(files, expect_unpacked)
     return files
 
 
-def _expect(files: list[str], check: Callable[[Document, bytes], None]) -> None:
-    """Refuse files that a check refuses, all of them named."""
+def _expected(files: list[str], check: Callable[[Document, bytes], None]) -> str:
+    """Refuse files that a check refuses, all of them named; nothing to say where it refuses none."""
     problems = []
     for path in files:
         try:
@@ -107,6 +197,7 @@ def _expect(files: list[str], check: Callable[[Document, bytes], None]) -> None:
             problems.append(f"{path}: {error}")
     if problems:
         raise ValueError("; ".join(shortened(problems)))
+    return ""
 
 
 def _print_table(rows: list[tuple[str, _Score]]) -> None:
@@ -118,9 +209,19 @@ def _print_table(rows: list[tuple[str, _Score]]) -> None:
 
 
 def _score(
-    where: str, file: Any, model: MambaLM, tokenizer: Tokenizer, special: bool, progress: Progress, done: int
+    where: str,
+    file: Any,
+    model: MambaLM,
+    tokenizer: Tokenizer,
+    special: bool,
+    progress: Progress,
+    done: int,
+    neighbours: Neighbours | None = None,
 ) -> _Score:
-    """Score a text, after special tokens if asked for; `done` bytes of others have been scored before it."""
+    """Score a text, after special tokens if asked for; `done` bytes of others have been scored before it.
+
+    With `neighbours` who share it, the nats are those of the part here.
+    """
     size, first_bytes, begin = 0, 0, True
     leads = special and bool(tokenizer.encode("", add_special_tokens=True))  # a token without bytes stands before it
 
@@ -135,7 +236,7 @@ def _score(
             yield ids
 
     found = Likelihood(0.0, 0, 0)
-    for found in likelihood(model, pieces()):
+    for found in likelihood(model, pieces(), neighbours=neighbours):
         progress.at(done + size, f"{_bits(found.nats, max(1, size)):.3f} bits per byte")
     return _Score(found.read, found.predicted, size, max(1, size - first_bytes) if found.predicted else 0, found.nats)
 

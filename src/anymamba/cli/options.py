@@ -289,7 +289,7 @@ def _add_eval(commands: Any) -> None:
         help="bits per byte and perplexity of texts",
         description="Bits per byte and perplexity of texts, each from a fresh start, and of all together. The first "
         "token of a text is read but not predicted, so its bytes do not count (one byte, if it is part of a "
-        "character).",
+        "character). Workers that torchrun starts divide the texts between them.",
     )
     _add_model(parser)
     _add_special_tokens(parser)

@@ -20,9 +20,10 @@ def final_state(
     (b, t, r, h, p), (g, n), wide = v.shape, k.shape[3:], log_decay.dtype
     lam_bth = cumulative_decay(log_decay, 1)
     weight_bth = decay_factor(lam_bth[:, -1:] - lam_bth, wide)
-    v_bfgx = (v.to(wide) * weight_bth[:, :, None, :, None]).reshape(b, t * r, g, h // g * p)
-    k_bgxn = k.to(wide).reshape(b, t * r, g, n).transpose(1, 2)
-    return (v_bfgx.permute(0, 2, 3, 1) @ k_bgxn).view(b, h, p, n)
+    v_bgxf = (v.to(wide) * weight_bth[:, :, None, :, None]).reshape(b, t * r, g, h // g * p).transpose(1, 2)
+    k_bgnx = k.to(wide).reshape(b, t * r, g, n).permute(0, 2, 3, 1)
+    # Keys first: so the gradient of the values, which are many more, is laid out as they are.
+    return (k_bgnx @ v_bgxf).transpose(2, 3).reshape(b, h, p, n)
 
 
 def carried_state(start: Tensor, log_kept: Tensor, own: Tensor) -> tuple[Tensor]:

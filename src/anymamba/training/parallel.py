@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
@@ -246,6 +247,9 @@ def joined() -> Workers:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
+        # Its default arguments are the group that there is when it is imported. If that were ours, its threads would
+        # outlive `_leave`, and end the process with an abort where they are not idle yet.
+        import_module("torch.distributed.nn.functional")
         store, rank, size = next(rendezvous("env://"))
         store = PrefixStore(f"anymamba/{_start(store, rank, size)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)

@@ -1,0 +1,246 @@
+"""Two workers with a thread each, against one process with two threads that trains on the same batches.
+
+python -m benchmarks.parallel          # on two idle cores
+python -m benchmarks.parallel --tiny   # in a moment: that it works, and no figures
+
+A contender is started anew in each round, takes one step that does not count, and then some that do. Losses must agree.
+Memory is the most that a worker has resident during those steps, above what it has after a step of a tiny model. Bytes
+and time of context are those of exchanges between workers that share a row; the time is that in which a worker waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported, as in __main__.py
+
+from anymamba.ground.allocator import keep_freed_memory
+from anymamba.ground.context import Neighbours
+from anymamba.training.config import TrainingConfig
+from anymamba.training.language import begin
+from anymamba.training.loop import Trainer
+from anymamba.training.parallel import Workers, joined
+from benchmarks.machine import describe_machine
+from benchmarks.memory import high_water_mark, reset_high_water_mark
+
+_ROOT = Path(__file__).resolve().parent.parent
+_TEXT = 2**20  # bytes, more than all steps read
+
+LARGE = {"d_model": 512, "n_layer": 6}
+SMALL = {"d_model": 64, "n_layer": 2}
+TINY = {"d_model": 32, "n_layer": 1}
+
+
+class Plan(NamedTuple):
+    """What a contender trains."""
+
+    name: str
+    length: int
+    rows: int
+    mesh: dict[str, int]
+
+    @property
+    def workers(self) -> int:
+        """Processes; one has as many threads as there are workers elsewhere."""
+        return 1 if not self.mesh else 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.length * self.rows
+
+
+class Found(NamedTuple):
+    """What was measured of one run.
+
+    Attributes:
+        seconds: of each step.
+        loss: of the first step.
+        memory: of the worker that needs most.
+        sent: bytes to neighbours in a step, of the worker that sends most.
+        waited: seconds for neighbours in a step, of the worker that waits most.
+    """
+
+    seconds: list[float]
+    loss: float
+    memory: int
+    sent: int
+    waited: float
+
+
+class TimedNeighbours:
+    """Counts the time in which a worker waits for its neighbours."""
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        """Stand between the workers and their messages."""
+        self.seconds = 0.0
+        self._send, self._receive = neighbours.send, neighbours.receive
+        vars(neighbours).update(send=self._sending, receive=self._receiving)
+
+    def _sending(self, *args: Any) -> tuple[TimedNeighbours, Any]:
+        self._work, message = self._send(*args)
+        return self, message
+
+    def wait(self) -> None:
+        """Until a message is sent."""
+        began = perf_counter()
+        self._work.wait()
+        self.seconds += perf_counter() - began
+
+    def _receiving(self, *args: Any) -> Any:
+        began = perf_counter()
+        found = self._receive(*args)
+        self.seconds += perf_counter() - began
+        return found
+
+
+def start(directory: Path, plan: Plan, sizes: dict[str, Any], workers: Workers) -> Trainer[Any]:
+    """A run that has taken no step yet."""
+    config = TrainingConfig.from_dict(
+        {
+            "model": sizes,
+            "data": {"sources": [str(directory / "words.txt")]},
+            "batch": {"tokens": plan.tokens, "length": plan.length},
+            "schedule": {"kind": "constant", "warmup": 0, "steps": 10**6},
+            "parallel": plan.mesh,
+            "threads": 2 // plan.workers,
+        }
+    )
+    return begin(config, directory / f"run-{sizes['d_model']}", lambda _: None, workers)
+
+
+def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None:
+    """One of the processes of a contender: train, and write what was measured into the directory."""
+    keep_freed_memory()
+    workers = joined()
+    # What is imported on the way counts as there before.
+    start(directory, plan._replace(length=64), {**TINY, "family": sizes["family"]}, workers)._take_step()
+    reset_high_water_mark()
+    before = high_water_mark()
+    trainer = start(directory, plan, sizes, workers)
+    neighbours = workers.neighbours
+    timed = TimedNeighbours(neighbours) if neighbours else None
+    loss = trainer._take_step()[0].loss
+    reset_high_water_mark()
+    sent, waited = (neighbours.sent, timed.seconds) if neighbours and timed else (0, 0.0)
+    seconds = []
+    for _ in range(steps):
+        began = perf_counter()
+        trainer._take_step()
+        seconds.append(perf_counter() - began)
+    if neighbours and timed:
+        sent, waited = (neighbours.sent - sent) // steps, (timed.seconds - waited) / steps
+    found = Found(seconds, loss, high_water_mark() - before, sent, waited)
+    (directory / f"found-{workers.rank}.json").write_text(json.dumps(found))
+
+
+def run(plan: Plan, sizes: dict[str, Any], steps: int) -> Found:
+    """What the processes of a contender have measured.
+
+    Raises:
+        RuntimeError: they failed, with what they wrote.
+    """
+    print(f"{plan.name}, {plan.rows} x {plan.length:,} tokens", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "words.txt").write_bytes(_text())
+        arguments = ["-m", "benchmarks.parallel", "--worker", name, json.dumps(plan), json.dumps(sizes), str(steps)]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.workers)]
+        command = [sys.executable, *(launch if plan.workers > 1 else []), *arguments]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{plan.name}: exit code {done.returncode}\n{done.stderr}")
+        found = [Found(*json.loads(file.read_text())) for file in sorted(Path(name).glob("found-*.json"))]
+    most = {field: max(getattr(one, field) for one in found) for field in ("memory", "sent", "waited")}
+    return found[0]._replace(**most)
+
+
+def _text() -> bytes:
+    """Words that no two steps share, the same in every run."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(97, 123, (_TEXT,), generator=generator, dtype=torch.uint8).numpy().tobytes()
+
+
+def compare(plans: list[Plan], sizes: dict[str, Any], rounds: int, steps: int) -> dict[str, list[Found]]:
+    """Runs of contenders that take turns, by their names; the first is what the others are compared with.
+
+    Raises:
+        RuntimeError: their losses differ.
+    """
+    found: dict[str, list[Found]] = {plan.name: [] for plan in plans}
+    for _ in range(rounds):
+        for plan in plans:
+            found[plan.name].append(run(plan, sizes, steps))
+    losses = {name: runs[0].loss for name, runs in found.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-4 * min(losses.values()):
+        raise RuntimeError(f"the contenders train something else: losses {losses}")
+    seconds = {name: [s for f in runs for s in f.seconds] for name, runs in found.items()}
+    rates = {name: plans[0].tokens / statistics.median(times) for name, times in seconds.items()}
+    memory = {name: statistics.median(f.memory for f in runs) for name, runs in found.items()}
+    first = plans[0]
+    print(f"| {first.rows} x {first.length:,} tokens a step | tokens/s | ratio | memory of a worker | ratio |")
+    print("|---|---:|---:|---:|---:|")
+    for name in found:
+        spread = [first.tokens / one for one in (max(seconds[name]), min(seconds[name]))]
+        print(
+            f"| {name} | {rates[name]:,.0f} ({spread[0]:,.0f} to {spread[1]:,.0f}) | "
+            f"{rates[name] / rates[first.name]:.2f} | {memory[name] / 2**20:,.0f} MiB | "
+            f"{memory[name] / memory[first.name]:.2f} |",
+            flush=True,
+        )
+    print()
+    return found
+
+
+def exchanges(runs: dict[int, list[Found]]) -> None:
+    """Bytes and time of context by the length of a row."""
+    print("| context = 2: tokens of a row | bytes that a worker sends in a step | waits for its neighbour | a step |")
+    print("|---:|---:|---:|---:|")
+    for length, found in sorted(runs.items()):
+        step = statistics.median(s for f in found for s in f.seconds)
+        waited = statistics.median(f.waited for f in found)
+        print(f"| {length:,} | {found[0].sent:,} | {waited:.3f} s ({waited / step:.1%}) | {step:.2f} s |", flush=True)
+
+
+def main() -> int:
+    """Run the program; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=["Mamba1", "Mamba2", "Mamba3"], default="Mamba2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="that count, in each round")
+    parser.add_argument("--tiny", action="store_true", help="a small model and short rows")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        directory, plan, sizes, steps = options.worker
+        work(Path(directory), Plan(*json.loads(plan)), json.loads(sizes), int(steps))
+        return 0
+    sizes = {**(SMALL if options.tiny else LARGE), "family": options.family}
+    short, lengths = (32, (64, 128, 256)) if options.tiny else (512, (2048, 8192, 32768))
+    print(f"{describe_machine()}\n", file=sys.stderr)
+    one = "one process, 2 threads"
+    rows = [Plan(one, short, 8, {}), Plan("replicate = 2", short, 8, {"replicate": 2})]
+    compare([*rows, Plan("shard = 2", short, 8, {"shard": 2})], sizes, options.rounds, options.steps)
+    shared = {length: Plan("context = 2", length, 1, {"context": 2}) for length in lengths}
+    found = compare([Plan(one, lengths[1], 1, {}), shared[lengths[1]]], sizes, options.rounds, options.steps)
+    runs = {lengths[1]: found["context = 2"]}
+    for length in (lengths[0], lengths[2]):
+        runs[length] = [run(shared[length], sizes, 1)]
+    exchanges(runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

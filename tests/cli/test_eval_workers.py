@@ -1,0 +1,171 @@
+"""`anymamba eval` on several workers: what one process prints, and mistakes once."""
+
+import functools
+import io
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anymamba.cli.evaluate import _divided
+from anymamba.cli.main import main
+from anymamba.generation.likelihood import likelihood
+from anymamba.ground.context import Neighbours
+from tests.models.cases import FAMILIES, small_lm
+from tests.workers import run_cases, shared_directory
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+
+# Lengths of texts: some are shared because they are long, and two are too short for anything.
+TEXTS = {
+    "several": [900, 700, 1, 400, 30, 0, 650],
+    "one is long": [9000, 300, 200],
+    "one": [5000],
+    "one is short": [5],
+}
+
+
+def write_texts(directory, lengths):
+    """Files of words, and the arguments that name them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, length in enumerate(lengths):
+        words = [f"word{i * i % (number + 7)}\n" for i in range(length)]
+        (directory / f"{number}.txt").write_text("".join(words)[:length])
+    return [directory / f"{number}.txt" for number in range(len(lengths))]
+
+
+def save_model(directory):
+    small_lm("Mamba2", vocab_size=256, pad_vocab_size_multiple=1).save_pretrained(directory)
+    return directory
+
+
+def said(rank, size, *arguments):
+    """Exit code, stdout and stderr of a worker; or of one process."""
+    out, err = io.StringIO(), io.StringIO()
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size)})
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["eval", *map(str, arguments)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def assert_same_output(found, expected):
+    """Word for word; numbers to float error, as a text that is shared is cut elsewhere."""
+    assert len(found.splitlines()) == len(expected.splitlines())
+    for word, wanted in zip(found.split(), expected.split(), strict=True):
+        if re.fullmatch(r"\d+\.\d{4}", wanted):
+            assert float(word) == pytest.approx(float(wanted), rel=1e-5, abs=1.1e-4)
+        else:
+            assert word == wanted
+
+
+def prepare(rank, name):
+    """A model, and the files of one of the `TEXTS`."""
+    directory = shared_directory(name)
+    if rank == 0:
+        save_model(directory / "model")
+        write_texts(directory, TEXTS[name])
+    dist.barrier()
+    return [directory / "model", *(directory / f"{number}.txt" for number in range(len(TEXTS[name])))]
+
+
+def output_case(rank, name):
+    """The first worker prints what one process does, and the others nothing."""
+    arguments = prepare(rank, name)
+    code, out, err = said(rank, dist.get_world_size(), *arguments)
+    expected = said(0, 1, *arguments)
+    assert code == 0
+    assert_same_output(out, expected[1] if rank == 0 else "")
+    assert err.count("tokens/s") == err.count("\n") == (rank == 0)
+
+
+def likelihood_case(rank, family):
+    """The parts that workers predict cost what the text does, however it is cut; each has its own."""
+    model = small_lm(family, dtype=torch.float64)
+    size = dist.get_world_size()
+    neighbours = Neighbours(list(range(size)), rank)
+    for length in (1, 2, 3 * size, 97):
+        ids = torch.randint(61, (length,)).tolist()
+        *_, expected = likelihood(model, [ids])
+        for segment_len in (5, 20):
+            *_, found = likelihood(model, [ids[:9], ids[9:]], segment_len, neighbours)
+            assert (found.predicted, found.read) == (length - 1, length)
+            nats = torch.tensor([found.nats, float(found.nats > 0)], dtype=torch.float64)
+            dist.all_reduce(nats)
+            assert nats[0].item() == pytest.approx(expected.nats, rel=1e-10)
+            if length > 90 and segment_len == 20:
+                assert nats[1] == size
+
+
+def mistake_case(rank):
+    """One line on the first worker, exit code 2 on all."""
+    model, *_ = prepare(rank, "one")
+    directory = shared_directory("mistakes")
+    if rank == 0:
+        (directory / "empty").mkdir(parents=True)
+        (directory / "short").write_text("x")
+    dist.barrier()
+    for arguments, words in (
+        ([model, directory / "none"], "none: no such file or directory"),
+        ([model, directory / "empty"], "no text files there"),
+        ([model, directory / "short"], "a text of at least two tokens is needed, got 1"),
+        ([model, "/dev/null"], "/dev/null: several workers read files, and this is none"),
+        ([directory / "nothing", directory / "short"], "nothing"),
+        ([model, directory / "short", "--threads", "0"], "--threads must be at least 1, got 0"),
+    ):
+        code, out, err = said(rank, dist.get_world_size(), *arguments)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == (rank == 0)
+        assert rank or words in err, err
+
+
+WORKER_CASES = {
+    size: {
+        **{f"output, {name}": functools.partial(output_case, name=name) for name in TEXTS},
+        **{f"likelihood, {family}": functools.partial(likelihood_case, family=family) for family in FAMILIES},
+        "mistakes": mistake_case,
+    }
+    for size in (2, 3)
+}
+
+
+@functools.cache
+def heard(size):
+    return run_cases(__name__, size)
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+def test_workers_score_as_one_does(size, name):
+    assert not heard(size)[name], heard(size)[name]
+
+
+def test_torchrun_prints_what_one_process_does(tmp_path):
+    files = write_texts(tmp_path / "texts", TEXTS["one is long"])
+    command = [sys.executable, "-m", "anymamba", "eval", save_model(tmp_path / "model"), *files]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command[1:]]
+    done = [
+        subprocess.run(line, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=600)
+        for line in (command, launch)
+    ]
+    assert [run.returncode for run in done] == [0, 0], done[1].stderr
+    assert_same_output(done[1].stdout, done[0].stdout)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "expected"),
+    [
+        ([5], 1, [0]),
+        ([5], 2, [None]),
+        ([0, 0], 2, [0, 0]),
+        ([5, 5], 2, [0, 1]),
+        ([3, 9, 4], 2, [1, None, 0]),
+        ([2, 7, 3, 4], 2, [0, 0, 1, 1]),
+    ],
+)
+def test_the_largest_texts_are_shared_and_the_others_given_to_who_has_least(sizes, count, expected):
+    assert _divided(sizes, count) == expected

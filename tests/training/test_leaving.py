@@ -1,0 +1,37 @@
+"""Workers end without an abort: no thread of their messages outlives the process group."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from anymamba.training import parallel
+
+ROOT = Path(__file__).parents[2]
+
+
+def worker():
+    """Exchange something, with FSDP's modules imported on the way, and leave; what torchrun runs."""
+    workers = parallel.joined()
+    importlib.import_module("torch.distributed.fsdp")  # which imports much of torch.distributed
+
+    workers.sum(torch.zeros(3))
+    threads = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert any("gloo" in name for name in threads)
+    parallel._leave()
+    threads = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert not any("gloo" in name for name in threads), threads
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the names of threads")
+def test_no_thread_of_messages_is_left():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launch, "-m", __name__], capture_output=True, text=True, check=False, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    worker()
