@@ -281,14 +281,16 @@ def memory(count: int, long: int, short: int) -> None:
     """Memory of a server with so many long conversations open, and of one with as many short ones."""
     model, vocab, found = MambaLM(TWO_SMALL_LAYERS).eval(), TWO_SMALL_LAYERS.vocab_size, {}
     size, patient = model.init_cache(1).nbytes, ("--request-seconds", "3600")
-    print(
-        f"two layers of Mamba-2, d_model {TWO_SMALL_LAYERS.d_model}: {size / 2**10:.0f} KiB of state a conversation\n"
-    )
+    width = TWO_SMALL_LAYERS.d_model
+    print(f"Mamba-2, two layers, d_model {width}: {size / 2**10:.0f} KiB of state per conversation\n")
     for tokens in (short, long):
         with saved(model) as directory, serving(directory, *patient, threads=1) as target:
-            open_conversations(target, vocab, 2, long + 1)  # after which both have what reading itself needs
+            # Reading a long prompt takes memory for a while, which the process keeps. Both servers read two of them
+            # first and one at the end: otherwise short conversations would lie where the long prompts had been.
+            open_conversations(target, vocab, 2, long + 1)
             before = resident(target)
             open_conversations(target, vocab, count, tokens)
+            open_conversations(target, vocab, 1, long + 2)
             found[tokens] = before, resident(target)
     print(f"| {count} conversations of | server's memory before | with them open |\n|---:|---:|---:|")
     for tokens, (before, after) in found.items():

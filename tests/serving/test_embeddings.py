@@ -60,13 +60,13 @@ def test_base64_is_little_endian_float32(embedder):
     ("body", "param", "message"),
     [
         ({"input": ""}, "input", "none of them empty"),
-        ({"input": ["a", []]}, "input", "input must be a text"),
+        ({"input": ["a", []]}, "input", "input must be a string"),
         ({"input": [257]}, "input", "between 0 and 256, got 257"),
-        ({"input": "x" * 501}, "input", "may have 500 tokens, got 501"),
+        ({"input": "x" * 501}, "input", "may have at most 500 tokens, got 501"),
         ({"input": ["x"] * 2049}, "input", "up to 2,048"),
         ({"input": "x", "dimensions": 8}, "dimensions", "must be 16 or left out, got 8"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "float or base64"),
-        ({"input": "x", "temperature": 1}, "temperature", "there is no field"),
+        ({"input": "x", "temperature": 1}, "temperature", "unknown field"),
         ({}, "input", "got null"),
     ],
 )
@@ -85,14 +85,14 @@ def test_any_value_is_taken_or_refused(embedder):
 
 
 def test_each_kind_of_model_says_what_it_is_for(embedder, server, client):
-    with pytest.raises(openai.BadRequestError, match="this model writes no text"):
+    with pytest.raises(openai.BadRequestError, match="this model does not generate text"):
         client.completions.create(model="vectors", prompt="x")
     assert embedder[1].ask("/")[0] == 400
     assert embedder[1].metrics()["anymamba_requests_open"] == 0
     assert json.loads(embedder[1].ask("/health")[2])["status"] == "ok"
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other,
-        pytest.raises(openai.BadRequestError, match="this model gives no embeddings") as error,
+        pytest.raises(openai.BadRequestError, match="this model does not give embeddings") as error,
     ):
         other.embeddings.create(model="tiny", input="x")
     assert error.value.code == "model_without_embeddings"
@@ -101,4 +101,4 @@ def test_each_kind_of_model_says_what_it_is_for(embedder, server, client):
 def test_options_of_language_models_are_refused(embedder, tmp_path, capsys):
     embedder[0].save_pretrained(tmp_path)
     assert main(["serve", str(tmp_path), "--weights", "int8"]) == 2
-    assert "are for language models" in capsys.readouterr().err
+    assert "apply to language models" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_the_command_says_what_it_sends_and_writes_what_it_found(server, tmp_pat
     command = ["bench-serve", server.url, "--requests", "4", "--output-tokens", "3-5", "--warm-up", "0"]
     assert main([*command, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]) == 0
     out, err = capsys.readouterr()
-    assert "4 requests, 8 at a time, 128 tokens to read and 3-5 to write each" in err
+    assert "4 requests, 8 at a time, 128 prompt tokens and 3-5 reply tokens each" in err
     assert "4 of 4 requests succeeded" in out
     assert "time to first token" in out
     written = json.loads((tmp_path / "a.json").read_text())

@@ -160,5 +160,5 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page):
 def test_what_goes_wrong_is_said(page):
     say(page, "the house", stop="x" * 2000)
     done(page, 2)
-    assert "stop must be a text" in page.run("document.querySelector('.problem').textContent")
+    assert "stop must be a string" in page.run("document.querySelector('.problem').textContent")
     page.problems.clear()  # the browser itself reports the status

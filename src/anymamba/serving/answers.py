@@ -1,4 +1,4 @@
-"""Events into JSON, as the API has it: whole answers, and the chunks of a stream."""
+"""Events into the JSON of the API: whole answers, and the chunks of a stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: routes behind a door, and what clients are told when something fails."""
+"""The server as an ASGI application: its routes, the door in front of them, and answers when something fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_app(
     """The server as an ASGI application.
 
     Args:
-        service: that answers; it must have been started.
+        service: what answers; it must have been started.
         key: as for `Door`.
         hosts: as for `Door`.
         origins: as for `Door`.
@@ -54,12 +54,12 @@ async def _not_found(request: Request, _: Exception) -> Response:
 
 
 async def _wrong_method(request: Request, _: Exception) -> Response:
-    message = f"{request.url.path[:80]} does not take {request.method}"
+    message = f"{request.url.path[:80]} does not support {request.method}"
     return await _api_error(request, ApiError(405, message, code="method_not_allowed"))
 
 
 async def _mistake(request: Request, _: Exception) -> Response:
-    # The door prints what happened: that is for the log, not for the client.
+    # The door prints the traceback: it is for the log, not for the client.
     return await _api_error(
-        request, ApiError(500, "the server made a mistake; its log has more", code="internal_error")
+        request, ApiError(500, "internal server error; see the server's log", code="internal_error")
     )

@@ -1,4 +1,4 @@
-"""The server's door: who may come in, what is sent with every answer, and what becomes of errors."""
+"""The server's door: who may send requests, which headers every answer has, and what becomes of errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from anymamba.serving.errors import ApiError
 from anymamba.serving.metrics import Metrics
 
-# The page and its parts, which hold nothing, and a sign of life.
+# The page and its parts, which hold nothing secret, and the health check.
 _OPEN = ("/", "/health", "/page/")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -35,14 +35,14 @@ _PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat
 
 
 class Door:
-    """Lets requests in that have the key, come from this machine's names, and do not come from another site's page.
+    """Admits requests that have the key, are addressed to this server, and do not come from another site's page.
 
     Args:
-        app: what it guards.
-        key: that clients send as a bearer token; none is asked for if None.
+        app: the application behind it.
+        key: clients must send it as a bearer token; None if no key is required.
         hosts: names of the server besides localhost and plain addresses. A page of another site can make a browser
             believe that its own name leads here, but it cannot send an address in place of it.
-        origins: sites whose pages may ask.
+        origins: sites whose pages may send requests.
         seconds: for a request and its answer, after which the connection is closed.
         metrics: to count requests in.
         verbose: print a line for each request.
@@ -59,7 +59,7 @@ class Door:
         metrics: Metrics,
         verbose: bool = False,
     ) -> None:
-        """Hang the door."""
+        """Stand in front of `app`."""
         self._app, self._key, self._seconds, self._metrics, self._verbose = app, key, seconds, metrics, verbose
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)}
         self._origins = {origin.rstrip("/") for origin in origins}
@@ -81,9 +81,9 @@ class Door:
             await answer.send_error(ApiError(408, "the time for the request ran out", code="timeout"))
         except asyncio.CancelledError:  # the server ends, and this did not end in time
             await answer.send_error(ApiError(503, "the server is shutting down", code="shutting_down"))
-        except Exception:  # a mistake of ours: for the log, not for the client
+        except Exception:  # a bug: its traceback is for the log, not for the client
             traceback.print_exc(file=sys.stderr)
-            await answer.send_error(ApiError(500, "the server made a mistake; its log has more", code="internal_error"))
+            await answer.send_error(ApiError(500, "internal server error; see the server's log", code="internal_error"))
         finally:
             path = scope["path"] if scope["path"] in _PATHS else "other"
             self._metrics.count("anymamba_requests_total", path=path, status=str(answer.status or "none"))
@@ -95,13 +95,13 @@ class Door:
         host = headers.get(b"host", "")
         if not self._is_ours(host):
             message = (
-                f"this server does not answer to the name {host[:80]!r}; start it with --allow-host to change that"
+                f"this server does not answer to the name {host[:80]!r}; start it with --allow-host NAME to allow it"
             )
             raise ApiError(403, message, code="host_not_allowed")
         origin = headers.get(b"origin")
         own = {f"http://{host}", f"https://{host}"}
         if origin is not None and origin not in own | self._origins:
-            message = "pages of other sites may not use this server; start it with --cors to change that"
+            message = "pages of other sites may not use this server; start it with --cors ORIGIN to allow one"
             raise ApiError(403, message, code="origin_not_allowed")
         path = scope["path"]
         is_open = path in _OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS"
@@ -111,7 +111,7 @@ class Door:
             fine = given[0].lower() == "bearer" and hmac.compare_digest(given[2].strip().encode("latin-1"), key)
             if not fine:
                 message = "expected the server's key, as in 'Authorization: Bearer KEY', got "
-                message += "another" if given[2] else "none"
+                message += "a different one" if given[2] else "none"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_ours(self, host: str) -> bool:

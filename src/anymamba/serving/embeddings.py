@@ -1,4 +1,4 @@
-"""Embeddings of texts over HTTP, by a bidirectional model: one text after another, each as if it were alone."""
+"""Embeddings of texts over HTTP, by a bidirectional model: one text after another, each as if alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from anymamba.serving.metrics import Metrics
 from anymamba.serving.requests import Limits
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
-_MOST = 2048  # texts of a request, as OpenAI has it
+_MOST = 2048  # texts of a request, as in OpenAI's API
 
 
 class WantedVectors(NamedTuple):
@@ -37,16 +37,16 @@ class WantedVectors(NamedTuple):
 
 
 class EmbeddingService:
-    """A model that gives texts vectors.
+    """A model that embeds texts.
 
     Args:
         model: a bidirectional model.
         tokenizer: of its text.
-        name: by which clients call the model.
+        name: what clients call the model.
         limits: of requests.
 
     Attributes:
-        open: requests that are worked on or wait.
+        open: how many requests are being answered or wait.
         tokens_read: since the start.
     """
 
@@ -67,7 +67,7 @@ class EmbeddingService:
         """Nothing to do: the worker's thread starts with the first request."""
 
     def finish_by(self, deadline: float) -> None:
-        """Let no request run longer than until then, on the clock of `time.monotonic`."""
+        """Let no request run beyond this moment, on the clock of `time.monotonic`."""
         self._deadline = deadline
 
     def close(self, _: float = 0.0) -> None:
@@ -99,7 +99,7 @@ class EmbeddingService:
             or all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in texts)
         )
         if not fine:
-            expected = f"a text, token ids, or a list of up to {_MOST:,} of either, none of them empty"
+            expected = f"a string, token ids, or a list of up to {_MOST:,} of either, none of them empty"
             raise invalid("input", f"input must be {expected}, got {shown(given)}")
         wrong = next((i for x in texts if not isinstance(x, str) for i in x if not 0 <= i < self.vocab_size), None)
         if wrong is not None:
@@ -110,7 +110,7 @@ class EmbeddingService:
         """The answer to a request; when the task is cancelled, the worker stops at the next text.
 
         Raises:
-            ApiError: a text is too long, there is too much to do, or the time ran out.
+            ApiError: a text is too long, too many requests are open, or the time ran out.
         """
         if self.open >= self.limits.requests:
             raise too_many_requests(self.open)
@@ -147,9 +147,9 @@ class EmbeddingService:
     def _encode(self, text: str | list[int]) -> list[int]:
         ids = self.tokenizer.encode(text) if isinstance(text, str) else text
         if not ids:
-            raise invalid("input", "input must have at least one token in each text, got none")
+            raise invalid("input", "each text in input must have at least one token, got none")
         if len(ids) > self.limits.prompt:
-            message = f"a text of input may have {self.limits.prompt} tokens, got {len(ids)}"
+            message = f"each text in input may have at most {self.limits.prompt} tokens, got {len(ids)}"
             raise ApiError(400, message, param="input", code="context_length_exceeded")
         return ids
 

@@ -1,4 +1,4 @@
-"""Errors as the API has them: a status, and a JSON object that says what was expected and what came."""
+"""Errors in the API's form: a status, and a JSON object that says what was expected and what came."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """What a client is told.
+    """An error that is sent to the client.
 
     Attributes:
         status: of HTTP.
@@ -27,7 +27,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Say it."""
+        """An error with this status and message."""
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
@@ -43,6 +43,6 @@ def invalid(param: str, message: str) -> ApiError:
 
 
 def too_many_requests(count: int) -> ApiError:
-    """What clients are told beyond the bound on requests."""
-    message = f"{count} requests are being worked on, as many as there may be; try again"
+    """The answer to a request beyond the limit on open ones."""
+    message = f"the server has reached its limit of {count} open requests; try again later"
     return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from anymamba.ground.files import parse_json
 from anymamba.serving.errors import ApiError, invalid
 
-# Fields of the API that change nothing here.
+# Fields of the API that have no effect here.
 _IGNORED = {
     "user",
     "metadata",
@@ -25,7 +25,7 @@ _IGNORED = {
     "service_tier",
     "prompt_cache_retention",
 }
-# Fields of the API that this server can only be given as if they were not there.
+# Fields of the API that are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""), "response_format": (None, {"type": "text"}), "tools": (None, []), "functions": (None, []),
     "tool_choice": (None, "none", "auto"), "function_call": (None, "none", "auto"), "modalities": (None, ["text"]),
@@ -40,7 +40,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        ApiError: there is none.
+        ApiError: the body is something else.
     """
     try:
         value = parse_json(content.decode("utf-8"))
@@ -53,7 +53,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
 
 
 def expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
-    """Refuse fields that there are not, that nobody here can honour, and the name of another model.
+    """Refuse unknown fields, values that are not supported, and the name of another model.
 
     Raises:
         ApiError: there is one.
@@ -62,7 +62,7 @@ def expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
         if name not in known and name not in _IGNORED:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"there is no field {shown(name)}{hint}", param=name[:80], code="unknown_parameter")
+            raise ApiError(400, f"unknown field {shown(name)}{hint}", param=name[:80], code="unknown_parameter")
         if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
             raise ApiError(
                 400, f"{name} is not supported, got {shown(value)}", param=name, code="unsupported_parameter"
@@ -114,12 +114,12 @@ def is_text(text: str) -> bool:
 
 
 def _kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, cut to a line; what cannot be shown, by its kind."""
+    """A value as JSON, cut to fit a line; what is not JSON, as Python shows it."""
     try:
         text = json.dumps(
             value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value))

@@ -90,14 +90,14 @@ class Job:
         score_prompt: int | None = None,
         length: int = 0,
     ) -> None:
-        """Ask."""
+        """Nothing is read or written yet."""
         self.find, self.plans, self.keys, self.emit, self.deadline = find, plans, keys, emit, deadline
         self.kept_at, self.on_read, self.on_end, self.score_prompt = kept_at, on_read, on_end, score_prompt
         self.length = length
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Give the job up at the next token."""
+        """Have the job given up at the next token."""
         self._cancelled.set()
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, in its text form."""
+"""Metrics in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Literal
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _HELP = {
     "anymamba_requests_total": "Requests answered, by path and status.",
-    "anymamba_reused_tokens_total": "Tokens of prompts that a kept state had read.",
-    "anymamba_disconnects_total": "Requests whose client went away.",
-    "anymamba_first_token_seconds": "From a request's arrival to a row's first token.",
-    "anymamba_next_token_seconds": "Between two tokens of a row.",
+    "anymamba_reused_tokens_total": "Prompt tokens that a kept state had already read.",
+    "anymamba_disconnects_total": "Requests whose client disconnected.",
+    "anymamba_first_token_seconds": "Time from a request's arrival to a row's first token.",
+    "anymamba_next_token_seconds": "Time between two tokens of a row.",
 }
 
 
@@ -66,7 +66,7 @@ class Metrics:
 
 
 def _process() -> dict[str, float]:
-    """This process, where the system says."""
+    """Figures of this process, where the system reports them."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208

@@ -1,4 +1,4 @@
-"""Bodies of requests into what they ask for; every mistake is one error that names the field."""
+"""What a request asks for, read from its body; every mistake is one error that names the field."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _CHAT = _BOTH | {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may ask for, and all of them together.
+    """Limits on one request, and on all of them together.
 
     Attributes:
         body: bytes of a request.
         prompt: tokens of a prompt.
         max_tokens: tokens of a reply.
         n: continuations of a request, of all its prompts together.
-        requests: requests that are worked on or wait.
-        seconds: for a request, from its arrival to its end.
-        body_seconds: for a request's headers, and again for its body, to arrive.
+        requests: open requests, including those that wait.
+        seconds: time for a request, from its arrival to its end.
+        body_seconds: time for a request's headers to arrive, and as much again for its body.
     """
 
     body: int = 4 * 2**20
@@ -66,8 +66,8 @@ class Wanted:
         stream: whether tokens are sent as they come.
         include_usage: whether a stream ends with the number of tokens.
         session: a conversation's name.
-        ignore_eos: whether the token that ends a text does not.
-        return_token_ids: whether the ids of tokens are sent too.
+        ignore_eos: whether the token that ends a text is treated like any other.
+        return_token_ids: whether token ids are sent, too.
     """
 
     messages: list[dict[str, str]] | None = None
@@ -107,7 +107,7 @@ def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model
         **_common(body, limits, vocab_size),
     )
     if best_of is not None and best_of != wanted.n:
-        raise invalid("best_of", f"best_of must be n ({wanted.n}) or left out, got {best_of}")
+        raise invalid("best_of", f"best_of must be equal to n ({wanted.n}) or left out, got {best_of}")
     return _checked(wanted, limits)
 
 
@@ -119,12 +119,12 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     """
     expect_fields(body, _CHAT, model)
     if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
-        raise invalid("max_tokens", "max_tokens and max_completion_tokens exclude each other, got both")
+        raise invalid("max_tokens", "expected max_tokens or max_completion_tokens, got both")
     name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
     top = whole(body, "top_logprobs", None, 0, 20)
     with_logprobs = truth(body, "logprobs")
     if top is not None and not with_logprobs:
-        raise invalid("top_logprobs", "top_logprobs goes with logprobs: true")
+        raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     wanted = Wanted(
         messages=_messages(body),
         logprobs=(top or 0) if with_logprobs else None,
@@ -136,9 +136,11 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
 
 def _checked(wanted: Wanted, limits: Limits) -> Wanted:
     if wanted.rows > limits.n:
-        raise invalid("n", f"a request may ask for {limits.n} continuations (n times its prompts), got {wanted.rows}")
+        raise invalid(
+            "n", f"a request may ask for at most {limits.n} continuations (n for each prompt), got {wanted.rows}"
+        )
     if wanted.session is not None and wanted.rows > 1:
-        raise invalid("n", f"a session has one continuation at a time, got {wanted.rows}")
+        raise invalid("n", f"a session takes one continuation at a time, got {wanted.rows}")
     return wanted
 
 
@@ -151,11 +153,11 @@ def _common(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, 
                 "stream_options", f"stream_options must be an object with include_usage, got {shown(options)}"
             )
         if not stream:
-            raise invalid("stream_options", "stream_options goes with stream: true")
+            raise invalid("stream_options", "stream_options requires stream: true")
         include_usage = truth(options, "include_usage")
     session = body.get("session")
     if session is not None and (not isinstance(session, str) or not 1 <= len(session) <= 256 or not is_text(session)):
-        raise invalid("session", f"session must be a name of 1 to 256 characters, got {shown(session)}")
+        raise invalid("session", f"session must be a string of 1 to 256 characters, got {shown(session)}")
     return {
         "sampling": _sampling(body, vocab_size),
         "n": whole(body, "n", 1, 1, limits.n),
@@ -189,11 +191,13 @@ def _bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:
     if table is None or table == {}:
         return None
     if not isinstance(table, dict) or len(table) > 1024:
-        raise invalid("logit_bias", f"logit_bias must be an object of up to 1,024 tokens, got {shown(table)}")
+        raise invalid("logit_bias", f"logit_bias must be an object with up to 1,024 token ids, got {shown(table)}")
     bias = {}
     for token in table:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
-            raise invalid("logit_bias", f"logit_bias must be for token ids below {vocab_size}, got {shown(token)}")
+            raise invalid(
+                "logit_bias", f"the keys of logit_bias must be token ids below {vocab_size}, got {shown(token)}"
+            )
         bias[int(token)] = real(table, token, 0.0, -100.0, 100.0)
     return bias
 
@@ -203,7 +207,9 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     fine = isinstance(stops, list) and len(stops) <= 16
     if not fine or not all(isinstance(text, str) and 0 < len(text) <= 1024 and is_text(text) for text in stops):
-        raise invalid("stop", f"stop must be a text, or up to 16 of them, of 1 to 1,024 characters, got {shown(stop)}")
+        raise invalid(
+            "stop", f"stop must be a string of 1 to 1,024 characters, or a list of up to 16, got {shown(stop)}"
+        )
     return tuple(stops)
 
 
@@ -215,10 +221,10 @@ def _prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
     ids = isinstance(prompt, list) and all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in prompt)
     if not prompt or not (texts or ids):
         raise invalid(
-            "prompt", f"prompt must be a text, token ids, or a list of either, got {shown(body.get('prompt'))}"
+            "prompt", f"prompt must be a string, token ids, or a list of either, got {shown(body.get('prompt'))}"
         )
     if len(prompt) > limits.n:
-        raise invalid("prompt", f"prompt may be a list of up to {limits.n}, got {len(prompt)}")
+        raise invalid("prompt", f"prompt may be a list of at most {limits.n}, got {len(prompt)}")
     if ids and not texts:
         wrong = next((i for x in prompt for i in x if not 0 <= i < vocab_size), None)
         if wrong is not None:

@@ -33,7 +33,7 @@ _PAGE = {
 
 
 class _Common:
-    """What is answered about the model, whatever it does."""
+    """Answers about the model, which are the same for both kinds."""
 
     def __init__(self, service: Service | EmbeddingService) -> None:
         self._about = service
@@ -43,7 +43,7 @@ class _Common:
         return json_answer({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model of a name."""
+        """The model with this name."""
         if (name := request.path_params["name"]) != self._about.name:
             message = f"there is no model {name[:80]!r}; this server has {self._about.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -58,7 +58,7 @@ class EmbeddingRoutes(_Common):
     """What a server of embeddings answers at each path."""
 
     def __init__(self, service: EmbeddingService) -> None:
-        """There is no page: it would have nothing to show."""
+        """Answer with this service; there is no page."""
         super().__init__(service)
         self._service = service
 
@@ -75,7 +75,7 @@ class EmbeddingRoutes(_Common):
         ]
 
     async def health(self, _: Request) -> Response:
-        """That the server is there, and how much it has to do."""
+        """Whether the server is up, and its load."""
         return json_answer({"status": "ok", "version": __version__, "requests": self._service.open})
 
     async def metrics(self, _: Request) -> Response:
@@ -95,15 +95,15 @@ class EmbeddingRoutes(_Common):
         return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def no_text(self, _: Request) -> Response:
-        """Say what the model is for."""
-        raise ApiError(400, "this model writes no text: it has /v1/embeddings", code="model_without_text")
+        """Refuse, and say what the model is for."""
+        raise ApiError(400, "this model does not generate text; it serves /v1/embeddings", code="model_without_text")
 
     def _model(self) -> dict[str, Any]:
         return {**super()._model(), "vocab_size": self._service.vocab_size, "dimensions": self._service.dimensions}
 
 
 class Routes(_Common):
-    """What is answered at each path."""
+    """What a server of text answers at each path."""
 
     def __init__(self, service: Service) -> None:
         """Load the page."""
@@ -135,7 +135,7 @@ class Routes(_Common):
         return Response(self._page[name], media_type=_PAGE[name], headers={"Cache-Control": "no-cache"})
 
     async def health(self, _: Request) -> Response:
-        """That the server is there, and how much it has to do."""
+        """Whether the server is up, and its load."""
         return json_answer(
             {"status": "ok", "version": __version__, "requests": self._service.open, **self._service.engine.load}
         )
@@ -169,12 +169,12 @@ class Routes(_Common):
         }
 
     async def no_embeddings(self, _: Request) -> Response:
-        """Say what the model is for."""
-        message = "this model gives no embeddings: it has /v1/completions and /v1/chat/completions"
+        """Refuse, and say what the model is for."""
+        message = "this model does not give embeddings; it serves /v1/completions and /v1/chat/completions"
         raise ApiError(400, message, code="model_without_embeddings")
 
     async def session(self, request: Request) -> Response:
-        """What is known of a session; DELETE forgets it."""
+        """What a session has read; DELETE removes it."""
         key = session_key(request.path_params["name"])
         if request.method == "DELETE":
             found = await asyncio.to_thread(self._service.store.remove, key)
@@ -203,7 +203,7 @@ class Routes(_Common):
         events, answer = service.answer(wanted), Answer(service, wanted)
         if not wanted.stream:
             return await self._whole(request, events, answer)
-        # What is wrong with the prompt is said with a status, so the first event is waited for.
+        # An error in the prompt needs a status of its own, so the stream starts only after the first event.
         first = await unless_gone(request, anext(events), service.metrics)
         if first is None:
             await events.aclose()

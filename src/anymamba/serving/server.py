@@ -20,7 +20,7 @@ from anymamba.serving.service import Service
 
 
 class Server(uvicorn.Server):
-    """Ends in order: what is being written when the grace is over ends as if it had reached its length."""
+    """Shuts down in order: a reply that is still being written when the grace period ends has reached its length."""
 
     def __init__(self, config: uvicorn.Config, service: Service | EmbeddingService, grace: float) -> None:
         """Nothing runs yet."""
@@ -28,14 +28,14 @@ class Server(uvicorn.Server):
         self._service, self._grace = service, grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take nothing new, and wait for what runs."""
+        """Accept nothing new, and wait for running requests."""
         self._service.finish_by(time.monotonic() + self._grace)
         await super().shutdown(sockets)
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 with bounds: on connections, on the time that headers take to arrive, and on that in which a client
-    takes nothing of its answer.
+    """HTTP/1.1 with limits: on connections, on the time for headers to arrive, and on the time in which a client reads
+    nothing of its answer.
     """
 
     seconds = 10.0
@@ -67,7 +67,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Give a client that does not read some time: a buffer that nobody empties would keep its connection open."""
+        """Limit the time for a client that does not read: its full buffer would keep the connection open."""
         super().pause_writing()
         self._stop_full()
         self._full = self.loop.call_later(self.seconds, self.transport.abort)
@@ -112,7 +112,7 @@ def serve(
     """Answer until SIGINT or SIGTERM, then finish running requests within `grace` seconds; another Ctrl-C ends at once.
 
     Args:
-        service: that answers.
+        service: what answers.
         app: makes the application, once the service has been started.
         host: address to listen on.
         port: to listen on; 0 for a free one.
@@ -121,7 +121,7 @@ def serve(
         ready: called with the server's address when it listens.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the server cannot listen on the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=256) as listener:
@@ -171,7 +171,7 @@ async def _serve(
 
 
 class _Ends:
-    """A signal's handler that ends the server, if need be before it has begun."""
+    """A signal handler that stops the server, even before it has started."""
 
     def __init__(self) -> None:
         self.server: uvicorn.Server | None = None

@@ -1,4 +1,4 @@
-"""Requests and the engine: prompts are rendered and cut into tokens, jobs are submitted, events come back."""
+"""Between requests and the engine: prompts are rendered and tokenised, jobs are submitted, events come back."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Service:
         model: the language model.
         tokenizer: of its text.
         template: of its conversations.
-        name: by which clients call the model.
+        name: what clients call the model.
         store: of states.
         limits: of requests.
         engine: options of `Engine`.
 
     Attributes:
-        engine: that computes; None before `start`.
-        open: requests that are worked on or wait.
+        engine: what computes, after `start`.
+        open: how many requests are being answered or wait.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Service:
         stops: tuple[str, ...] = (),
         engine: dict[str, Any] | None = None,
     ) -> None:
-        """Join the parts; nothing runs yet."""
+        """Nothing runs yet."""
         self.model, self.tokenizer, self.template, self.name = model, tokenizer, template, name
         self.store, self.limits, self.metrics, self.created = store, limits, Metrics(), int(time.time())
         self.state_bytes = model.init_cache(1).nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
@@ -86,7 +86,7 @@ class Service:
         self._engine = Engine(self.model, self.tokenizer, deliver, **self._options)
 
     def finish_by(self, deadline: float) -> None:
-        """Let no request run longer than until then, on the clock of `time.monotonic`."""
+        """Let no request run beyond this moment, on the clock of `time.monotonic`."""
         self.engine.finish_by(deadline)
 
     def close(self, seconds: float = float("inf")) -> None:
@@ -101,17 +101,17 @@ class Service:
             job.emit(event)
 
     async def answer(self, wanted: Wanted) -> AsyncGenerator[tuple[int, Event], None]:
-        """The events of a request, each with the number of its prompt; closing the iterator gives the request up.
+        """The events of a request, each with the number of its prompt; closing the iterator cancels the request.
 
         Raises:
-            ApiError: a prompt cannot be read, a session is in use, there is too much to do, or the time ran out.
+            ApiError: a prompt cannot be read, a session is in use, too many requests are open, or the time ran out.
         """
         began = time.monotonic()
         if self.open >= self.limits.requests:
             raise too_many_requests(self.open)
         session = None if wanted.session is None else session_key(wanted.session)
         if session in self._busy:
-            raise ApiError(409, "another request is at work on this session", param="session", code="session_in_use")
+            raise ApiError(409, "another request is using this session", param="session", code="session_in_use")
         self.open += 1
         if session is not None:
             self._busy.add(session)
@@ -157,7 +157,7 @@ class Service:
         try:
             prompt.settle()
         except OSError as error:
-            print(f"anymamba: a session was not written: {error}", file=sys.stderr, flush=True)
+            print(f"anymamba: could not write a session: {error}", file=sys.stderr, flush=True)
             message = "the session's state could not be written to disk"
             raise ApiError(507, message, param="session", code="session_not_written") from error
 
@@ -166,7 +166,9 @@ class Service:
         return prompts, [prompt.length() for prompt in prompts]
 
     def prepare(self, wanted: Wanted, session: Key | None) -> list[Prompt]:
-        """Prompts as tokens, with what is known of their sessions. It may take a while: not for the loop's thread.
+        """Prompts as tokens, with what is known of their sessions.
+
+        It may take a while, so that it must not run in the loop's thread.
 
         Raises:
             ApiError: a prompt is empty or too long, or its session cannot be resumed.
@@ -177,7 +179,7 @@ class Service:
                 earlier = self.store.get(session)
             except (OSError, ValueError) as error:
                 if wanted.messages is None:
-                    message = "the session's state is damaged and cannot be resumed; delete the session to begin anew"
+                    message = "the session's state is damaged and cannot be resumed; delete the session to start over"
                     raise ApiError(409, message, param="session", code="session_damaged") from error
         length = self.engine.segment_len
         if wanted.messages is not None:
@@ -198,12 +200,12 @@ class Service:
         """A conversation as text.
 
         Raises:
-            ApiError: the model's template does not take it.
+            ApiError: the model's template does not accept it.
         """
         try:
             return self.template.render(messages, add_generation_prompt=True)
         except (ValueError, TypeError) as error:
-            message = f"the model's chat template does not take these messages: {' '.join(str(error).split())[:300]}"
+            message = f"the model's chat template does not accept these messages: {' '.join(str(error).split())[:300]}"
             raise invalid("messages", message) from error
 
     def _after(self, messages: list[dict[str, str]]) -> Callable[[str], str]:
@@ -217,7 +219,7 @@ class Service:
         if not ids and needed:
             raise invalid(param, f"{param} must have at least one token, got none")
         if len(ids) > self.limits.prompt:
-            message = f"{param} may have {self.limits.prompt} tokens, got {len(ids)}"
+            message = f"{param} may have at most {self.limits.prompt} tokens, got {len(ids)}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return ids
 

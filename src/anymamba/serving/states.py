@@ -1,4 +1,4 @@
-"""States as memory: what was read is not read again.
+"""Kept states: what was read is not read again.
 
 A state is kept under what it has read, by digest, so that its size does not depend on the length:
 
@@ -234,7 +234,7 @@ class StateStore:
         return pushed
 
     def _write(self, pushed: list[Kept]) -> None:
-        """Have states written to files, in a thread that nobody waits for; when it falls behind, some are lost."""
+        """Have states written to files in a thread of its own; when it falls behind, some are dropped."""
         for kept in pushed:
             if self.files is None or _is_session(kept):  # which has been written
                 continue

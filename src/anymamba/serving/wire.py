@@ -16,7 +16,8 @@ from anymamba.serving.fields import parse_body
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.requests import Limits
 
-_DRAINED = 2**24  # bytes beyond the limit that are read and dropped: a client that is still sending sees no answer
+# Bytes beyond the limit that are read and dropped: most clients read the answer only when they have sent their body.
+_DRAINED = 2**24
 
 
 def json_answer(value: Any) -> Response:
@@ -80,13 +81,13 @@ async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """The body, if it is JSON, not too long, and does not take too long."""
+    """The bytes of the body."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
             415, f"expected Content-Type application/json, got {kind[:80] or 'none'}", code="unsupported_type"
         )
-    too_long = ApiError(413, f"a body may have {limits.body} bytes", code="body_too_large")
+    too_long = ApiError(413, f"the body may have at most {limits.body} bytes", code="body_too_large")
     stated = request.headers.get("content-length", "0")
     if stated.isdigit() and int(stated[:20]) > limits.body + _DRAINED:
         raise too_long
@@ -112,4 +113,6 @@ async def _body(request: Request, limits: Limits) -> bytes:
         message = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise ApiError(408, message, code="timeout") from None
     except ClientDisconnect:
-        raise ApiError(400, "the client went away before its body was whole", code="incomplete_body") from None
+        raise ApiError(
+            400, "the client disconnected before its whole body had arrived", code="incomplete_body"
+        ) from None

@@ -1,1 +1,1 @@
-"""Load for a server, and what it makes of it: no torch here, so that the client takes little of the machine."""
+"""Load for a server, and the figures that it gives. Nothing here imports torch, so that the client stays small."""

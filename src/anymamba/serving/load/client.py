@@ -1,4 +1,4 @@
-"""A small client of servers that speak OpenAI's API: one connection a request, and the time of every piece."""
+"""A small client for servers with OpenAI's API: one connection per request, and the time of every event."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _JSON = "application/json"
 
 
 class Refused(Exception):  # noqa: N818
-    """The server answered with an error, or not as HTTP has it; `kind` is short enough to count by."""
+    """The server answered with an error, or not in HTTP; `kind` is a short name by which errors are counted."""
 
     def __init__(self, kind: str, message: str) -> None:
-        """Say which."""
+        """An error of this kind."""
         super().__init__(message)
         self.kind = kind
 
@@ -34,7 +34,7 @@ class Target(NamedTuple):
         host: of the server.
         port: of the server.
         base: of paths, such as "/v1".
-        key: that is sent along, if there is one.
+        key: sent with every request, if there is one.
     """
 
     url: str
@@ -49,7 +49,7 @@ class Target(NamedTuple):
         """From a URL, with or without /v1 at its end.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a URL.
         """
         expected = f"expected a URL such as http://127.0.0.1:8080, got {url!r}"
         try:
@@ -67,7 +67,7 @@ class Target(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A piece of a stream and when it came, on the clock of `time.perf_counter`."""
+    """An event of a stream and when it arrived, on the clock of `time.perf_counter`."""
 
     time: float
     data: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a load showed: percentiles, rates and errors, as numbers, as a table and as a picture."""
+"""The figures of a load: percentiles, rates and errors, as numbers, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def plot(requests: Sequence[Request], title: str, path: Path) -> None:
-    """Distributions of the times, and tokens written in each second, as a picture in the format of the file's name."""
+    """Distributions of the times, and tokens written in each second, as a plot in the format of the file's name."""
     from matplotlib.figure import Figure  # an extra
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -91,7 +91,7 @@ def plot(requests: Sequence[Request], title: str, path: Path) -> None:
     seconds = Counter(int(moment) for request in requests for moment in request.tokens)
     last = max(seconds, default=0)
     axes.stairs([seconds[second] for second in range(last + 1)], range(last + 2), fill=True, alpha=0.6)
-    axes.set(xlabel="seconds", ylabel="tokens written a second", ylim=(0, None))
+    axes.set(xlabel="seconds", ylabel="tokens written per second", ylim=(0, None))
     axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Requests in a closed loop, so many at a time, or in an open one, so many a second whatever becomes of them."""
+"""Requests in a closed loop, so many at a time, or in an open loop, so many per second regardless of the answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Plan:
         requests: how many, None for no bound.
         seconds: for how long new ones are sent, None for no bound.
         concurrency: how many at a time in a closed loop.
-        rate: how many a second in an open loop, at random times; None for a closed loop.
+        rate: how many per second in an open loop, at random times; None for a closed loop.
         read: tokens of a prompt.
         write: tokens of a reply.
         warm_up: requests before those that count.
@@ -60,7 +60,7 @@ class Plan:
 
 
 class Model(NamedTuple):
-    """What the server says of its model: the vocabulary's size is known of anymamba's own servers only."""
+    """What the server reports about its model; only anymamba's own servers report the vocabulary's size."""
 
     name: str
     vocab_size: int | None
@@ -71,12 +71,12 @@ class Request:
     """What became of a request; times are seconds since the first that counts.
 
     Attributes:
-        due: when it was to be sent; what it has to wait for the client counts as the server's time.
+        due: when it was to be sent; a delay in sending it counts as the server's time.
         read: tokens of the prompt, by the server's count if it gives one.
         tokens: when each token came.
         end: when it was over.
-        error: a word for what went wrong, if something did.
-        message: what the server said of it.
+        error: what kind of error there was, if there was one.
+        message: what the server said about it.
     """
 
     due: float
@@ -123,7 +123,7 @@ def bodies(plan: Plan, model: Model, seed: int) -> Iterator[tuple[int, dict[str,
 
 
 class Run:
-    """A load on its way; `done` grows."""
+    """A load in progress; `done` lists the requests that have ended."""
 
     def __init__(self, target: Target, plan: Plan, model: Model) -> None:
         """Nothing was sent yet."""
@@ -155,7 +155,7 @@ class Run:
             progress(self)
 
     async def _closed(self) -> None:
-        """Workers, each of which asks again when it has its answer."""
+        """Workers, each of which sends its next request when the last was answered."""
         waiting = self._wanted()
 
         async def work() -> None:

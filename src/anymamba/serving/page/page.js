@@ -75,7 +75,7 @@ function tools(node) {
       button("›", "Next version", () => choose(node, 1), busy || place === siblings.length - 1),
     );
   }
-  if (node.role === "user") row.append(button("Edit", "Edit this message and go another way", () => edit(node), busy));
+  if (node.role === "user") row.append(button("Edit", "Edit this message and continue from there", () => edit(node), busy));
   else {
     row.append(button("Try again", "Write this reply again", () => write(node.parent), busy));
     row.append(button("Copy", "Copy this reply", () => navigator.clipboard?.writeText(node.text)));
@@ -222,7 +222,7 @@ async function greet() {
     showMemory("at any length");
     notice("");
   } catch (error) {
-    notice(error.status === 401 ? "This server asks for a key: enter it in the settings." : error.message);
+    notice(error.status === 401 ? "This server requires a key. Enter it in the settings." : error.message);
     if (error.status === 401) openSettings(true, "key");
   }
 }
