@@ -291,6 +291,7 @@ def memory(count: int, long: int, short: int) -> None:
             before = resident(target)
             open_conversations(target, vocab, count, tokens)
             open_conversations(target, vocab, 1, long + 2)
+            time.sleep(5)  # an idle server gives freed memory back
             found[tokens] = before, resident(target)
     print(f"| {count} conversations of | server's memory before | with them open |\n|---:|---:|---:|")
     for tokens, (before, after) in found.items():

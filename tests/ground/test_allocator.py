@@ -43,6 +43,34 @@ libc.fclose(file)
 print(shared)
 """
 
+GIVEN_BACK = """
+import resource, torch
+from anymamba.ground.allocator import give_back_freed_memory, keep_freed_memory
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+if not keep_freed_memory():
+    raise SystemExit("skip")
+before = resident()
+blocks, held = [torch.ones(2**14) for _ in range(1000)], []
+for i in range(1000):
+    held += [blocks[i]] if i % 10 == 0 else []
+del blocks
+kept = resident() - before
+give_back_freed_memory()
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_kept_memory_can_be_given_back():
+    done = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True)
+    if "skip" in done.stderr:
+        pytest.skip("another C library, or malloc has settings of its own")
+    kept, rest = map(int, done.stdout.split())
+    assert kept > 50 * 2**20  # of 62.5 MiB, a tenth of which is still in use
+    assert rest < 20 * 2**20
+
 
 def arenas(path, how: str, **environment: str) -> tuple[str, int]:
     """What `share_freed_memory` said, and from how many places six threads have taken memory."""

@@ -5,7 +5,8 @@ python -m tests.serving.soak --only vanish --clients 1000
 
 Clients ask, talk, stream, vanish at any point and send what they should not. Replies are compared with what `generate`
 gives alone. Every half minute the server's memory and descriptors are noted; at the end it must have nothing left to
-do, no more descriptors than at the beginning, and no more memory than in the second quarter of the time.
+do, no more descriptors than at the beginning and, after ten minutes or more, no more memory than in the second quarter
+of the time.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from tests.serving.running import IDLE, PATIENCE, Running, make_model
 CLIENTS = 8
 SEGMENT = 32
 GROWTH = 1.02  # of memory, for what the allocator does
+SETTLED = 600  # seconds: in shorter runs memory still grows, until every kind of request has met every other
 
 
 class Soak:
@@ -184,7 +186,7 @@ def judge(samples, end, seconds, start):
     if early and late:
         ratio = statistics.median(late) / statistics.median(early)
         print(f"memory in the last quarter against the second: {ratio:.4f}")
-        if ratio > GROWTH:
+        if ratio > GROWTH and seconds >= SETTLED:
             problems.append(f"memory grew to {ratio:.4f} of what it was")
     return problems
 

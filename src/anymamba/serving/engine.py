@@ -17,6 +17,7 @@ import torch
 
 from anymamba.generation.sampling import row_key
 from anymamba.generation.tokenizers import Tokenizer
+from anymamba.ground.allocator import give_back_freed_memory
 from anymamba.kernels.cpu.program import MAX_ROWS
 from anymamba.models.lm import MambaLM
 from anymamba.serving.jobs import Deliver, Job, Outbox, ShuttingDown
@@ -25,6 +26,7 @@ from anymamba.serving.slots import Slots
 from anymamba.serving.writing import Writer
 
 SEGMENT_LEN = 256
+_REST = 1.0  # seconds without work, after which freed memory is given back
 
 
 class Engine:
@@ -121,8 +123,11 @@ class Engine:
     def _wait(self) -> bool:
         """Take new jobs, waiting for one if there is nothing to do; whether to carry on."""
         with self._changed:
+            rest: float | None = _REST
             while not (self._new or len(self._reader) or not self._writer.is_idle or self._closing):
-                self._changed.wait()
+                if not self._changed.wait(rest):
+                    give_back_freed_memory()
+                    rest = None
             self._take_new()
             return not self._closing
 
