@@ -19,7 +19,7 @@ from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, RMSNorm
-from anymamba.models.stack import Stack, shared
+from anymamba.models.stack import Stack
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Backbone(Stack):
         if x is None:
             assert input_ids is not None
             x = self.embed(input_ids)
-        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens, **shared(context))
+        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens, **_shared(context))
         return (y, new) if wanted is None else (y, new, hidden)
 
     def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
@@ -116,3 +116,8 @@ def embedded(where: str, embedding: nn.Embedding | NarrowEmbedding, input_ids: A
             f"got {int(input_ids.min())} to {int(input_ids.max())}"
         ) from error
     return found
+
+
+def _shared(context: Context | None) -> dict[str, Any]:
+    """The argument for a block; blocks that know nothing of it need not."""
+    return {} if context is None else {"context": context}

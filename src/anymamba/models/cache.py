@@ -93,3 +93,19 @@ class LMCache(StackCache):
     """The cache of a language model."""
 
     __slots__ = ()
+
+
+def expect_stack_cache(where: str, cache: Any, kind: type[StackCache], passes: int, cursors: int) -> StackCache:
+    """The cache, refused unless it belongs to a stack with this many passes, and cursors of class tokens.
+
+    Raises:
+        TypeError: it is not a `kind`.
+        ValueError: it has another number of either.
+    """
+    if not isinstance(cache, kind):
+        raise TypeError(f"{where}: cache must be a {kind.__name__}, got {type(cache).__name__}")
+    if len(cache.layers) != passes:
+        raise ValueError(f"{where}: the cache must have {passes} layers, got {len(cache.layers)}")
+    if len(cache.cursors) != cursors:
+        raise ValueError(f"{where}: the cache must have {cursors} cursors of class tokens, got {len(cache.cursors)}")
+    return cache

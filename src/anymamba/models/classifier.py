@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.padding import Padding
+from anymamba.models.batches import end_to_end
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
-from anymamba.models.stack import end_to_end
 from anymamba.models.targets import last_hidden
 
 

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.models.batches import end_to_end
 from anymamba.models.cache import StackCache
 from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, flow_of, output_indices
 from anymamba.models.passes import Levels
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
-from anymamba.models.stack import end_to_end
 
 
 class LatentModel(SequenceModel):

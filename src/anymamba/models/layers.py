@@ -9,6 +9,7 @@ Letters: b batch, t time, d d_model, f MLP width.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,3 +146,13 @@ class ResidualLayer(nn.Module):
 def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
     """The norm that the config asks for."""
     return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)
+
+
+def initialise_residual(model: nn.Module, passes: int) -> None:
+    """Projections into the residual stream divided by √passes; the biases of projections zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("out_proj.weight", "fc2.weight")):
+            bound = 1 / math.sqrt(parameter.shape[1] * passes)
+            nn.init.uniform_(parameter, -bound, bound)
+        elif name.endswith(("in_proj.bias", "out_proj.bias")):
+            nn.init.zeros_(parameter)

@@ -21,11 +21,11 @@ from anymamba.ground.narrow import NarrowWeight
 from anymamba.ground.padding import Padding
 from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
+from anymamba.models.batches import end_to_end
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_inputs, expect_targets
 from anymamba.models.config import MambaLMConfig, expect_fields
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
-from anymamba.models.stack import end_to_end
 from anymamba.models.targets import find_targets, last_hidden
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath

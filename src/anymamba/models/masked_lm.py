@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.files import read_json
+from anymamba.models.batches import end_to_end
 from anymamba.models.classifier import mean_of_sequences
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
-from anymamba.models.stack import end_to_end
 
 
 class MaskedLMOutput(NamedTuple):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.padding import Padding
+from anymamba.models.batches import check_batch, check_input, end_to_end
 from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, output_indices
 from anymamba.models.gates import MultiGate
 from anymamba.models.stack_config import StackConfig
@@ -28,10 +30,14 @@ class Passes(nn.Module):
 
     Attributes:
         config: of the stack.
+        layers: its layers, each with its mixer.
+        norm_f: after the last pass.
         gates: of Multi-Gate Residuals, empty where the residual is plain.
     """
 
     config: StackConfig
+    layers: nn.ModuleList
+    norm_f: nn.Module
 
     def _build_gates(self, factory: dict[str, Any]) -> None:
         """Create the gates."""
@@ -62,6 +68,10 @@ class Passes(nn.Module):
             found = self.layer_class_tokens[name]
         return found
 
+    def _count_levels(self, passes: int) -> int:
+        """How many levels have class tokens: before all passes, and before each."""
+        return sum(self._level(v) is not None for v in (None, *range(passes)))
+
     def output_indices(self, length: int) -> OutputIndices:
         """Where the outputs of a whole sequence of `length` tokens are: its own, and those of class tokens.
 
@@ -69,6 +79,37 @@ class Passes(nn.Module):
             ValueError: `length` is no number of tokens.
         """
         return output_indices(length, self.config.class_tokens, self.config.class_tokens_of_passes())
+
+    def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
+        """Refuse what no block could run over; how the rows are padded."""
+        self._check_input(name, x, "b t d")
+        return check_batch(f"{type(self).__name__}.{name}", x, cu_seqlens, mask)
+
+    def _check_input(self, name: str, x: Any, letters: str) -> None:
+        mixer: Any = self.layers[0].mixer
+        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.activation_like())
+
+    def _end_to_end(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        """Rows of packed sequences as one row, and its boundaries.
+
+        Raises:
+            ValueError: class tokens would need room between the sequences.
+        """
+        where = f"{type(self).__name__}.{name}"
+        if self.config.has_class_tokens():
+            raise ValueError(
+                f"{where}: with class tokens there are more outputs than inputs, for which rows of packed sequences "
+                "(seq_idx) have no room; pack them into one row with cu_seqlens"
+            )
+        return end_to_end(where, x, seq_idx, bounds, mask)
+
+    def _stream(self, x: Tensor) -> Tensor:
+        """The residual stream that begins with `x`, float32 or wider if the config says so."""
+        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
+
+    def _out(self, h: Tensor, dtype: torch.dtype) -> Tensor:
+        y: Tensor = self.norm_f(h)
+        return y if self.config.final_norm else y.to(dtype)
 
     def _walk(
         self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = (), levels: Levels | None = None

@@ -17,11 +17,13 @@ from anymamba.ground.checks import expect_like, expect_shape
 from anymamba.ground.files import read_json, write_json, write_tensors
 from anymamba.ground.padding import Padding
 from anymamba.models.backbone import embedded
+from anymamba.models.batches import check_batch
 from anymamba.models.bidirectional import BidirectionalStack
 from anymamba.models.pretrained import warn_of_non_finite
 from anymamba.models.sequence_config import SequenceConfig
 from anymamba.models.skeleton import WithoutValues
-from anymamba.models.stack import Stack, check_batch, stack_config
+from anymamba.models.stack import Stack
+from anymamba.models.stack_config import stack_config
 from anymamba.models.weights import SafetensorsFile, describe_mismatch
 
 _M = TypeVar("_M", bound="SequenceModel")

@@ -187,3 +187,17 @@ class StackConfig:
 
 def _is_needed(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
+    """The config that a model is made from: one, or its fields.
+
+    Raises:
+        TypeError: both, or a config of another kind.
+        ValueError: unknown fields, or values that cannot work.
+    """
+    if config is not None and fields:
+        raise TypeError(f"{where}: give a config or its fields, not both; got also {sorted(fields)}")
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"{where}: config must be a {kind.__name__}, got {type(config).__name__}")
+    return kind.from_dict(fields) if config is None else config
