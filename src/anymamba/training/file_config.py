@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from anymamba.training.config import RunConfig
-from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, option
+from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, block_fields, option
 
 Kind = Literal["classification", "regression", "masked-lm", "next-value"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -27,7 +27,7 @@ class SequenceModelSection:
     pooling: Literal["last", "mean", "class_token"] = option("mean", "what stands for a sequence that gets one answer")
     block: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
+        metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
     )
     stack: dict[str, Any] = field(
         default_factory=dict,
@@ -40,14 +40,7 @@ class SequenceModelSection:
 
     def stack_fields(self) -> dict[str, Any]:
         """The fields of the stack."""
-        block: dict[str, Any] = {"layer": self.family, **self.block}
-        if self.family == "Mamba1":
-            if self.headdim is not None:
-                raise ValueError(f"model.headdim: Mamba1 has none, got {self.headdim}")
-            block = {"d_state": self.d_state or 16, **block}
-        else:
-            divisor = next(p for p in (16, 8, 4, 2, 1) if 2 * self.d_model % p == 0)
-            block = {"d_state": self.d_state or 32, "headdim": self.headdim or divisor, **block}
+        block = block_fields(self, self.family, self.d_model, d_state=32, headdim=16)
         return {"d_model": self.d_model, "n_layer": self.n_layer, "ssm_cfg": block, **self.stack}
 
 

@@ -32,6 +32,36 @@ def at_least(section: Any, least: int, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim: int) -> dict[str, Any]:
+    """The family of a model's blocks and the fields of their config, with sizes for those that are left open.
+
+    Args:
+        section: has `d_state`, `headdim` and `block`.
+        family: by its name.
+        width: of the residual stream.
+        d_state: the usual state of a head; a family without heads has 16 in each channel.
+        headdim: the usual width of a head, a power of two; halved until it divides the inner width.
+
+    Raises:
+        ValueError: no such family, or a field that it does not have.
+    """
+    from anymamba.models.families import FAMILIES  # which imports torch
+
+    if family not in FAMILIES:
+        raise ValueError(f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}")
+    known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
+    while 2 * width % headdim:
+        headdim //= 2
+    usual = {"d_state": d_state if "headdim" in known else 16, "headdim": headdim}
+    if strange := [size for size in usual if getattr(section, size) is not None and size not in known]:
+        raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(section, strange[0])}")
+    sizes = {size: getattr(section, size) or default for size, default in usual.items() if size in known}
+    for name in set(section.block) - set(known):
+        if near := hint(name, known):  # the model's own config refuses the others that it does not know
+            raise ValueError(f"model.block.{name}: no such field of {family}{near}")
+    return {"layer": family, **sizes, **section.block}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     """The language model: another to begin with, or one dial, or its sizes."""
@@ -67,31 +97,16 @@ class ModelSection:
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
         from anymamba.models.config import MambaLMConfig  # which imports torch
-        from anymamba.models.families import FAMILIES
 
         depth = self.depth or 4
         width = self.d_model or 64 * depth
-        family = self.family or "Mamba3"
-        if family not in FAMILIES:
-            raise ValueError(
-                f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}"
-            )
-        known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
-        divisor = next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
-        usual = {"d_state": 64 if "headdim" in known else 16, "headdim": divisor}
-        if strange := [size for size in usual if getattr(self, size) is not None and size not in known]:
-            raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(self, strange[0])}")
-        sizes = {size: getattr(self, size) or default for size, default in usual.items() if size in known}
-        for name in set(self.block) - set(known):
-            if near := hint(name, known):  # the model's own config refuses the others that it does not know
-                raise ValueError(f"model.block.{name}: no such field of {family}{near}")
         return MambaLMConfig(
             d_model=width,
             n_layer=self.n_layer or depth,
             vocab_size=vocab_size,
             d_intermediate=self.d_intermediate or 0,
             tie_embeddings=self.tie_embeddings is not False,
-            ssm_cfg={"layer": family, **sizes, **self.block},
+            ssm_cfg=block_fields(self, self.family or "Mamba3", width, d_state=64, headdim=64),
             stack=self.stack,
         )
 
