@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.recorded import recorded_step
 from anymamba.ground import finite
 from anymamba.ground.checks import (
     check_cu_seqlens,
@@ -21,14 +21,11 @@ from anymamba.ground.checks import (
 )
 from anymamba.ground.context import Context
 from anymamba.ground.numerics import is_autocast, state_dtype
-from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
+from anymamba.ground.operators import is_observed
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
-from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
+from anymamba.kernels.cpu.program import Program
 from anymamba.scan import SsdPath
-
-# Not attributes of the blocks: a recording is neither copied nor saved with its block.
-_RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
 
 
 class ProjectionPart(NamedTuple):
@@ -196,37 +193,15 @@ class Block(nn.Module):
         Returns:
             y, and the new cache.
         """
-        if (done := self._run_program(x, cache)) is not None:
+        if (done := recorded_step(self, x, cache)) is not None:
             return done
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
         cache = self._expect_cache(where, cache, x.shape[0], x)
-        if (done := self._run_program(x, cache, record=True)) is not None:
+        if (done := recorded_step(self, x, cache, record=True)) is not None:
             return done
         y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
-
-    def _run_program(self, x: Any, cache: Any, *, record: bool = False) -> tuple[Tensor, Any] | None:
-        """A step by the compiled kernels; None where they do not cover it.
-
-        Args:
-            x: as for `step`; a program checks what it is given against what it was recorded for.
-            cache: likewise.
-            record: record a program if there is none of the block as it is: x is checked.
-        """
-        if torch.is_grad_enabled() or kernels_are_off() or finite.is_checked() or torch.is_autocast_enabled("cpu"):
-            return None
-        if not isinstance(cache, self.CACHE) or is_observed() or not are_plain_tensors((x, *cache)):
-            return None
-        recording = _RECORDINGS.get(self)
-        if recording is None or not recording.is_current():
-            if not record:
-                return None
-            recording = _RECORDINGS[self] = Recording(
-                lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
-            )
-        done = recording.run(x, cache)
-        return None if done is None else (done[0], self.CACHE(*done[1]))
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.

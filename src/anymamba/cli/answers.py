@@ -9,7 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
-from anymamba.generation.text import Completion, Pipeline
+from anymamba.generation.completion import Completion
+from anymamba.generation.text import Pipeline
 from anymamba.generation.tokenizers import Tokenizer
 
 _LINES = (".jsonl", ".ndjson")

@@ -14,7 +14,7 @@ import torch
 from anymamba.cli.common import system_message
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.text import UntilStop
+from anymamba.generation.completion import UntilStop
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.ground.interrupts import interrupts
 from anymamba.models.lm import MambaLM

@@ -5,52 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from anymamba.generation.completion import Choice, Completion, Draft
+from anymamba.generation.completion import UntilStop as UntilStop
 from anymamba.generation.evidence import decide_activation
 from anymamba.generation.generate import stream
 from anymamba.generation.prefill import start
 from anymamba.generation.sampling import expect_integer
-from anymamba.generation.tokenizers import TextStream, Tokenizer, load_tokenizer
+from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.opening import resolve
 from anymamba.models.pretrained import load_model
-
-
-class Choice(NamedTuple):
-    """A token that was, or could have been, chosen.
-
-    Attributes:
-        token: its id.
-        text: of it alone, U+FFFD for part of a character.
-        logprob: of the model, before temperature and filters.
-    """
-
-    token: int
-    text: str
-    logprob: float
-
-
-class Completion(NamedTuple):
-    """What follows a prompt.
-
-    Attributes:
-        text: without the prompt, the stop text or the end token.
-        tokens: their ids, with those that ended it.
-        reason: why it ended: at the "end" of a text, before a "stop" text, or at the "length" that was asked for.
-        choices: the tokens with their log-probabilities, if they were asked for.
-        alternatives: to each of them, the most likely tokens, the likeliest first, if they were asked for.
-    """
-
-    text: str
-    tokens: list[int]
-    reason: Literal["end", "stop", "length"]
-    choices: list[Choice] | None
-    alternatives: list[list[Choice]] | None
 
 
 def pipeline(
@@ -197,7 +167,7 @@ class Pipeline:
             state = start(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
             copies = [row for row, places in enumerate(group.values()) for _ in range(n * len(places))]
             tokens = stream(self.model, None, max_new_tokens, cache=state.rows(copies), stop=ends, **sampling)
-            drafts = [_Draft(self.tokenizer, ends, stops) for _ in copies]
+            drafts = [Draft(self.tokenizer, ends, stops) for _ in copies]
             self._write(tokens, drafts, logprobs)
             completions = iter([draft.completion(logprobs) for draft in drafts])
             yield [(place, [next(completions) for _ in range(n)]) for places in group.values() for place in places]
@@ -220,7 +190,7 @@ class Pipeline:
         (ids,) = self._tokens(expect_texts("prompt", [prompt]), add_special_tokens)
         ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
         stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
-        draft = _Draft(self.tokenizer, ends, stops)
+        draft = Draft(self.tokenizer, ends, stops)
         for (token,) in stream(self.model, torch.tensor([ids]), max_new_tokens, stop=ends, **sampling):
             assert token is not None
             if piece := draft.add(token):
@@ -237,7 +207,7 @@ class Pipeline:
             raise ValueError(f"a prompt must have at least one token, got none in prompt {found.index(())}")
         return found
 
-    def _write(self, tokens: Any, drafts: list[_Draft], logprobs: int | None) -> None:
+    def _write(self, tokens: Any, drafts: list[Draft], logprobs: int | None) -> None:
         """Run a stream until all drafts are complete."""
         while any(draft.reason == "length" for draft in drafts):
             logits = tokens.state.logits if logprobs is not None else None
@@ -278,76 +248,3 @@ def expect_texts(name: str, texts: Sequence[str]) -> list[str]:
         if not text:
             raise ValueError(f"{name} must be a text, got an empty one")
     return list(texts)
-
-
-class _Draft:
-    """A continuation in the making."""
-
-    def __init__(self, tokenizer: Tokenizer, ends: list[int], stops: list[str]) -> None:
-        self._text, self._until, self._ends = TextStream(tokenizer), UntilStop(stops), ends
-        self._pieces: list[str] = []
-        self._tokens: list[int] = []
-        self._choices: list[list[Choice]] = []  # of each token: itself, and the most likely ones
-        self.reason: Literal["end", "stop", "length"] = "length"
-
-    def add(self, token: int, choices: Sequence[Choice] = ()) -> str:
-        """Add a token; the text that is now certain."""
-        self._tokens.append(token)
-        self._choices.append(list(choices))
-        if token in self._ends:
-            self.reason = "end"
-            return ""
-        self._pieces.append(piece := self._until.push(self._text.push(token)))
-        if self._until.stopped:
-            self.reason = "stop"
-        return piece
-
-    def finish(self) -> str:
-        """The rest of the text, once no token comes any more."""
-        if self.reason == "stop":
-            return ""
-        rest = self._until.push(self._text.finish())
-        if self._until.stopped:
-            self.reason = "stop"
-        self._pieces.append(rest := rest + self._until.rest())
-        return rest
-
-    def completion(self, logprobs: int | None) -> Completion:
-        """What has been made."""
-        self.finish()
-        choices = None if logprobs is None else [found[0] for found in self._choices]
-        alternatives = [found[1:] for found in self._choices] if logprobs else None
-        return Completion("".join(self._pieces), self._tokens, self.reason, choices, alternatives)
-
-
-class UntilStop:
-    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        """Remember the texts; `stopped` says whether one has come."""
-        self._stops, self._held, self.stopped = stops, "", False
-
-    def push(self, text: str) -> str:
-        """Add text; what may be passed on of it and of what was held back."""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            passed, self._held = self._held[: min(found)], ""
-            return passed
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        keep = next(
-            (
-                n
-                for n in range(min(longest, len(self._held)), 0, -1)
-                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
-        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return passed
-
-    def rest(self) -> str:
-        """What was held back, once nothing more comes."""
-        rest, self._held = self._held, ""
-        return rest
