@@ -335,7 +335,7 @@ def test_help_names_every_field(run):
         (["--optimizer.lr", "1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
         (["--optimizer.lr=1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
         (["--lr", "1"], "--optimiser.lr"),
-        (["a.toml", "b.toml"], "b.toml: one argument too many"),
+        (["a.toml", "b.toml"], "b.toml: unexpected argument"),
     ],
 )
 def test_an_option_that_does_not_exist_is_refused_with_those_that_are_near(run, flags, message):

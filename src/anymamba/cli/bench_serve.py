@@ -1,4 +1,4 @@
-"""`anymamba bench-serve`: load for a server, and how it bears it."""
+"""`anymamba bench-serve`: put load on a server, and measure how it copes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         title = f"{model.name} at {target.url}: {_described(plan)}"
         _say(f"sending to {title}")
         if model.vocab_size is None:
-            _say("the server does not tell its vocabulary: prompts are words, and replies may end early")
+            _say("the server does not report its vocabulary: prompts are words, and replies may end early")
         progress = _Progress()
         run = Run(target, plan, model)
         await run.run(progress.show)
@@ -68,7 +68,7 @@ def _described(plan: Any) -> str:
     """The load in words."""
     count = "" if plan.requests is None else f"{plan.requests} requests"
     time = "" if plan.seconds is None else f"requests for {plan.seconds:g} s"
-    how = f"{plan.concurrency} at a time" if plan.rate is None else f"{plan.rate:g} a second"
+    how = f"{plan.concurrency} at a time" if plan.rate is None else f"{plan.rate:g} per second"
     tokens = f"{plan.read} tokens to read and {plan.write} to write each"
     warm_up = f", after {plan.warm_up} to warm up" if plan.warm_up else ""
     return f"{' or '.join(filter(None, (count, time)))}, {how}, {tokens}{warm_up}"

@@ -25,8 +25,8 @@ class _Score(NamedTuple):
     """What a text costs.
 
     Attributes:
-        tokens: that were read.
-        predicted: those that were predicted.
+        tokens: the number read.
+        predicted: the number predicted.
         size: bytes.
         counted: bytes that were predicted.
         nats: negative log-likelihood.
@@ -46,7 +46,7 @@ class _Score(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Score every file as a text of its own, and all together."""
+    """Score every file as a separate text, and all together."""
     files = [file for path in args.files for file in _files_of(path)]
     model, tokenizer = load(args)
     if len(files) > 1 and not isinstance(tokenizer, ByteTokenizer):
@@ -78,7 +78,7 @@ def _named(path: str) -> str:
 
 
 def _files_of(path: str) -> list[str]:
-    """A file as it is; those in a directory.
+    """A file itself, or the files in a directory.
 
     Raises:
         ValueError: it does not exist, or has a file that cannot be text.
@@ -98,7 +98,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _expect(files: list[str], check: Callable[[Document, bytes], None]) -> None:
-    """Refuse files that a check refuses, all of them named."""
+    """Refuse files that a check refuses; the error names all of them."""
     problems = []
     for path in files:
         try:
@@ -110,7 +110,7 @@ def _expect(files: list[str], check: Callable[[Document, bytes], None]) -> None:
 
 
 def _print_table(rows: list[tuple[str, _Score]]) -> None:
-    """A line for each text, its name at the end."""
+    """Print a line for each text, with its name at the end."""
     table = [("tokens", "bits per byte", "perplexity", ""), *((*score.cells(), name) for name, score in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for row in table:
@@ -149,7 +149,7 @@ def _bits(nats: float, count: int) -> float:
 
 
 def _blocks(where: str, file: Any, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text in blocks that end after a newline where there is one, so that hardly a token is cut."""
+    """The text in blocks that end after a newline if there is one, so that tokens are rarely cut."""
     rest = b""
     while block := file.read(_BLOCK):
         block = rest + block

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         for fact in facts:
             _say(fact)
         if args.host not in ("127.0.0.1", "::1", "localhost") and key is None:
-            _say("anyone who reaches this address can use the server; --api-key asks for a key")
+            _say("anyone who can reach this address can use the server; set --api-key to require a key")
         print(f"listening on {url}", flush=True)
 
     serve(
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
-    """A service that continues texts, and what there is to say of it."""
+    """A service that continues texts, and the lines to print about it."""
     from anymamba.generation.chat import ChatTemplate
     from anymamba.serving.states import StateStore
 
@@ -85,20 +85,20 @@ def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> 
         stops=template.stop,
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
     )
-    facts = [f"{service.name}: {readable_bytes(service.state_bytes)} a conversation, whatever its length"]
+    facts = [f"{service.name}: {readable_bytes(service.state_bytes)} per conversation, at any length"]
     if template.is_plain:
         facts.append("the model has no chat template: conversations are written as User: ... Assistant: ...")
     return service, facts
 
 
 def _embedding_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[EmbeddingService, list[str]]:
-    """A service that gives texts vectors, and what there is to say of it."""
+    """A service that embeds texts, and the lines to print about it."""
     from anymamba.generation.tokenizers import load_tokenizer
     from anymamba.ground.devices import find_device
     from anymamba.models.masked_lm import MaskedLM
 
     if args.weights is not None or args.block:
-        raise ValueError("--weights and --block are for language models, and this is one of embeddings")
+        raise ValueError("--weights and --block are for language models, and this model gives embeddings")
     set_threads(args)
     device = find_device(args.device, "--device")
     model = MaskedLM.from_pretrained(directory, dtype=DTYPES.get(args.dtype), device=device).eval()

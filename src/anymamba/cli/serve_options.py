@@ -15,7 +15,7 @@ def add_serve(
     whole: Callable[[str], Any],
     real: Callable[[str], Any],
 ) -> None:
-    """MODEL, where to listen, who may ask, and what one request may take."""
+    """MODEL, where to listen, who may send requests, and the limits of one."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="answer HTTP requests in OpenAI's form, with a page to talk to the model",
@@ -34,7 +34,7 @@ def add_serve(
     )
     parser.add_argument("--name", help="name of the model, for clients (default: its directory's)")
     parser.add_argument(
-        "--chat-template", metavar="DIR", help="directory with the chat template (default: that of the model)"
+        "--chat-template", metavar="DIR", help="directory with the chat template (default: the model's)"
     )
     parser.add_argument("--verbose", action="store_true", help="print a line for every request")
     safety = parser.add_argument_group("who may send requests")
@@ -51,8 +51,8 @@ def add_serve(
     safety.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="site whose pages may send requests; repeatable"
     )
-    states = parser.add_argument_group("states that are kept")
-    states.add_argument("--states", metavar="DIR", help="keep states on disk, too, so that sessions survive a restart")
+    states = parser.add_argument_group("kept states")
+    states.add_argument("--states", metavar="DIR", help="also keep states on disk, so that sessions survive a restart")
     states.add_argument(
         "--state-memory", type=whole, default=1024, metavar="MIB", help="memory for states (default: %(default)s)"
     )
@@ -67,8 +67,8 @@ def add_serve(
         "--together",
         action="store_true",
         default=None,
-        help="decode rows together without the compiled kernels, too: faster, but the last bits of a reply then depend "
-        "on the other requests",
+        help="decode rows together even without the compiled kernels: faster, but the last bits of a reply then "
+        "depend on the other requests",
     )
     work.add_argument("--segment-len", type=whole, default=256, metavar="N", help="tokens read at once (default: 256)")
     work.add_argument(
@@ -105,36 +105,36 @@ def add_bench_serve(
         "bench-serve",
         help="send requests to a server, and measure how long tokens take",
         description="Send requests of random tokens to a server, and measure the time to the first token, the time "
-        "between tokens and the throughput. What will be sent is said first. Without --rate, --concurrency requests "
-        "are open at a time (a closed loop); with it, that many are sent a second, whatever the server makes of them "
-        "(an open loop), and the time that they wait counts.",
+        "between tokens and the throughput. The command first prints what it will send. Without --rate, --concurrency "
+        "requests are open at a time (a closed loop). With --rate, requests are sent at that rate however fast the "
+        "server is (an open loop), and the time that they wait counts.",
     )
     parser.add_argument("url", metavar="URL", help="address of the server, such as http://127.0.0.1:8080")
     load = parser.add_argument_group("the load")
     load.add_argument(
-        "--requests", type=whole, metavar="N", help="requests in all (default: 64, or as many as --seconds allows)"
+        "--requests", type=whole, metavar="N", help="number of requests (default: 64, or as many as --seconds allows)"
     )
-    load.add_argument("--seconds", type=real, metavar="S", help="time after which no more are sent")
+    load.add_argument("--seconds", type=real, metavar="S", help="time after which no more requests are sent")
     load.add_argument(
         "--concurrency", type=whole, default=8, metavar="N", help="requests open at a time (default: %(default)s)"
     )
-    load.add_argument("--rate", type=real, metavar="R", help="requests a second, at random times")
+    load.add_argument("--rate", type=real, metavar="R", help="requests per second, sent at random times")
     for name, default, text in (("prompt", 128, "tokens to read"), ("output", 64, "tokens to write")):
         load.add_argument(
             f"--{name}-tokens",
             type=_range,
             default=(default, default),
             metavar="N or N-M",
-            help=f"{text}, of each request (default: {default})",
+            help=f"{text} for each request (default: {default})",
         )
     load.add_argument(
         "--seed", type=whole, default=0, metavar="N", help="seed of prompts and times (default: %(default)s)"
     )
     load.add_argument(
-        "--warm-up", type=whole, default=2, metavar="N", help="requests before those that count (default: 2)"
+        "--warm-up", type=whole, default=2, metavar="N", help="requests sent first, which do not count (default: 2)"
     )
     load.add_argument("--timeout", type=real, default=600.0, metavar="S", help="time for a request (default: 600)")
-    load.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server has)")
+    load.add_argument("--model", metavar="NAME", help="model to ask for (default: the server's first)")
     load.add_argument(
         "--field",
         type=option,
@@ -144,8 +144,10 @@ def add_bench_serve(
         help="field of every request, such as temperature=0; repeatable",
     )
     parser.add_argument("--api-key", metavar="KEY", help=f"key of the server (default: ${KEY_VARIABLE}, or none)")
-    parser.add_argument("--json", metavar="FILE", help="write every figure and the time of every token there")
-    parser.add_argument("--plot", metavar="FILE", help="draw the times there (.png, .svg or .pdf; needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="file for all figures and the time of every token")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="file for a plot of the times (.png, .svg or .pdf; needs matplotlib)"
+    )
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -13,8 +13,8 @@ class Choice(NamedTuple):
 
     Attributes:
         token: its id.
-        text: of it alone, U+FFFD for part of a character.
-        logprob: of the model, before temperature and filters.
+        text: its own text, U+FFFD for part of a character.
+        logprob: its log-probability in the model, before temperature and filters.
     """
 
     token: int
@@ -27,10 +27,10 @@ class Completion(NamedTuple):
 
     Attributes:
         text: without the prompt, the stop text or the end token.
-        tokens: their ids, with those that ended it.
-        reason: why it ended: at the "end" of a text, before a "stop" text, or at the "length" that was asked for.
-        choices: the tokens with their log-probabilities, if they were asked for.
-        alternatives: to each of them, the most likely tokens, the likeliest first, if they were asked for.
+        tokens: the ids, including those that ended it.
+        reason: why it ended: at the "end" of a text, before a "stop" text, or at the "length" asked for.
+        choices: the tokens with their log-probabilities, if asked for.
+        alternatives: for each token, the most likely ones at its place, likeliest first, if asked for.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Draft:
         self.reason: Literal["end", "stop", "length"] = "length"
 
     def add(self, token: int, choices: Sequence[Choice] = ()) -> str:
-        """Add a token; the text that is now certain."""
+        """Add a token; returns the text that is now certain."""
         self._tokens.append(token)
         self._choices.append(list(choices))
         if token in self._ends:
@@ -68,7 +68,7 @@ class Draft:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, once no token comes any more."""
+        """The rest of the text, after the last token."""
         if self.reason == "stop":
             return ""
         rest = self._until.push(self._text.finish())
@@ -78,7 +78,7 @@ class Draft:
         return rest
 
     def completion(self, logprobs: int | None) -> Completion:
-        """What has been made."""
+        """The completion so far."""
         self.finish()
         choices = None if logprobs is None else [found[0] for found in self._choices]
         alternatives = [found[1:] for found in self._choices] if logprobs else None
@@ -86,14 +86,14 @@ class Draft:
 
 
 class UntilStop:
-    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
+    """Passes text on until one of the stop texts; holds back what may be the start of one."""
 
     def __init__(self, stops: list[str]) -> None:
-        """Remember the texts; `stopped` says whether one has come."""
+        """Remember the texts; `stopped` says whether one has been found."""
         self._stops, self._held, self.stopped = stops, "", False
 
     def push(self, text: str) -> str:
-        """Add text; what may be passed on of it and of what was held back."""
+        """Add text; returns what can be passed on, including text held back before."""
         self._held += text
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
@@ -113,6 +113,6 @@ class UntilStop:
         return passed
 
     def rest(self) -> str:
-        """What was held back, once nothing more comes."""
+        """The text held back, after the last of it has come."""
         rest, self._held = self._held, ""
         return rest

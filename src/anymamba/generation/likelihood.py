@@ -22,7 +22,7 @@ class Likelihood(NamedTuple):
 
     Attributes:
         nats: negative log-likelihood of the tokens that were predicted.
-        predicted: how many these are: all but the first.
+        predicted: how many tokens that is: all but the first.
         read: tokens the model has read.
     """
 
@@ -44,7 +44,7 @@ def _segment_nats(
 
 
 def likelihood(model: MambaLM, tokens: Iterable[list[int]], segment_len: int = SEGMENT_LEN) -> Iterator[Likelihood]:
-    """Score a text that comes in pieces; memory depends on neither their number nor their lengths together.
+    """Score a text that comes in pieces; memory depends neither on their number nor on their total length.
 
     Args:
         model: the language model.

@@ -38,12 +38,13 @@ def pipeline(
         print(text("Once upon a time", temperature=0.8).text)
 
     Args:
-        source: of the model, as `MambaLM.from_pretrained` takes it.
-        tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; that beside the weights if not given.
-        dtype: to compute in; that of the file if not given.
-        weights: a format of fewer bits for the weights, as `MambaLM.from_pretrained` takes it.
+        source: directory, file or hub id of the model, as for `MambaLM.from_pretrained`.
+        tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; the one beside the weights if not
+            given.
+        dtype: to compute in; the file's if not given.
+        weights: a format of fewer bits for the weights, as for `MambaLM.from_pretrained`.
         device: to compute on.
-        ssm_cfg: options of the blocks that count in place of the config's.
+        ssm_cfg: options of the blocks that override the config's.
 
     Raises:
         ValueError: there is no model, or no tokenizer that belongs to it.
@@ -97,21 +98,21 @@ class Pipeline:
 
         Args:
             prompt: a text, or a list of them.
-            max_new_tokens: the most tokens of each.
-            n: samples of each prompt, which is read once; draws are at temperature 1 where nothing else is said.
+            max_new_tokens: the largest number of tokens for each.
+            n: samples of each prompt, which is read once; the temperature is then 1 unless given.
             stop: texts before which a continuation ends.
-            logprobs: also give the log-probability of each token, and of that many most likely ones.
+            logprobs: also return the log-probability of each token, and of this many most likely ones.
             ignore_end: do not end at the tokenizer's end token.
-            add_special_tokens: before a prompt, those that the tokenizer puts before a text; not for the text of a chat
-                template, which has them.
-            batch_size: rows that are computed together; it changes no result but for rounding.
+            add_special_tokens: begin with the tokens that the tokenizer puts before a text; False for the text of a
+                chat template, which already has them.
+            batch_size: rows computed together; it changes results by rounding only.
             **sampling: temperature, top_k, top_p, min_p, repetition_penalty and seed, as for `anymamba.generate`.
 
         Returns:
-            A completion; a list of them for a list of prompts; and lists of `n` in place of each if `n` is given.
+            A completion; a list of them for a list of prompts; with `n`, a list of `n` in place of each.
 
         Raises:
-            TypeError: what should be a text or a whole number is something else.
+            TypeError: an argument that should be a text or a whole number is not.
             ValueError: a prompt or stop text is empty, or an option is out of its range.
         """
         if not isinstance(prompt, str | Sequence):
@@ -147,10 +148,10 @@ class Pipeline:
         batch_size: int = 16,
         **sampling: Any,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """The same, batch by batch as they are done.
+        """The same, batch by batch as they finish.
 
         Yields:
-            Pairs of the place of a prompt in the list, and its `n` completions.
+            Pairs of a prompt's place in the list and its `n` completions.
         """
         for name, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("logprobs", logprobs or 0, 0)):
             expect_integer(name, value)
@@ -182,7 +183,7 @@ class Pipeline:
         add_special_tokens: bool = True,
         **sampling: Any,
     ) -> Iterator[str]:
-        """Continue one text, piece by piece; the arguments are those of a call.
+        """Continue one text, piece by piece; the arguments are the same as for a call.
 
         Yields:
             Text, never half a character, and nothing of a stop text.
@@ -226,7 +227,7 @@ class Pipeline:
 
 
 def _groups(prompts: list[tuple[int, ...]], size: int) -> Iterator[dict[tuple[int, ...], list[int]]]:
-    """Prompts by their tokens, `size` at a time, with their places; equal ones together, to draw differently."""
+    """Prompts by their tokens, `size` at a time, with their places; equal ones stay together, to draw differently."""
     places: dict[tuple[int, ...], list[int]] = {}
     for place, ids in enumerate(prompts):
         places.setdefault(ids, []).append(place)
@@ -239,7 +240,7 @@ def expect_texts(name: str, texts: Sequence[str]) -> list[str]:
     """A list of texts, none of them empty.
 
     Raises:
-        TypeError: one is no text.
+        TypeError: one is not a text.
         ValueError: one is empty.
     """
     for text in texts:
