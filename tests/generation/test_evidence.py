@@ -128,7 +128,7 @@ def test_options_that_nobody_knows_are_kept_and_those_without_effect_are_taken(t
     config["ssm_cfg"]["future_option"] = [1, 2]
     (source / "config.json").write_text(json.dumps(config))
     with pytest.warns(
-        UserWarning, match="that Mamba3 does not know: future_option; they are kept and not used"
+        UserWarning, match="that Mamba3 does not know: future_option; they are kept but not used"
     ) as caught:
         model = MambaLM.from_pretrained(source)
     assert len(caught) == 1

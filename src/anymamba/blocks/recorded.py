@@ -1,4 +1,4 @@
-"""A block's token by the compiled kernels: recorded when it is first asked for, and again after the block changes."""
+"""A block's token by the compiled kernels: recorded when first needed, and again after the block changes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
 
 
 def recorded_step(block: Block, x: Any, cache: Any, *, record: bool = False) -> tuple[Tensor, Any] | None:
-    """`Block.step` by the compiled kernels; None where they do not cover it.
+    """`Block.step` by the compiled kernels; None if they do not cover it.
 
     Args:
         block: whose step it is.
         x: as for `step`; a program checks what it is given against what it was recorded for.
         cache: likewise.
-        record: record a program if there is none of the block as it is: x is checked.
+        record: record a program if there is none for the current block; x must have been checked.
     """
     if torch.is_grad_enabled() or kernels_are_off() or finite.is_checked() or torch.is_autocast_enabled("cpu"):
         return None

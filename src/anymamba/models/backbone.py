@@ -34,14 +34,14 @@ class Backbone(Stack):
     def __init__(
         self, config: MambaLMConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Create the parameters, the embedding before the layers: their order is a checkpoint's and a seed's."""
+        """Create the parameters, the embedding before the layers: checkpoints and seeds depend on the order."""
         nn.Module.__init__(self)
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, device=device, dtype=dtype)
         self._build(config.stack_config(), device=device, dtype=dtype)
 
     @property
     def residual_in_fp32(self) -> bool:
-        """Whether the residual stream is float32 at least."""
+        """Whether the residual stream is at least float32."""
         return self.config.residual_in_fp32
 
     def forward(  # type: ignore[override]  # a stack's takes what the embedding gives
@@ -58,7 +58,7 @@ class Backbone(Stack):
     ) -> Any:
         """The hidden states after the last norm, of a sequence (b, t, d) or a token (b, d); arguments as for `MambaLM`.
 
-        With `wanted` passes, the residual stream after each of them comes third.
+        With `wanted` passes, the third result is the residual stream after each of them.
         """
         expect_cache(cache)
         x = inputs_embeds
@@ -93,7 +93,7 @@ class Backbone(Stack):
             program.child(layers, names[index], ResidualLayer).record(program, 0, added=not ignored)
 
     def record_norm(self, program: Program) -> int:
-        """Describe the last norm of a token; the slot of its result."""
+        """Describe the last norm of a token; returns the slot of its result."""
         return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
 
 
@@ -119,5 +119,5 @@ def embedded(where: str, embedding: nn.Embedding | NarrowEmbedding, input_ids: A
 
 
 def _shared(context: Context | None) -> dict[str, Any]:
-    """The argument for a block; blocks that know nothing of it need not."""
+    """The argument for a block; blocks without support for it do not get it."""
     return {} if context is None else {"context": context}

@@ -1,4 +1,4 @@
-"""What the doors of stacks and models check: a batch of sequences, padded, or packed into rows.
+"""Checks at the entry points of stacks and models: a batch of sequences, padded or packed into rows.
 
 Letters: b batch, t time.
 """
@@ -24,7 +24,7 @@ from anymamba.ground.sequences import bounds_of
 
 
 def check_input(where: str, x: Any, letters: str, width: int, like: Tensor) -> None:
-    """Refuse an input of another shape, or whose dtype or device is not that of `like`."""
+    """Refuse an input of another shape, or with another dtype or device than `like`."""
     sizes = {"d": width}
     expect_shape(where, "x", x, letters, sizes)
     expect_steps(where, sizes.get("t", 1))
@@ -42,7 +42,7 @@ def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> 
 
 
 def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:
-    """Refuse boundaries or a mask that do not fit (b, t, ...); how the rows are padded."""
+    """Refuse boundaries or a mask that do not fit (b, t, ...); returns how the rows are padded."""
     b, t = x.shape[:2]
     if cu_seqlens is not None:
         if mask is not None:

@@ -6,7 +6,7 @@ Layers come in pairs, one for each direction; flip is over time, inside each seq
 
 The merge is their mean, or W [f; g] + c. There is no step and no cache: the first output depends on the last input.
 
-Letters: b batch, t time, d d_model, z packed sequences, V passes (two a pair).
+Letters: b batch, t time, d d_model, z packed sequences, V passes (two per pair).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BidirectionalConfig(StackConfig):
         return len(self.layers_of_passes()) // 2
 
     def pairs_of_passes(self) -> list[int]:
-        """The real pair of each pair of passes, by its forward layer: whose merge and gates it uses."""
+        """The real pair of each pair of passes, given by its forward layer: the one that has its merge and gates."""
         return [layer // 2 for layer in self.layers_of_passes()[::2]]
 
     def layer_groups(self) -> int:
@@ -133,12 +133,12 @@ class BidirectionalStack(Passes):
                 rows that are padded at the end. Outputs at the padding are zero.
 
         Returns:
-            y. With class tokens there are more outputs than inputs (`output_indices`), and those of padded rows stand
-            at their front.
+            y. With class tokens there are more outputs than inputs (`output_indices`), and those of padded rows are at
+            the front.
 
         Raises:
             ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is no tensor.
+            TypeError: dtypes that do not fit, or something that is not a tensor.
         """
         if seq_idx is not None:
             rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)

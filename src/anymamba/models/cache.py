@@ -41,8 +41,8 @@ class ModelState(Tree):
         """Write to a state file together with the fingerprint of `model`.
 
         Raises:
-            OSError: it cannot be written; what was there before is as it was.
-            ValueError: it holds values that no state can have, as those that are not finite.
+            OSError: it cannot be written; an earlier file stays as it was.
+            ValueError: it holds values that no state can have, such as values that are not finite.
         """
         write_state(path, self, {"fingerprint": model.fingerprint()})
 
@@ -51,7 +51,7 @@ class ModelState(Tree):
         """Read what `save` wrote, to continue with the same `model`, on its device.
 
         Raises:
-            ValueError: the file is not a saved state, is damaged, or is of another model.
+            ValueError: the file is not a saved state, is damaged, or belongs to another model.
         """
         tensors, facts, version = read_state(path, cls.__name__, ["fingerprint"])
         if not model.has_fingerprint(facts["fingerprint"]):
@@ -60,7 +60,7 @@ class ModelState(Tree):
                 f"expected fingerprint {model.fingerprint()}, got {facts['fingerprint']}"
             )
         like = cls.like(model)
-        if version == 1:  # which left out where in the tree the cache is
+        if version == 1:  # which did not record where in the tree the cache is
             names = {name.removeprefix("cache."): name for name in like.tensors()}
             tensors = {names.get(name, name): x for name, x in tensors.items()}
         return restore(path, like, tensors)
@@ -100,7 +100,7 @@ def expect_stack_cache(where: str, cache: Any, kind: type[StackCache], passes: i
 
     Raises:
         TypeError: it is not a `kind`.
-        ValueError: it has another number of either.
+        ValueError: it has another number of layers or cursors.
     """
     if not isinstance(cache, kind):
         raise TypeError(f"{where}: cache must be a {kind.__name__}, got {type(cache).__name__}")

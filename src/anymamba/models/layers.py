@@ -108,13 +108,13 @@ class ResidualLayer(nn.Module):
             residual: the stream.
             cache: of the block.
             added: return the stream after the layer; False: what the layer would add to it.
-            options: the block's.
+            options: of the block.
         """
         hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
         return self._add(residual, hidden, added), cache
 
     def step_infinite(self, residual: Float[Tensor, "b d"], *, added: bool = True) -> Float[Tensor, "b d"]:
-        """What `forward` comes to under a token that repeats forever."""
+        """The stationary result of `forward` under a token that repeats forever."""
         return self._add(residual, self.mixer.step_infinite(self.norm(residual)), added)
 
     def _add(self, residual: Tensor, hidden: Tensor, added: bool) -> Tensor:
@@ -130,7 +130,7 @@ class ResidualLayer(nn.Module):
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
     def record(self, program: Program, residual: int, *, added: bool = True) -> None:
-        """Describe one token to the compiled kernels: slot `residual` advances, or is replaced where not `added` to."""
+        """Describe one token to the compiled kernels: the result is `added` to slot `residual`, or replaces it."""
         width, mixer = program.input_width, program.child(self, "mixer", type(self.mixer))
         if not added and self.mlp is not None:
             program.refuse("a layer with an MLP whose residual is ignored has no compiled step")

@@ -26,13 +26,13 @@ Place = Callable[[Tensor], Tensor]  # a stream (b, t, d) with the class tokens o
 
 
 class Passes(nn.Module):
-    """Layers that are passed through one after another; a subclass says what a pass computes.
+    """Layers that are passed through one after another; a subclass defines what a pass computes.
 
     Attributes:
         config: of the stack.
         layers: its layers, each with its mixer.
         norm_f: after the last pass.
-        gates: of Multi-Gate Residuals, empty where the residual is plain.
+        gates: of Multi-Gate Residuals; empty if the residual is plain.
     """
 
     config: StackConfig
@@ -49,7 +49,7 @@ class Passes(nn.Module):
             self.gates = nn.ModuleList(MultiGate(c.d_model, bias, **factory) for _ in range(count))
 
     def _build_class_tokens(self, factory: dict[str, Any]) -> None:
-        """Create the class tokens, of which each layer has its own, whatever passes over it."""
+        """Create the class tokens; each layer has its own, however often it is passed through."""
         c = self.config
         if c.class_tokens:
             self.class_tokens = ClassTokens(c.class_tokens, c.d_model, **factory)
@@ -76,12 +76,12 @@ class Passes(nn.Module):
         """Where the outputs of a whole sequence of `length` tokens are: its own, and those of class tokens.
 
         Raises:
-            ValueError: `length` is no number of tokens.
+            ValueError: `length` is not a number of tokens.
         """
         return output_indices(length, self.config.class_tokens, self.config.class_tokens_of_passes())
 
     def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
-        """Refuse what no block could run over; how the rows are padded."""
+        """Refuse inputs that no block could run over; returns how the rows are padded."""
         self._check_input(name, x, "b t d")
         return check_batch(f"{type(self).__name__}.{name}", x, cu_seqlens, mask)
 
@@ -174,7 +174,7 @@ class Levels:
         self.cursors: list[Tensor] = []
 
     def before(self, v: int | None) -> Place | None:
-        """Place the class tokens before a pass, or before all (None); None where there are none."""
+        """Place the class tokens before a pass, or before all (None); None if there are none."""
         level = self._stack._level(v)
         if level is None:
             return None

@@ -29,7 +29,7 @@ from anymamba.scan import SsdPath
 
 
 class Stack(Passes):
-    """Residual layers of any family, also mixed, passed through in any order, with one cache a pass.
+    """Residual layers of any family, or of several, passed through in any order, with one cache per pass.
 
     Args:
         config: a `StackConfig`; its fields may be given as keywords instead.
@@ -68,7 +68,7 @@ class Stack(Passes):
 
     @property
     def _layer_of_pass(self) -> Sequence[int]:
-        """The layer of each pass; without a schedule, all layers that there are now."""
+        """The layer of each pass; without a schedule, all current layers in order."""
         return range(len(self.layers)) if self._schedule is None else self._schedule
 
     @property
@@ -87,7 +87,7 @@ class Stack(Passes):
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
         length: int | Int[Tensor, " z"] | None = None,
     ) -> Float[Tensor, "b t1 d"]:
-        """`prefill` without the new cache; without a cache the sequences are whole, so that their length is known."""
+        """`prefill` without the new cache; without an old one the sequences are whole, so their length is known."""
         whole = cache is None and length is None
         return self._prefill("forward", x, cache, path, cu_seqlens, seq_idx, mask, length, whole=whole)[0]
 
@@ -113,16 +113,16 @@ class Stack(Passes):
                 row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
-            length: of the whole sequences of which this call has a part, one for all or (z,): class tokens in the
-                middle and at the end are placed by it.
+            length: of the whole sequences of which this call is a part, one for all or (z,); it places class tokens in
+                the middle and at the end.
 
         Returns:
             y, and the cache after the last real token of each row. With class tokens there are more outputs than
-            inputs (`output_indices`), and those of padded rows stand at their front.
+            inputs (`output_indices`), and those of padded rows are at the front.
 
         Raises:
             ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is no tensor.
+            TypeError: dtypes that do not fit, or something that is not a tensor.
         """
         return self._prefill("prefill", x, cache, path, cu_seqlens, seq_idx, mask, length)
 
@@ -211,7 +211,7 @@ class Stack(Passes):
             length: of the whole sequences, for class tokens that are placed by it.
 
         Returns:
-            y, and the new cache. Where class tokens run with the token, y is the last output of the call.
+            y, and the new cache. If class tokens run with the token, y is the last output of the call.
         """
         self._check_input("step", x, "b d")
         levels = self._levels("step", x.unsqueeze(1), cache, length)
@@ -232,7 +232,7 @@ class Stack(Passes):
             length: of the whole sequences, for class tokens that are placed by it.
 
         Returns:
-            The output of the last of them, None where none waited; and the cache, from which the next token continues.
+            The output of the last of them, None if none waited; and the cache from which the next token continues.
         """
         mixer: Any = self.layers[0].mixer
         like = mixer.activation_like()
@@ -263,7 +263,7 @@ class Stack(Passes):
         return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers), cursors)
 
     def fingerprint(self) -> str:
-        """A name for these weights in this dtype, which state files have."""
+        """A name for these weights in this dtype, which state files record."""
         return fingerprint.fingerprint(self, self.config)
 
     def has_fingerprint(self, name: str) -> bool:
@@ -303,7 +303,7 @@ class Stack(Passes):
             if levels is not None:
                 options.update(levels.flow.options())
                 paddings[v] = levels.flow.padding
-                if not h.shape[1]:  # nothing has come, and nothing waits
+                if not h.shape[1]:  # no token has come, and no class token waits
                     new.append(layer.mixer.init_cache(len(h)) if old[v] is None else old[v])
                     return h
             with finite.within(f"layers.{index}"):

@@ -115,7 +115,7 @@ class Mamba3(Block):
         return {"in_proj": tuple(ProjectionPart(name, rows, name not in ("dt", "A", "trap")) for name, rows in parts)}
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A state, a key, a value and a rotation a head."""
+        """A state, a key, a value and a rotation for each head."""
         c = self.config
         rotation = (c.nheads, c.turns, 4) if c.rotation == "quaternion" else (c.nheads, c.turns)
         shapes = {"ssm": (c.nheads, c.headdim, c.d_state), "k": (c.rank, c.nheads, c.d_state)}
@@ -164,7 +164,7 @@ class Mamba3(Block):
         return self.output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
 
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
-        """What the scan is given, and the gate that `output` needs; arguments as for `mix`."""
+        """The inputs of the scan, and the gate that `output` needs; arguments as for `mix`."""
         z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(self.in_proj(x))
         dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretise(raw, lengths)
         step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
@@ -234,7 +234,7 @@ class Mamba3(Block):
         )
 
     def _turns(self, dt_bth: Tensor, rate_btc: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For how long every head turns at a token, and how fast; a fixed rotation does so whatever the token is."""
+        """For how long every head turns at a token, and how fast; a fixed rotation does not depend on the token."""
         c: Mamba3Config = self.config
         if c.rotation != "fixed":
             return dt_bth, rate_btc

@@ -1,4 +1,4 @@
-"""Mamba-3: what its scan is given, and what it starts from where several workers share a sequence."""
+"""Mamba-3: the inputs of its scan, and what it starts from if several workers share a sequence."""
 
 from __future__ import annotations
 
