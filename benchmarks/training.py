@@ -22,7 +22,8 @@ from anymamba.ground.products import project
 from anymamba.models.loss import head_nats
 from anymamba.training.config import TrainingConfig
 from anymamba.training.display import Display
-from anymamba.training.language import LanguageTask, begin
+from anymamba.training.language import begin
+from anymamba.training.language_task import LanguageTask
 from anymamba.training.loop import Trainer
 from anymamba.training.report import MetricsTable
 from benchmarks.generation import our_model, prompt, transformers_model

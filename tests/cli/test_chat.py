@@ -109,8 +109,8 @@ def test_prompts_of_a_file_are_messages(run, model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--system", "x", "--prompt", "a"], "--system begins a conversation: it needs --chat"),
-        (["--chat", "--load-state", "x", "--prompt", "a"], "--chat begins a conversation, and cannot continue from"),
+        (["--system", "x", "--prompt", "a"], "--system starts a conversation, so it needs --chat"),
+        (["--chat", "--load-state", "x", "--prompt", "a"], "--chat starts a conversation and cannot continue from"),
         (["--chat", "--prompt", " "], "the message is empty"),
     ],
 )

@@ -162,7 +162,7 @@ class TestGenerate:
         os.close(ours)
         first, *rest = capsys.readouterr().err.splitlines()
         assert "an empty line lets the model continue" in first
-        assert first.endswith("Ctrl-C ends a reply, Ctrl-D leaves.")
+        assert first.endswith("Ctrl-C ends a reply, Ctrl-D exits.")
         assert rest[-1].startswith("> > > read 3 tokens")
 
     def test_an_interrupted_turn_is_followed_by_the_next(self, run, model, interrupted):
@@ -217,7 +217,7 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("a.txt", "\n\n", "a.txt: expected one prompt a line, found none"),
+            ("a.txt", "\n\n", "a.txt: expected one prompt per line, found none"),
             ("a.jsonl", '{]\n{"prompt": "x"}\n{"text": "x"}\n', "line 1: not readable JSON"),
             ("a.jsonl", '{]\n{"prompt": "x"}\n{"text": "x"}\n', 'line 3: expected an object with a text "prompt"'),
             ("a.jsonl", '{"prompt": ""}', 'line 1: expected an object with a text "prompt"'),
@@ -386,7 +386,7 @@ class TestInfo:
         lm = MambaLM.from_pretrained(model)
         assert code == 0
         assert table["parameters"] == f"{sum(p.numel() for p in lm.parameters()):,}"
-        assert table["state"].startswith(f"{lm.init_cache(1).nbytes / 1024:.1f} KiB a sequence")
+        assert table["state"].startswith(f"{lm.init_cache(1).nbytes / 1024:.1f} KiB per sequence")
         assert table["values"] == "all finite"
         assert table["model"].startswith("Mamba2, official format")
 

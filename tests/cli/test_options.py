@@ -60,7 +60,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
         (["generate", "m", "--Top-P", "3"], "--Top-P: no such option; did you mean --top-p?"),
         (["generate"], "the following arguments are required: MODEL (anymamba generate --help lists the options)"),
         (["generate", "m", "--prompt", "a", "--file", "b"], "argument --file: not allowed with argument --prompt"),
-        (["info", "a", "b"], "b: one argument too many"),
+        (["info", "a", "b"], "b: unexpected argument"),
         (["train", "--sources", "a"], "--sources: no such option; did you mean --data.sources?"),
         (["train", "--wandb", "a"], "--wandb: no such option; did you mean --evaluation.wandb?"),
         (["train", "--quantum", "a"], "--quantum: no such option; anymamba train --help lists the options"),
@@ -86,7 +86,7 @@ def test_help_shows_what_a_field_is_where_nothing_is_given(run):
     for text in (
         "family of the blocks: Mamba1, Mamba2 or Mamba3 (default: Mamba3)",
         'or "stdlib" (default: stdlib)',
-        "{true,false} use the embedding as the head, too (default: true)",
+        "{true,false} use the embedding as the head as well (default: true)",
         "(default: data/ in the run's directory)",
     ):
         assert text in out

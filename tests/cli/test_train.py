@@ -136,7 +136,7 @@ def test_a_model_is_trained_further(run, config, tmp_path):
     ],
 )
 def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
-    monkeypatch.setattr("anymamba.training.language.find_text", None)
+    monkeypatch.setattr("anymamba.training.language_task.find_text", None)
     code, _, err = run("train", config, "--out", tmp_path / "run", *flags)
     assert code == 2
     assert message in err
@@ -147,7 +147,7 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_is_saved(run, conf
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anymamba.training.language.prepare", interrupted)
+    monkeypatch.setattr("anymamba.training.language_task.prepare", interrupted)
     code, out, err = run("train", config, "--out", tmp_path / "run")
     assert (code, out) == (130, "")
     assert err.startswith("stopped before the first step: there is nothing to save")
@@ -335,7 +335,7 @@ def test_help_names_every_field(run):
         (["--optimizer.lr", "1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
         (["--optimizer.lr=1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
         (["--lr", "1"], "--optimiser.lr"),
-        (["a.toml", "b.toml"], "b.toml: one argument too many"),
+        (["a.toml", "b.toml"], "b.toml: unexpected argument"),
     ],
 )
 def test_an_option_that_does_not_exist_is_refused_with_those_that_are_near(run, flags, message):

@@ -103,7 +103,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     compat.install()
 assert "transformers.models.bamba.modeling_bamba" in str(caught[-1].message)
-assert "were imported before and do not use it" in str(caught[-1].message)
+assert "were imported earlier and do not use it" in str(caught[-1].message)
 forget()
 for kind, (state, before) in plain.items():
     model = build(kind, state)

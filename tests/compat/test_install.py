@@ -119,7 +119,7 @@ except RuntimeError as error:
     prefix = "anymamba.compat.install: causal_conv1d"
     assert lines == [
         f"anymamba.compat: {prefix} is installed, and the stand-in never hides it; uninstall it first",
-        f"{prefix} has been imported already; call it before that import",
+        f"{prefix} has already been imported; call it before that import",
     ]
 
 

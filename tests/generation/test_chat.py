@@ -173,7 +173,7 @@ class TestDoor:
     @pytest.mark.parametrize(
         ("messages", "error", "words"),
         [
-            ([], ValueError, "at least one, got none"),
+            ([], ValueError, "messages must not be empty"),
             ("hello", TypeError, "messages must be a list of .* got 'hello'"),
             ({"role": "user", "content": "a"}, TypeError, "messages must be a list"),
             (["hello"], TypeError, "a message must be .* got 'hello'"),
@@ -192,9 +192,9 @@ class TestDoor:
             ("a\n{% for %}", r"not a readable template \(line 2: "),
             ("{{ nothing.at.all }}", r"it fails on these messages \(UndefinedError: 'nothing' is undefined\)"),
             ("{{ 1 / 0 }}", "ZeroDivisionError"),
-            ("{{ messages.append(1) }}", "it does what a template may not"),
-            ("{{ ''.__class__.__mro__ }}", "it does what a template may not"),
-            ("{{ cycler.__init__.__globals__.os.system('true') }}", "it does what a template may not"),
+            ("{{ messages.append(1) }}", "it does something that a template may not do"),
+            ("{{ ''.__class__.__mro__ }}", "it does something that a template may not do"),
+            ("{{ cycler.__init__.__globals__.os.system('true') }}", "it does something that a template may not do"),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself too often"),
             ("{% include '/etc/passwd' %}", "it fails on these messages"),
         ],

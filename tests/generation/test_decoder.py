@@ -280,7 +280,7 @@ def test_a_token_is_embedded_once_and_has_no_gradient(grad):
 def test_bad_input_is_refused_as_the_model_does(unchecked):
     decode = decoder(small_lm())
     for step in (decode.step, decode.model.step):
-        with pytest.raises(ValueError, match=r"input_ids must be a tensor \(b,\), one token a row, got \(2, 3\)"):
+        with pytest.raises(ValueError, match=r"input_ids must be a tensor \(b,\), one token per row, got \(2, 3\)"):
             step(torch.zeros(2, 3, dtype=torch.long))
         with pytest.raises(ValueError, match="token ids must be between 0 and"):
             step(torch.tensor([1000]))

@@ -51,7 +51,7 @@ def test_a_model_that_learnt_nothing_stays_undecided_and_says_what_to_pass(tmp_p
     letters = type("Letters", (), {"encode": lambda self, text: [ord(c) % 29 for c in text]})()
     evidence = decide_activation(model, letters)
     assert evidence.taken == ""
-    assert "Pass --block a_activation=softplus, or heavy_tail" in str(evidence)
+    assert "Choose one with --block a_activation=softplus or heavy_tail" in str(evidence)
     assert activation_of(model) == "heavy_tail"
     model.save_pretrained(tmp_path / "again")
     assert "a_activation" not in json.loads((tmp_path / "again" / "config.json").read_text())["ssm_cfg"]
@@ -60,7 +60,7 @@ def test_a_model_that_learnt_nothing_stays_undecided_and_says_what_to_pass(tmp_p
 def test_a_silent_config_is_warned_of_unless_somebody_says(recwarn):
     with pytest.warns(UserWarning, match=r'pass ssm_cfg=\{"a_activation": "softplus"\}'):
         MambaLM.from_pretrained(silent("softplus"))
-    with pytest.warns(UserWarning, match="softplus is taken .* bits per byte of a short text"):
+    with pytest.warns(UserWarning, match="using softplus .* bits per byte of a short text"):
         text = anymamba.pipeline(silent("softplus"), dtype=torch.float32)
     assert activation_of(text.model) == "softplus"
     recwarn.clear()
@@ -75,7 +75,9 @@ def test_a_silent_config_is_warned_of_unless_somebody_says(recwarn):
 def test_the_command_decides_says_so_and_writes_it(tmp_path, capsys):
     assert main(["convert", str(silent("softplus")), str(tmp_path / "out")]) == 0
     error = capsys.readouterr().err
-    assert error.startswith("anymamba: the config does not say how Mamba-3's decay rates are activated: softplus is")
+    assert error.startswith(
+        "anymamba: the config does not name the activation of Mamba-3's decay rates: using softplus"
+    )
     assert error.count("\n") == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["ssm_cfg"]["a_activation"] == "softplus"
     assert main(["eval", str(tmp_path / "out"), str(Path(__file__).parents[2] / "README.md")]) == 0
@@ -84,7 +86,7 @@ def test_the_command_decides_says_so_and_writes_it(tmp_path, capsys):
     assert main(["generate", str(silent("softplus")), *options]) == 0
     assert "decay rates" not in capsys.readouterr().err
     assert main(["info", str(silent("softplus"))]) == 0
-    assert "not said in the config: heavy_tail or softplus" in capsys.readouterr().out
+    assert "not given in the config: heavy_tail or softplus" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("default")
@@ -126,7 +128,7 @@ def test_options_that_nobody_knows_are_kept_and_those_without_effect_are_taken(t
     config["ssm_cfg"]["future_option"] = [1, 2]
     (source / "config.json").write_text(json.dumps(config))
     with pytest.warns(
-        UserWarning, match="that Mamba3 does not know: future_option; they are kept and not used"
+        UserWarning, match="that Mamba3 does not know: future_option; they are kept but not used"
     ) as caught:
         model = MambaLM.from_pretrained(source)
     assert len(caught) == 1

@@ -4,7 +4,7 @@ import torch
 import anymamba
 from anymamba import MambaLM
 from anymamba.generation import ByteTokenizer, Pipeline, load_tokenizer
-from anymamba.generation.text import UntilStop
+from anymamba.generation.completion import UntilStop
 from tests.models.cases import small_lm
 
 PROMPTS = ["Hello", "a", "A longer prompt than the others", "Hello", "zwölf"]

@@ -87,7 +87,7 @@ def test_turns_add_up_to_the_rotation_of_the_cache(rotation):
 
 
 def test_only_states_of_mamba3_turn():
-    with pytest.raises(ValueError, match="only states of Mamba3 turn, got a Mamba2"):
+    with pytest.raises(ValueError, match="only the states of Mamba3 turn, got a Mamba2"):
         turns(Mamba2(d_model=16, headdim=8), torch.randn(1, 2, 16))
 
 

@@ -258,7 +258,7 @@ def test_what_cannot_work_is_refused():
     for fields, message in [
         ({"class_tokens": ["begin"]}, "class_tokens must be a list of 'start', 'middle', 'end' and numbers"),
         ({"class_tokens": [-1]}, "from 0 on, got \\[-1\\]"),
-        ({"layer_class_tokens": [["start"]]}, "layer_class_tokens must have 3 lists, one a layer, got 1"),
+        ({"layer_class_tokens": [["start"]]}, "layer_class_tokens must have 3 lists, one per layer, got 1"),
         ({"layer_class_tokens": [[], [], ["x"]]}, "layer_class_tokens\\[2\\] must be"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -261,7 +261,7 @@ def test_labels_out_of_range_are_refused_where_they_count(bad, logits):
         (lambda m: MambaLM("model"), TypeError, "a MambaLMConfig, got str; .*MambaLM.from_pretrained"),
         (lambda m: m([[1, 2]]), TypeError, r"input_ids must be a tensor \(b, t\), got list; torch.tensor\(\[ids\]\)"),
         (lambda m: m(ids(1, 5)[0]), ValueError, r"input_ids must have shape \(b, t\), got \(5,\); .*unsqueeze\(0\)"),
-        (lambda m: m(ids(1, 3), ids(1, 3)), TypeError, "an LMCache, got Tensor; labels go by their name, labels="),
+        (lambda m: m(ids(1, 3), ids(1, 3)), TypeError, "an LMCache, got Tensor; pass labels by name, labels="),
         (lambda m: m(ids(1, 3), m(ids(1, 2))), TypeError, "an LMCache, got LMOutput; pass its .cache"),
         (lambda m: m(ids(1, 3), start(m, ids(1, 2))), TypeError, "an LMCache, got GenerationState; pass its .cache"),
         (lambda m: m(ids(1, 3), (1, 2)), TypeError, "an LMCache, got tuple"),
@@ -278,7 +278,7 @@ def test_bad_input_is_refused_by_name(call, error, message, unchecked):
 def test_a_step_names_what_was_passed_wrongly():
     model = small_lm()
     for wrong in ([1, 2], ids(2, 1)):
-        with pytest.raises(ValueError, match=r"input_ids must be a tensor \(b,\), one token a row, got"):
+        with pytest.raises(ValueError, match=r"input_ids must be a tensor \(b,\), one token per row, got"):
             model.step(wrong)
     with pytest.raises(TypeError, match="cache must be an LMCache, got Tensor"):
         model.step(ids(1, 2)[0], torch.zeros(2))

@@ -649,7 +649,8 @@ class TestHub:
 
         monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
         with pytest.raises(
-            ValueError, match=r"the hub did not give it \(no connection\); pass a directory that holds .* instead"
+            ValueError,
+            match=r"it could not be fetched from the hub \(no connection\); pass a directory that holds .* instead",
         ):
             MambaLM.from_pretrained("some/model")
 

@@ -60,13 +60,13 @@ def test_a_refusal_is_one_line(model, tmp_path):
     with hub(refusing=True) as (address, _):
         done = command(address, tmp_path / "home", "push", model, "me/mine")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("anymamba: me/mine: the hub did not take it (")
+    assert done.stderr.startswith("anymamba: me/mine: the hub did not accept it (")
 
 
 def test_a_network_that_fails_is_one_line(model, tmp_path):
     done = command("http://127.0.0.1:9", tmp_path / "home", "push", model, "me/mine")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("anymamba: me/mine: the hub did not take it (")
+    assert done.stderr.startswith("anymamba: me/mine: the hub did not accept it (")
 
 
 def test_a_name_that_is_none_is_refused_before_anything_is_written():

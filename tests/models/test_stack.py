@@ -301,7 +301,7 @@ def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):
     ("fields", "message"),
     [
         ({"schedule": "random"}, "schedule must be one of cyclic, stretched, or a list of layers, got 'random'"),
-        ({"schedule": [0, 1], "n_virtual": 3}, "must have 3 entries, one a pass, got 2"),
+        ({"schedule": [0, 1], "n_virtual": 3}, "must have 3 entries, one per pass, got 2"),
         ({"schedule": [0, 2]}, "must name layers 0 to 1, got 2"),
         ({"schedule": []}, "a list of layers, got"),
         ({"n_virtual": 0}, "n_virtual must be at least 1, got 0"),
@@ -311,7 +311,7 @@ def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):
         ({"streams": -1}, "streams must be 0"),
         ({"gates_per": "token"}, 'gates_per must be "layer" or "pass"'),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-        ({"layer_cfgs": [{}]}, "layer_cfgs must be a list of 2 tables, one a layer, got 1"),
+        ({"layer_cfgs": [{}]}, "layer_cfgs must be a list of 2 tables, one per layer, got 1"),
         ({"layer_cfgs": [{}, {"layer": "Mamba2", "odd": 1}]}, r"Mamba2 does not know: \['odd'\]"),
         ({"n_layers": 3}, r"got \['n_layers'\]"),
     ],

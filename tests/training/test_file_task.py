@@ -11,7 +11,8 @@ from anymamba import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, S
 from anymamba.training import read_config, resume, train
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.file_config import KINDS, FileConfig
-from anymamba.training.file_task import MASK, file_task
+from anymamba.training.file_kinds import TASKS, file_task
+from anymamba.training.file_values import MASK
 from anymamba.training.predictions import Predictor
 from anymamba.training.report import read_metrics
 from anymamba.training.sequences import order_of_step
@@ -71,6 +72,23 @@ def files(tmp_path_factory):
     directory = tmp_path_factory.mktemp("files")
     write_files(directory)
     return directory
+
+
+def test_every_kind_of_the_config_has_a_task():
+    assert tuple(TASKS) == KINDS
+
+
+@pytest.mark.parametrize(
+    ("section", "found"),
+    [
+        ({"family": "Mamba9"}, r"model\.family must be one of Mamba1, Mamba2, Mamba3, got 'Mamba9'"),
+        ({"family": "Mamba1", "headdim": 8}, r"model\.headdim: Mamba1 has none, got 8"),
+        ({"block": {"rope_fractoin": 1}}, r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_f"),
+    ],
+)
+def test_fields_that_a_family_does_not_have_are_refused_before_the_first_step(section, found, files):
+    with pytest.raises(ValueError, match=found):
+        file_task(config_of(files, "classification", model=section), silent)
 
 
 @pytest.mark.parametrize("kind", KINDS)

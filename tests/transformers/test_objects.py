@@ -190,7 +190,7 @@ def test_a_forward_of_somebody_else_is_reported():
     mixer = fast.backbone.layers[0].mixer
     mixer.forward = mixer.forward
     assert [layer.accelerated for layer in report(fast).layers] == [False, True]
-    assert "forward of its own" in report(fast).layers[0].reason
+    assert "given its own forward" in report(fast).layers[0].reason
 
 
 def test_the_report_is_a_line_a_mixer():

@@ -1,1 +1,1 @@
-"""Blocks: one family a file, each a config, a cache and a module around the scan."""
+"""Blocks: one file or folder per family, each with a config, a cache and a module around the scan."""

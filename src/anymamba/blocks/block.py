@@ -1,15 +1,15 @@
-"""What every block shares: its doors, the checks at them, and its caches."""
+"""What every block shares: its entry points, their checks, and its caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.recorded import recorded_step
 from anymamba.ground import finite
 from anymamba.ground.checks import (
     check_cu_seqlens,
@@ -21,14 +21,11 @@ from anymamba.ground.checks import (
 )
 from anymamba.ground.context import Context
 from anymamba.ground.numerics import is_autocast, state_dtype
-from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
+from anymamba.ground.operators import is_observed
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
-from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
+from anymamba.kernels.cpu.program import Program
 from anymamba.scan import SsdPath
-
-# Not attributes of the blocks: a recording is neither copied nor saved with its block.
-_RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
 
 
 class ProjectionPart(NamedTuple):
@@ -36,8 +33,8 @@ class ProjectionPart(NamedTuple):
 
     Attributes:
         name: of what they compute.
-        rows: how many they are.
-        is_matrix: whether they map a vector to a vector; False for a few numbers a head that have nothing in common.
+        rows: how many there are.
+        is_matrix: whether they map a vector to a vector; False for a few unrelated numbers per head.
     """
 
     name: str
@@ -61,13 +58,13 @@ def states_at(model: Any, x: Tensor, positions: Sequence[int], cache: Any, **opt
 class Block(nn.Module):
     """A block around a scan. A family adds its parameters, `CONFIG`, `CACHE`, `cache_shapes` and `mix`.
 
-    If it has compiled kernels for a token, it adds `record_core` and `projection_parts` too.
+    If it has compiled kernels for a token, it also adds `record_core` and `projection_parts`.
 
     Attributes:
         config: the family's.
         CONFIG: the type of its config.
         CACHE: the type of its cache.
-        SIZES: sizes and options of the config that are attributes of the block too, as officially.
+        SIZES: sizes and options of the config that are also attributes of the block, as officially.
     """
 
     CONFIG: ClassVar[Any]
@@ -82,7 +79,7 @@ class Block(nn.Module):
     rank: int = 1
 
     def __init__(self, config: Any) -> None:
-        """Take the sizes; parameters are the family's to add."""
+        """Take the sizes; the family adds the parameters."""
         super().__init__()
         self.config = config
         for name in self.SIZES:
@@ -110,8 +107,8 @@ class Block(nn.Module):
             seq_idx: of packed rows.
             mask: of padded batches.
             context: of a sequence that several workers share.
-            return_cache: return y and the new cache; x may then be one token (b, d) too, for `step`. Models call their
-                blocks so, for hooks and wrappers to see every call.
+            return_cache: return y and the new cache; x may then also be one token (b, d), for `step`. Models call their
+                blocks this way, so that hooks and wrappers see every call.
         """
         if return_cache and isinstance(x, Tensor) and x.ndim == 2:
             return self.step(x, cache)
@@ -148,7 +145,7 @@ class Block(nn.Module):
 
         Raises:
             ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is no tensor.
+            TypeError: dtypes that do not fit, or something that is not a tensor.
         """
         where = f"{type(self).__name__}.prefill"
         self._check_input(where, x, "b t d")
@@ -196,37 +193,15 @@ class Block(nn.Module):
         Returns:
             y, and the new cache.
         """
-        if (done := self._run_program(x, cache)) is not None:
+        if (done := recorded_step(self, x, cache)) is not None:
             return done
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
         cache = self._expect_cache(where, cache, x.shape[0], x)
-        if (done := self._run_program(x, cache, record=True)) is not None:
+        if (done := recorded_step(self, x, cache, record=True)) is not None:
             return done
         y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
-
-    def _run_program(self, x: Any, cache: Any, *, record: bool = False) -> tuple[Tensor, Any] | None:
-        """A step by the compiled kernels; None where they do not cover it.
-
-        Args:
-            x: as for `step`; a program checks what it is given against what it was recorded for.
-            cache: likewise.
-            record: record a program if there is none of the block as it is: x is checked.
-        """
-        if torch.is_grad_enabled() or kernels_are_off() or finite.is_checked() or torch.is_autocast_enabled("cpu"):
-            return None
-        if not isinstance(cache, self.CACHE) or is_observed() or not are_plain_tensors((x, *cache)):
-            return None
-        recording = _RECORDINGS.get(self)
-        if recording is None or not recording.is_current():
-            if not record:
-                return None
-            recording = _RECORDINGS[self] = Recording(
-                lambda program: self.record(program, 0, to=OUTPUT), x.dtype, self.d_model, x.dtype
-            )
-        done = recording.run(x, cache)
-        return None if done is None else (done[0], self.CACHE(*done[1]))
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.
@@ -270,7 +245,7 @@ class Block(nn.Module):
         )
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
-        """The parts of each projection that is several in one, from its first row to its last, by its name."""
+        """The parts of each projection that combines several, from its first row to its last, by its name."""
         return {}
 
     def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
@@ -328,7 +303,7 @@ class Block(nn.Module):
         with finite.within(where):
             if checked:
                 finite.expect_finite("input", ("x", *fields), (x, *cache))
-            shared = {} if context is None else {"context": context}  # families that know nothing of it need not
+            shared = {} if context is None else {"context": context}  # families without support for it do not get it
             y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
             if checked:
                 finite.expect_finite("result", ("y", *fields), (y, *new))
@@ -342,7 +317,7 @@ class Block(nn.Module):
     def _check_memory(self, where: str) -> None:
         """Raise unless the parameters of the block, and of the modules that it made itself, have memory.
 
-        A module of somebody else's, or one with a hook, may get its parameters when it is called, as sharded ones do.
+        A foreign module, or one with a hook, may get its parameters when it is called, as sharded ones do.
         """
         for name, parameter in self._parameters.items():
             expect_memory(where, f"the parameter {name}", parameter)
@@ -352,7 +327,7 @@ class Block(nn.Module):
                     expect_memory(where, f"the parameter {child_name}.{name}", parameter)
 
     def _expect_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
-        """The cache, checked, or that of a fresh start."""
+        """The checked cache, or that of a fresh start."""
         if cache is None:
             narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
             return self.init_cache(rows, narrow)

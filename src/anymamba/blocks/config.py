@@ -6,24 +6,24 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
-# Options of the official blocks that tune its kernels or place them on several devices; they change no result.
+# Options of the official blocks that tune kernels or place them on several devices; they do not change results.
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
 
 _Config = TypeVar("_Config")
 
 
 def ignored_options(kind: type[Any]) -> frozenset[str]:
-    """Options of the official block that change no result: those that all have, and those of a family's config."""
+    """Options of the official block that do not change results: the common ones, and those of a family's config."""
     return IGNORED_OPTIONS | getattr(kind, "IGNORED", frozenset())
 
 
 def make_config(
     kind: type[_Config], config: _Config | int | None, fields: dict[str, Any], positional: tuple[Any, ...] = ()
 ) -> _Config:
-    """The config that a block is made from: one, or `d_model` and fields.
+    """The config of a block: the one given, or one from `d_model` and fields.
 
     Args:
-        kind: of config; its `LAST_POSITION` is the last field that has the position of the official block.
+        kind: of config; its `LAST_POSITION` is the last field in the same position as in the official block.
         config: one, or d_model.
         fields: by name.
         positional: those after d_model.
@@ -50,7 +50,7 @@ def make_config(
 
 
 def _with_positions(kind: Any, fields: dict[str, Any], positional: tuple[Any, ...]) -> dict[str, Any]:
-    """Fields by name, those that were given by their position among them."""
+    """Fields by name, including those given by position."""
     names = [field.name for field in dataclasses.fields(kind)]
     order = names[1 : names.index(getattr(kind, "LAST_POSITION", names[0])) + 1]
     if len(positional) > len(order):
@@ -74,6 +74,6 @@ def expect_sizes(config: Any) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{where} must be a whole number, got {value!r}")
-        if value < 1 and field.name != "d_ssm":  # which has a range of its own
+        if value < 1 and field.name != "d_ssm":  # which has its own range
             none = "None or " if field.type == "int | None" else ""
             raise ValueError(f"{where} must be {none}at least 1, got {value}")

@@ -53,7 +53,9 @@ class Mamba1Config:
     d_state: int = 16  # N, states of a channel
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
     expand: int | float = 2  # E / D
-    dt_rank: int | Literal["auto"] = "auto"  # numbers a token's step sizes are made of; "auto": D / 16, rounded up
+    dt_rank: int | Literal["auto"] = (
+        "auto"  # numbers from which a token's step sizes are made; "auto": D / 16, rounded up
+    )
     dt_min: int | float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
     dt_max: int | float = 0.1
     dt_init: Literal["random", "constant"] = "random"  # dt_proj's weight: uniform in ±dt_scale/√dt_rank, or that
@@ -203,7 +205,7 @@ class Mamba1(Block):
         }
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A window and a state a channel."""
+        """A window and a state for each channel."""
         return {"conv": (self.d_inner, self.config.d_conv), "ssm": (self.d_inner, self.d_state)}
 
     def mix(
@@ -225,7 +227,7 @@ class Mamba1(Block):
     def _shared_start(
         self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: Context
     ) -> Tensor:
-        """The states that the scan starts from, (z, i, n), with that of the worker before."""
+        """The states that the scan starts from, (z, i, n), given the worker before."""
         tail = last_sequence(cu_seqlens)
         x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
         _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.after else (None, starts[-1:])
@@ -242,7 +244,7 @@ class Mamba1(Block):
         cu_seqlens: Tensor | None = None,
         context: Context | None = None,
     ) -> tuple[SelectiveInputs, Tensor]:
-        """What the scan is given, and the window after the last token; arguments as for `mix`."""
+        """The inputs of the scan, and the window after the last token; arguments as for `mix`."""
         x_bti, z_bti = project(self.in_proj, x).chunk(2, dim=-1)
         start = cache.conv if context is None else shared_window(x_bti, cache.conv, cu_seqlens, context)
         x_bti, window = self.conv1d(x_bti, start, lengths=lengths, cu_seqlens=cu_seqlens)

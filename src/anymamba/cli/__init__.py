@@ -1,1 +1,1 @@
-"""The command line: one file a command, each thin: parse, call, print."""
+"""The command line: one thin file per command that parses, calls and prints."""

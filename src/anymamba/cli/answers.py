@@ -1,4 +1,4 @@
-"""`anymamba generate --prompts`: a file of prompts in, a line of JSON for each out."""
+"""`anymamba generate --prompts`: a file of prompts in, a line of JSON out for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
-from anymamba.generation.text import Completion, Pipeline
+from anymamba.generation.completion import Completion
+from anymamba.generation.text import Pipeline
 from anymamba.generation.tokenizers import Tokenizer
 
 _LINES = (".jsonl", ".ndjson")
@@ -25,7 +26,7 @@ def answer_file(args: argparse.Namespace) -> None:
     content = stdin_bytes("pass a file").read() if args.prompts == "-" else read_file(args.prompts)
     model, tokenizer = load(args)
     entries = _entries("stdin" if args.prompts == "-" else args.prompts, content, tokenizer)
-    # A lone surrogate, from bytes that are no text, stays what it is in JSON.
+    # A lone surrogate, from bytes that are not text, stays what it is in JSON.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     prompts, template = [entry["prompt"] for entry in entries], chat_template(args, tokenizer)
     if template is not None:
@@ -63,7 +64,7 @@ class _Answers:
         self._progress, self._began, self._tokens = Progress(len(entries)), perf_counter(), 0
 
     def add(self, batch: list[tuple[int, list[Completion]]]) -> None:
-        """Print what can be: a prompt waits for those before it."""
+        """Print the completions whose turn it is: a prompt waits for those before it."""
         self._waiting.update(batch)
         self._tokens += sum(len(completion.tokens) for _, found in batch for completion in found)
         while self._printed in self._waiting:
@@ -74,7 +75,7 @@ class _Answers:
         self._progress.at(self._printed)
 
     def report(self) -> None:
-        """How much, and how fast, to stderr."""
+        """Print how many prompts were done, and how fast, to stderr."""
         self._progress.close()
         speed = self._tokens / max(perf_counter() - self._began, 1e-9)
         print(f"{self._printed} of {len(self._entries)} prompts, {speed:.1f} new tokens/s", file=sys.stderr)
@@ -84,7 +85,7 @@ def _entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str,
     """The prompts of a file: its lines that are not empty, or the objects of JSON lines.
 
     Raises:
-        ValueError: lines that are no prompts, all of them named.
+        ValueError: lines that are not prompts; all of them are named.
     """
     lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
     is_json = where.endswith(_LINES) or (where == "stdin" and content.lstrip()[:1] == b"{")
@@ -99,7 +100,7 @@ def _entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str,
     if problems:
         raise ValueError(f"{where}: {'; '.join(problems[:20])}" + ("; and more" if len(problems) > 20 else ""))
     if not entries:
-        raise ValueError(f"{where}: expected one prompt a line, found none")
+        raise ValueError(f"{where}: expected one prompt per line, found none")
     return entries
 
 

@@ -48,7 +48,7 @@ def set_threads(args: argparse.Namespace) -> None:
 
 
 def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
-    """Have a text decide what a Mamba-3 config leaves unsaid, and say how; without a tokenizer, warn."""
+    """Let a text decide what a Mamba-3 config leaves open, and report it; without a tokenizer, warn."""
     if tokenizer is None:
         warn_if_undecided("no tokenizer to decide with", model.config, "--block a_activation=softplus")
     elif (found := decide_activation(model, tokenizer)) is not None:
@@ -56,13 +56,13 @@ def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
 
 
 def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that the arguments of `generate` ask for, or that --interactive finds; none for plain text.
+    """The template that the arguments of `generate` ask for, or that --interactive finds; None for plain text.
 
     Raises:
         ValueError: they contradict each other.
     """
     if args.chat and args.load_state:
-        raise ValueError("--chat begins a conversation, and cannot continue from --load-state")
+        raise ValueError("--chat starts a conversation and cannot continue from --load-state")
     wanted = args.chat if args.chat is not None else None if args.interactive and not args.load_state else False
     template = None
     if wanted is not False:
@@ -70,20 +70,20 @@ def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplat
         template = ChatTemplate.from_directory(where)
     if template is None or (template.is_plain and not wanted):
         if args.system is not None:
-            raise ValueError("--system begins a conversation: it needs --chat")
+            raise ValueError("--system starts a conversation, so it needs --chat")
         return None
     return template
 
 
 def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
-    """What --system says, as a message."""
+    """The text of --system, as a message."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def name_end(model: MambaLM, source: Path) -> None:
-    """Have the config of transformers name the token that ends a text; ours leave it to the tokenizer's files."""
+    """Name the token that ends a text in transformers' config; our configs leave it to the tokenizer's files."""
     theirs = model.config.extra.get("transformers", {})
-    with suppress(ValueError):  # there is no tokenizer, or nobody to read it
+    with suppress(ValueError):  # there is no tokenizer, or nothing to read it with
         ends = FileTokenizer(source / "tokenizer.json").end
         if ends and theirs.get("eos_token_id") is None:
             theirs = {**theirs, "eos_token_id": ends[0] if len(ends) == 1 else ends}
@@ -111,7 +111,7 @@ def open_file(path: str) -> Any:
     """A file, a pipe or a device, open for reading.
 
     Raises:
-        ValueError: it is a directory, or not there.
+        ValueError: it is a directory, or does not exist.
     """
     file = Path(path)
     if file.is_dir() or not file.exists():
@@ -120,10 +120,10 @@ def open_file(path: str) -> Any:
 
 
 def stdin_bytes(instead: str = "pass --prompt or --file") -> Any:
-    """The standard input; `instead` is what to do where there is none.
+    """The standard input; `instead` says what to do if it is closed.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it is closed.
     """
     if sys.stdin is None:
         raise ValueError(f"stdin is closed: {instead}")
@@ -134,7 +134,7 @@ class Progress:
     """A bar on stderr, if that is a terminal."""
 
     def __init__(self, total: int) -> None:
-        """Start at 0 of `total`; 0: nobody knows how much, and there is no bar."""
+        """Start at 0 of `total`; a total of 0 is unknown and shows no bar."""
         self._total, self._shown = max(1, total), -1
         self._visible = sys.stderr.isatty() and total > 0
 

@@ -1,4 +1,4 @@
-"""`anymamba convert`: a checkpoint from any format to one of ours, complete or not at all."""
+"""`anymamba convert`: a checkpoint from any format to one that we write, completely or not at all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _tokenizer(model: MambaLM, source: Path) -> Tokenizer | None:
-    """That of the model, if there is one and somebody can read it."""
+    """The model's tokenizer, if there is one and it can be read."""
     try:
         return load_tokenizer(None, source, model.config.padded_vocab_size)
     except ValueError:

@@ -34,8 +34,8 @@ class _Score(NamedTuple):
     """What a text costs.
 
     Attributes:
-        tokens: that were read.
-        predicted: those that were predicted.
+        tokens: the number read.
+        predicted: the number predicted.
         size: bytes.
         counted: bytes that were predicted.
         nats: negative log-likelihood.
@@ -168,7 +168,7 @@ def _texts(paths: list[str], several: bool) -> list[_Text]:
 
 
 def _files_of(path: str) -> list[str]:
-    """A file as it is; those in a directory.
+    """A file itself, or the files in a directory.
 
     Raises:
         ValueError: it does not exist, or has a file that cannot be text.
@@ -201,7 +201,7 @@ def _expected(files: list[str], check: Callable[[Document, bytes], None]) -> str
 
 
 def _print_table(rows: list[tuple[str, _Score]]) -> None:
-    """A line for each text, its name at the end."""
+    """Print a line for each text, with its name at the end."""
     table = [("tokens", "bits per byte", "perplexity", ""), *((*score.cells(), name) for name, score in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for row in table:
@@ -250,7 +250,7 @@ def _bits(nats: float, count: int) -> float:
 
 
 def _blocks(where: str, file: Any, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text in blocks that end after a newline where there is one, so that hardly a token is cut."""
+    """The text in blocks that end after a newline if there is one, so that tokens are rarely cut."""
     rest = b""
     while block := file.read(_BLOCK):
         block = rest + block

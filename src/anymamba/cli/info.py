@@ -50,7 +50,7 @@ def _products() -> str:
 
 
 def _bfloat16_products() -> str:
-    """How a prompt in bfloat16 is multiplied with weights in bfloat16."""
+    """How prompts in bfloat16 are multiplied with weights in bfloat16."""
     if missing_kernel("narrow_linear", torch.empty(0, dtype=torch.bfloat16)):
         return "of weights widened to float32"
     own = torch_has_the_faster_bfloat16()
@@ -58,7 +58,7 @@ def _bfloat16_products() -> str:
 
 
 def _default_paths() -> list[tuple[str, str]]:
-    """Which algorithm computes the scan where nothing else is asked for, by device and dtype."""
+    """Which algorithm computes the scan by default, by device and dtype."""
     devices = ["cpu"]
     devices += ["cuda"] if torch.cuda.is_available() else []
     devices += ["mps"] if torch.backends.mps.is_available() else []
@@ -100,13 +100,13 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("model", f"{config.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
         ("shape", shape),
         ("block", ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))),
-        *([("activation", "not said in the config: heavy_tail or softplus")] if is_undecided(config) else []),
+        *([("activation", "not given in the config: heavy_tail or softplus")] if is_undecided(config) else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("parameters", f"{parameters:,}"),
         ("stored as", f"{stored}, {readable_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
         ("weights", f"{readable_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {kept}"),
-        ("state", f"{readable_bytes(state)} a sequence, whatever its length"),
+        ("state", f"{readable_bytes(state)} per sequence, at any length"),
         ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
         *([("products", _bfloat16_products())] if narrow == "bfloat16" and model.dtype == torch.bfloat16 else []),
         ("values", non_finite_values(checkpoint) or "all finite"),
@@ -117,8 +117,8 @@ _BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand"
 
 
 def _working_bytes(model: MambaLM) -> int:
-    """Roughly what a segment takes in a layer, as measured: some multiples of its widest tensors, and the logits."""
+    """Roughly what a segment needs in a layer, as measured: a few times its widest tensors, and the logits."""
     mixer: Any = model.backbone.layers[0].mixer
-    keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries of every head
+    keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries for every head
     floats = 4 * mixer.in_proj.out_features + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())
     return 4 * (SEGMENT_LEN * floats + 2 * model.config.padded_vocab_size)

@@ -14,9 +14,9 @@ from typing import TextIO
 from anymamba.cli.options import parse
 from anymamba.ground.allocator import keep_freed_memory
 
-# Each module has a function `run`. It is imported when it is asked for: torch takes seconds.
+# Each module has a function `run`, and is imported only when its command runs: torch takes seconds.
 _MODULES = {"eval": "evaluate", "bench-serve": "bench_serve"}
-_AMPLE = 2**32  # bytes of address space in which torch can surely be imported
+_AMPLE = 2**32  # bytes of address space that surely suffice to import torch
 _OUT_OF_MEMORY = (  # in messages of torch's allocators, of the system, of its loader, and of oneDNN
     "out of memory",
     "not enough memory",
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _expect_room_for_torch()
             import_module(f"anymamba.cli.{_MODULES.get(args.command, args.command)}").run(args)
         except BrokenPipeError:
-            # Whoever read our output has enough. The interpreter must not fail when it flushes.
+            # The reader of our output has gone. The interpreter must not fail when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             return 130
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expect_room_for_torch() -> None:
-    """Refuse to import torch where a limit is too low for it: numpy and torch would end the process, not raise.
+    """Refuse to import torch under a limit that is too low: numpy and torch would end the process instead of raising.
 
     Raises:
         MemoryError: it is.
@@ -89,7 +89,7 @@ def _say(message: str) -> None:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is one of the ways in which memory runs out."""
+    """Whether an error, or one that caused it, says that memory ran out."""
     if error is None:
         return False
     known = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

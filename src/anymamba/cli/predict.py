@@ -1,4 +1,4 @@
-"""`anymamba predict`: what a model that was trained on files says of another one."""
+"""`anymamba predict`: what a model that was trained on files predicts for another file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _opened(path: str | None) -> Iterator[TextIO]:
-    """Stdout, or a file that is there when it is whole."""
+    """Stdout, or a file that appears when it is complete."""
     if path is None:
         yield sys.stdout
         return
@@ -59,7 +59,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 
 def _flat(line: dict[str, Any]) -> dict[str, Any]:
-    """A line as cells: those of a table or list within it by their names or numbers."""
+    """A line as cells; values inside a table or list are named by key or number."""
     cells: dict[str, Any] = {}
     for name, value in line.items():
         if isinstance(value, dict):

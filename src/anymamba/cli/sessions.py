@@ -1,4 +1,4 @@
-"""What `anymamba generate` does with one text: it grows by turns, as plain text or as a conversation."""
+"""One text of `anymamba generate`: it grows turn by turn, as plain text or as a conversation."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import torch
 from anymamba.cli.common import system_message
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.text import UntilStop
+from anymamba.generation.completion import UntilStop
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.ground.interrupts import interrupts
 from anymamba.models.lm import MambaLM
 
 
 class Session:
-    """A text that grows by turns: a prompt is read, a continuation printed.
+    """A text that grows turn by turn: a prompt is read, a continuation printed.
 
     Attributes:
         state: after the last turn, if it is needed.
         interrupted: Ctrl-C ended the last turn.
-        whole: no turn ended within a token.
+        whole: no turn was cut off within a token.
     """
 
     HELP: ClassVar[str] = (
-        "A line continues the text, an empty line lets the model continue alone. Ctrl-C ends a reply, Ctrl-D leaves."
+        "A line continues the text, an empty line lets the model continue alone. Ctrl-C ends a reply, Ctrl-D exits."
     )
 
     def __init__(
@@ -55,7 +55,7 @@ class Session:
         self._continue(ids)
 
     def _continue(self, ids: list[int]) -> tuple[list[int], str]:
-        """Read tokens after the state and print what follows; that, as tokens and as text."""
+        """Read tokens after the state and print the continuation; it is returned as tokens and as text."""
         began, self.whole = perf_counter(), False
         tokens = stream(
             self.model,
@@ -78,7 +78,7 @@ class Session:
         with interrupts(*(() if own else (signal.SIGINT,))) as interrupted:
             try:
                 written = self._print(tokens, interrupted)
-            except OSError:  # whoever read our output has enough, but the state is whole
+            except OSError:  # the reader of our output has gone, but the state is whole
                 self._keep(tokens)
                 raise
             else:
@@ -128,12 +128,12 @@ class Session:
 class Conversation(Session):
     """Messages in a chat template.
 
-    What the model has read is always the tokens of the whole conversation as the template writes it: where these begin
-    with all that the state has seen, the rest is read after it, and where they do not, because a template writes old
-    messages in another way or a reply is tokenised differently, all is read anew.
+    The model always reads the tokens of the whole conversation as the template writes it. If they begin with everything
+    that the state has seen, only the rest is read. If not, because a template rewrites old messages or a reply is
+    tokenised differently, all of them are read again.
     """
 
-    HELP: ClassVar[str] = "A line is a message to the model. Ctrl-C ends a reply, Ctrl-D leaves."
+    HELP: ClassVar[str] = "A line is a message to the model. Ctrl-C ends a reply, Ctrl-D exits."
 
     def __init__(self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         """Begin with the system's message, if there is one."""

@@ -26,7 +26,7 @@ def _train(args: argparse.Namespace, overrides: dict[str, str | list[str]], work
     try:
         trainer = _prepared(args, overrides, workers)
     except KeyboardInterrupt:
-        to_stderr("stopped before the first step: there is nothing to save; text that is tokenised stays so")
+        to_stderr("stopped before the first step: there is nothing to save; the text tokenised so far is kept")
         raise
     if not workers.leads:
         if not args.plan:
@@ -57,7 +57,7 @@ def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], w
             return begin_files(config, Path(args.out), to_stderr)
         return begin(config, Path(args.out), to_stderr, workers)
     if args.config is not None:
-        raise ValueError(f"--resume takes the config of the run; got also {args.config}")
+        raise ValueError(f"--resume uses the config of the run; remove {args.config}")
     trainer: Trainer[Any]
     if is_file_run(Path(args.resume)):
         workers.together(workers.expect_alone)
@@ -76,11 +76,11 @@ def _config(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> 
 
 
 def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
-    """Refuse a config that a list before it has taken for one of its values."""
+    """Refuse a config file that a list option before it has taken as a value."""
     for name, values in overrides.items():
         if isinstance(values, list) and values[-1].endswith(".toml"):
             raise ValueError(
-                f"--{name} takes all values up to the next option, also {values[-1]}; put the config first: "
+                f"--{name} takes all values up to the next option, including {values[-1]}; put the config first:  "
                 f"anymamba train {values[-1]} --{name} {' '.join(values[:-1])}"
             )
 

@@ -35,7 +35,7 @@ def causal_conv1d_fn(
             zero. It excludes states.
         initial_states: the inputs before the first, (b, d, w - 1).
         return_final_states: also return the last inputs, (b, d, w - 1).
-        final_states_out: a tensor that these are written to.
+        final_states_out: a tensor to write them to.
         activation: "silu" or "swish" after the convolution, or none.
 
     Raises:
@@ -69,7 +69,7 @@ def _expect_activation(where: str, activation: str | None) -> None:
 def _convolved(
     x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    """The outputs (b, d, l) of inputs that follow those `before` them (b, d, w - 1), and the last w - 1 inputs."""
+    """The outputs (b, d, l) of inputs that follow those in `before` (b, d, w - 1), and the last w - 1 inputs."""
     w = weight.shape[1]
     if activation is None:
         all_bdx = torch.cat([before, x], dim=2)

@@ -28,7 +28,7 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Start anew: at offset 0 the states that are kept are written over."""
+        """Start again: at offset 0 the kept states are overwritten."""
         self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
         if self.lengths_per_sample is not None:
             self.lengths_per_sample.zero_()
@@ -40,7 +40,7 @@ class DecoderOutput:
 
     Attributes:
         sequences: prompts and new tokens, (b, t).
-        scores: the logits that each new token was chosen from, each (b, v), if they were asked for.
+        scores: the logits that each new token was chosen from, each (b, v), if asked for.
     """
 
     sequences: Tensor
@@ -48,13 +48,13 @@ class DecoderOutput:
 
 
 def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.0, temperature: float = 1.0) -> Tensor:
-    """Choose a token of each row of logits (b, v): the likeliest for `top_k` = 1, else drawn by torch's generator.
+    """Choose a token for each row of logits (b, v): the likeliest for `top_k` = 1, else drawn by torch's generator.
 
     Args:
         logits: (b, v).
-        top_k: draw from so many; 0: from all.
+        top_k: draw from this many; 0: from all.
         top_p: draw from the likeliest that together reach this probability; 0: from all.
-        min_p: draw from those at least so many times as likely as the likeliest.
+        min_p: draw from those at least this many times as likely as the likeliest.
         temperature: the logits are divided by it.
     """
     if top_k == 1:
@@ -66,7 +66,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.
 def modify_logit_for_repetition_penalty(
     logits: Tensor, prev_output_tokens: Tensor, repetition_penalty: float = 1.0
 ) -> Tensor:
-    """Make tokens (b, t) less likely that a row had before: divide their logits, or multiply those below zero."""
+    """Make tokens (b, t) that a row had before less likely: divide their logits, or multiply those below zero."""
     if repetition_penalty == 1:
         return logits
     score = logits.gather(1, prev_output_tokens)
@@ -92,20 +92,20 @@ def decode(
     output_scores: bool = False,
     streamer: Any = None,
 ) -> DecoderOutput:
-    """Continue prompts (b, t) until they are `max_length` long, or all rows have come to `eos_token_id`.
+    """Continue prompts (b, t) until they are `max_length` long, or all rows have reached `eos_token_id`.
 
     Args:
         input_ids: prompts.
         model: takes `(ids, position_ids=, inference_params=, num_last_tokens=)` and returns `.logits`.
-        max_length: tokens of a sequence, its prompt included.
+        max_length: tokens of a sequence, including its prompt.
         top_k: as for `sample`, like the next three.
         top_p: of likely tokens.
         min_p: of likely tokens.
         temperature: of draws.
-        repetition_penalty: above 1, makes tokens less likely that a row had before.
+        repetition_penalty: above 1, makes tokens that a row had before less likely.
         eos_token_id: ends a text.
         teacher_outputs: tokens that are taken instead of chosen ones, (b, t).
-        vocab_size: of the logits, so many count.
+        vocab_size: how many of the logits count.
         cg: of the official package: capture a graph. Our models compile their steps without asking.
         enable_timing: print how long it took.
         output_scores: keep the logits.
@@ -142,7 +142,7 @@ def decode(
 
 
 def _stepper(model: Any, max_length: int, batch_size: int) -> Callable[[Tensor], Tensor]:
-    """Runs a model over the next tokens (b, t) of its sequences; the logits (b, v) after the last."""
+    """Runs a model over the next tokens (b, t) of its sequences; returns the logits (b, v) after the last."""
     params = InferenceParams(max_seqlen=max_length, max_batch_size=batch_size)
 
     def step(ids: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class GenerationMixin:
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The states of a fresh start: the model's to say."""
+        """The states of a fresh start, defined by the model."""
         raise NotImplementedError
 
     def generate(

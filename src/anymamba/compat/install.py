@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 PACKAGES = ("mamba_ssm", "causal_conv1d")
-VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0"}  # whose functions these are
+VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0"}  # the packages whose functions these are
 _OURS = "__anymamba__"
 
 
@@ -29,7 +29,7 @@ def _missing(kind: type[Exception], name: str) -> NoReturn:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the modules of `names.TABLE`, and says of others that they are not there."""
+    """Makes the modules of `names.TABLE`, and raises for others."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname.partition(".")[0] not in PACKAGES:
@@ -64,16 +64,16 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Have `mamba_ssm` and `causal_conv1d` be the stand-in, for imports that are still to come.
+    """Make later imports of `mamba_ssm` and `causal_conv1d` find the stand-in.
 
     Raises:
-        RuntimeError: one of them is installed, or was imported before. Nothing is changed then.
+        RuntimeError: one of them is installed, or was imported before. Then nothing is changed.
     """
     if _finder in sys.meta_path:
         return
     for name in PACKAGES:
         if name in sys.modules:
-            raise RuntimeError(f"anymamba.compat.install: {name} has been imported already; call it before that import")
+            raise RuntimeError(f"anymamba.compat.install: {name} has already been imported; call it before that import")
         if importlib.util.find_spec(name) is not None:
             raise RuntimeError(
                 f"anymamba.compat.install: {name} is installed, and the stand-in never hides it; uninstall it first"
@@ -86,7 +86,7 @@ def install() -> None:
             importlib.import_module(name)
     if early:
         warnings.warn(
-            f"anymamba.compat.install: {', '.join(sorted(early))} were imported before and do not use it", stacklevel=2
+            f"anymamba.compat.install: {', '.join(sorted(early))} were imported earlier and do not use it", stacklevel=2
         )
 
 
@@ -101,7 +101,7 @@ def _is_mixer(module: ModuleType) -> bool:
 
 
 def uninstall() -> None:
-    """Take the stand-in away. What was imported from it stays as it is."""
+    """Remove the stand-in. Names already imported from it keep working."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name in [n for n, module in sys.modules.items() if n.partition(".")[0] in PACKAGES]:

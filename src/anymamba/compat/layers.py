@@ -45,7 +45,7 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """Add to the residual stream, norm, mix; and the same with an MLP, unless that is `nn.Identity`.
 
-    Its output and the residual stream stay apart: whoever comes next adds them.
+    Its output and the residual stream stay apart: the next layer adds them.
     """
 
     def __init__(

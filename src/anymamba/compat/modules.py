@@ -23,7 +23,7 @@ _EXTENSIONS = ("a_activation", "rotation", "rotation_range", "dt_limit", "learna
 
 
 class Mamba(OfficialBlock, Mamba1):
-    """The official Mamba-1 block: `anymamba.Mamba1`. `use_fast_path` changes no result."""
+    """The official Mamba-1 block: `anymamba.Mamba1`. `use_fast_path` does not change results."""
 
     FIELDS = ("conv", "ssm")
 
@@ -224,8 +224,8 @@ class Mamba2Simple(OfficialBlock, OurMamba2):
 class Mamba3(OfficialBlock, OurMamba3):
     """The official Mamba-3 block: `anymamba.Mamba3`, whose further options may be given as keywords.
 
-    `fuse_pregate_headwise_norm`, `chunk_size`, `dropout`, `n_layer` and, with a warning, keywords that nobody knows
-    change no result.
+    `fuse_pregate_headwise_norm`, `chunk_size`, `dropout`, `n_layer` and, with a warning, unknown keywords do not change
+    results.
     """
 
     FIELDS = ("rotation", "ssm", "k", "v")

@@ -1,4 +1,4 @@
-"""Which official names there are, and where: the modules of the stand-in and what each of them holds."""
+"""The official names that the stand-in has: its modules, and what each of them holds."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def layernorm_fn(
     Args:
         x: inputs.
         weight: (d,).
-        bias: (d,), or none; added before a gate that comes after.
+        bias: (d,), or None; added before a gate that follows.
         z: gates in the shape of x, or none.
         eps: added to the variance or mean square.
         group_size: channels that are normed together; all if not given.
@@ -121,12 +121,12 @@ def layer_norm_fn(
         weight1: of a second norm of the same sum, or none.
         bias1: of that norm.
         eps: added to the variance or mean square.
-        dropout_p: chance that an entry of x, or of x1, is left out.
-        rowscale: factors of x, one a row.
+        dropout_p: probability that an entry of x, or of x1, is dropped.
+        rowscale: factors of x, one per row.
         prenorm: also return the sum.
-        residual_in_fp32: return it in float32 where there was no residual.
+        residual_in_fp32: return it in float32 if there was no residual.
         is_rms_norm: leave the mean in.
-        return_dropout_mask: is not there.
+        return_dropout_mask: not supported.
 
     Raises:
         NotImplementedError: for `return_dropout_mask`.

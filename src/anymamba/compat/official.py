@@ -17,11 +17,11 @@ from anymamba.compat.packing import Packing, in_one_row
 
 
 class OfficialBlock(Block):
-    """What the official blocks have beside their constructors.
+    """What the official blocks have besides their constructors.
 
     Attributes:
         FIELDS: the fields of the cache in the order of the official states.
-        layer_idx: under which `inference_params` keeps the states.
+        layer_idx: the key under which `inference_params` keeps the states.
     """
 
     FIELDS: tuple[str, ...]

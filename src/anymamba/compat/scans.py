@@ -47,7 +47,7 @@ def mamba_chunk_scan_combined(
         A: decay rates, (h,), never positive.
         B: input projections, (b, l, g, n).
         C: output projections, (b, l, g, n).
-        chunk_size: of the official kernels. Ours choose their own, which changes no result.
+        chunk_size: of the official kernels. Ours choose their own, which does not change results.
         D: skip weights, (h,) or (h, p).
         z: gates, (b, l, h, p).
         dt_bias: added to the step sizes, (h,).
@@ -62,7 +62,7 @@ def mamba_chunk_scan_combined(
         state_dtype: of the states returned.
 
     Returns:
-        y, or y and the states that were asked for, those of rows first.
+        y, or y and the requested states, those of rows first.
     """
     where = "mamba_chunk_scan_combined"
     dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
@@ -157,15 +157,15 @@ def mamba_split_conv1d_scan_combined(
         activation: of the convolution.
         rmsnorm_weight: of the gated norm, over groups; without one, the outputs are gated only.
         rmsnorm_eps: of that norm.
-        outproj_weight: of the last projection, if there is to be one.
+        outproj_weight: of the last projection; None for none.
         outproj_bias: of that projection.
-        headdim: p, where D has one entry a head.
+        headdim: p, if D has one entry per head.
         ngroups: g.
         norm_before_gate: the order of the two.
         state_dtype: of the states returned.
     """
     if D.ndim == 1 and headdim is None:
-        raise ValueError("mamba_split_conv1d_scan_combined: headdim must be given where D has one entry a head")
+        raise ValueError("mamba_split_conv1d_scan_combined: headdim must be given if D has one entry per head")
     h, p = (D.shape[0], headdim) if D.ndim == 1 else D.shape
     assert p is not None
     width = h * p

@@ -51,7 +51,7 @@ def selective_scan_fn(
         ValueError: shapes or values that do not fit.
     """
     if A.is_complex():
-        raise NotImplementedError("mamba_ssm.selective_scan_fn with a complex A: there are real ones only")
+        raise NotImplementedError("mamba_ssm.selective_scan_fn with a complex A: only real ones are supported")
     wide = state_dtype(u.dtype)
     dt_btd = raw_steps("selective_scan_fn", delta.transpose(1, 2).to(wide), delta_bias, delta_softplus)
     x_btd, rates = u.transpose(1, 2), A.to(wide)
@@ -65,13 +65,13 @@ def selective_scan_fn(
 
 
 def raw_steps(where: str, delta: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """(..., d) -> what has the step sizes as its softplus, which is where our scans begin."""
+    """(..., d) -> numbers whose softplus is the step sizes, which our scans take."""
     raw = delta if bias is None else delta + bias.to(delta.dtype)
     if softplus:
         return raw
     if values_are_cheap(raw) and raw.numel() and (least := raw.detach().min().item()) < 0:
         raise ValueError(f"{where}: step sizes without softplus must not be negative, got down to {least:.6g}")
-    # A step of zero has no logarithm, but a gradient: it passes by the clamp.
+    # A step of zero has no logarithm, but it has a gradient, which bypasses the clamp.
     sizes = raw + (raw.detach().clamp(min=_TINY) - raw.detach())
     return sizes + torch.log(-torch.expm1(-sizes))
 
@@ -154,7 +154,7 @@ def mamba_inner_fn(
     """A Mamba-1 block after its first projection: xz (b, 2 d, l) -> (b, l, out).
 
     B and C are projected from the inputs unless they are given. Where there are weights for them, dt, B and C pass RMS
-    norms. `checkpoint_lvl` changes no result.
+    norms. `checkpoint_lvl` does not change results.
     """
     x_bdl, z_bdl = xz.chunk(2, dim=1)
     x_bdl = causal_conv1d_fn(x_bdl, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")

@@ -43,7 +43,7 @@ def selective_state_update(
         dt_softplus: step sizes are the softplus of that. Without it, they must not be negative.
         state_batch_indices: which row of `state` a row continues from, (b,).
 
-    A, dt and dt_bias that are one number a head (expanded, with strides of zero) take the quicker way of Mamba-2.
+    A, dt and dt_bias with one number per head (expanded, with strides of zero) take Mamba-2's faster path.
     """
     has_heads = state.ndim == 4
     if not has_heads:
@@ -74,7 +74,7 @@ def _by_head(
     bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One decay a head: a sequence of one step."""
+    """One decay per head: a sequence of one step."""
     dt_b1h = dt[:, None, :, 0]
     offset = dt.new_zeros(dt.shape[1]) if bias is None else bias[:, 0]
     sizes = step_sizes(dt_b1h, offset) if softplus else dt_b1h + offset.to(dt.dtype)

@@ -1,6 +1,7 @@
 """Generation: sampling, the loop, states, and text from tokens."""
 
 from anymamba.generation.chat import ChatTemplate as ChatTemplate
+from anymamba.generation.completion import Completion as Completion
 from anymamba.generation.decoder import Decoder as Decoder
 from anymamba.generation.decoder import decoder as decoder
 from anymamba.generation.generate import Generation as Generation
@@ -10,7 +11,6 @@ from anymamba.generation.generate import stream as stream
 from anymamba.generation.prefill import start as start
 from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.state import GenerationState as GenerationState
-from anymamba.generation.text import Completion as Completion
 from anymamba.generation.text import Pipeline as Pipeline
 from anymamba.generation.text import pipeline as pipeline
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer

@@ -14,7 +14,7 @@ from anymamba.ground.files import read_json
 
 Message = Mapping[str, Any]
 
-# For models without a template of their own: names before texts, an empty line between them.
+# For models without their own template: names before texts, an empty line between them.
 PLAIN = """
 {%- for message in messages -%}
     {{- message.role | capitalize }}: {% if message.content is string -%}
@@ -39,9 +39,9 @@ class ChatTemplate:
     Attributes:
         sources: jinja2 templates by name; "default", and maybe "tool_use" for conversations with tools.
         tokens: special tokens by the names that templates use: bos_token, eos_token, ...
-        where: they come from, for errors.
+        where: the source of the templates, for errors.
         stop: texts that end a reply besides the tokenizer's end token.
-        is_plain: the model brings no template: `PLAIN`, names before texts, stands in.
+        is_plain: the model has no template, and `PLAIN`, names before texts, is used instead.
     """
 
     sources: Mapping[str, str] = field(default_factory=lambda: {"default": PLAIN})
@@ -57,7 +57,7 @@ class ChatTemplate:
         A model that has neither gets the plain one: `User: ...`, an empty line, `Assistant:`.
 
         Args:
-            path: directory of the model or tokenizer; a file in it will do.
+            path: directory of the model or tokenizer, or a file in it.
 
         Raises:
             ValueError: there is no such directory, or a file is damaged.
@@ -82,7 +82,7 @@ class ChatTemplate:
         documents: Sequence[Any] | None = None,
         **values: Any,
     ) -> str:
-        """The text of a conversation, special tokens included: encode it without adding any.
+        """The text of a conversation, including special tokens: encode it without adding any.
 
         Args:
             messages: each with a "role" ("system", "user", "assistant", ...), usually a "content", and whatever else
@@ -90,7 +90,7 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's reply.
             tools: descriptions of functions that the model may call, as JSON schemas.
             documents: texts that it may use.
-            **values: further names for the template; one of a special token replaces it.
+            **values: further values for the template by name; the name of a special token replaces that token.
 
         Raises:
             TypeError: messages or values are not plain data.
@@ -126,7 +126,7 @@ def expect_messages(messages: Any) -> Sequence[Message]:
     """Messages that can be rendered.
 
     Raises:
-        TypeError: they are something else than a list of tables with a text "role".
+        TypeError: they are not a list of tables with a text "role".
         ValueError: there are none.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
@@ -135,19 +135,19 @@ def expect_messages(messages: Any) -> Sequence[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise TypeError(f'a message must be {{"role": ..., "content": ...}}, got {_short(message)}')
     if not messages:
-        raise ValueError("messages must have at least one, got none")
+        raise ValueError("messages must not be empty")
     return messages
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message without what is None; what was thought before a reply under the names that templates read."""
+    """A message without fields that are None; the reasoning before a reply gets the names that templates read."""
     kept = {name: value for name, value in message.items() if value is not None}
     thought = next((kept[name] for name in _REASONING if name in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
 
 
 def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The templates of a directory by name; a file has the last word, as in transformers."""
+    """The templates of a directory by name; a template file takes precedence, as in transformers."""
     said = config.get("chat_template")
     if isinstance(said, str):
         said = [{"name": "default", "template": said}]
@@ -170,7 +170,7 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path) -> str:
-    """A template's file; one that is too long to be one is not read to its end."""
+    """The text of a template file; one that is too long is not read to its end."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(_LONGEST + 1)

@@ -1,4 +1,4 @@
-"""One token a row through a whole model, in one call to the compiled kernels where they cover it."""
+"""One token per row through a whole model, in one call to the compiled kernels where they cover it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from anymamba.models.lm import MambaLM
 class Decoder:
     """`MambaLM.step` without gradients, recorded from a model.
 
-    It reads the weights where they lie, so changes of their values count at once, and records the model again when it
-    has changed otherwise: parameters, modules, adapters, hooks, the dtype.
+    It reads the weights in place, so new values take effect at once, and it records the model again after any other
+    change: of parameters, modules, adapters, hooks or the dtype.
 
     Attributes:
         model: the language model.
@@ -30,7 +30,7 @@ class Decoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Record the model again, after a change that a program does not see: a config, or a constant of a module."""
+        """Record the model again, after a change that a program cannot see: in a config, or a constant of a module."""
         model, dtype = self.model, self.model.dtype
         self._recording = Recording(model.record, dtype, model.config.d_model, state_dtype(dtype))
 
@@ -43,12 +43,12 @@ class Decoder:
     def step(
         self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None, *, in_place: bool = False
     ) -> tuple[Float[Tensor, "b v"], LMCache]:
-        """Run over one token a row.
+        """Run over one token per row.
 
         Args:
             input_ids: token ids.
             cache: what the rows continue from; a fresh start if not given.
-            in_place: the new cache may take the old one's memory: for a cache that nobody else holds.
+            in_place: overwrite the old cache with the new one; only for a cache that nothing else uses.
 
         Returns:
             The logits of the next token, and the new cache.
@@ -64,12 +64,12 @@ class Decoder:
         return self.model.step(input_ids, cache)
 
     def _covers(self, input_ids: object, cache: object) -> bool:
-        """Whether these may be tokens and a cache, which nothing traces, casts or checks on their way."""
+        """Whether these can be tokens and a cache, and nothing traces, casts or checks the call."""
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1 or not isinstance(cache, LMCache | None):
             return False
         return not (is_observed() or kernels_are_off() or is_autocast(input_ids.device) or finite.is_checked())
 
 
 def decoder(model: MambaLM) -> Decoder:
-    """A decoder of `model`, for a loop of one's own: `logits, cache = decoder.step(ids, cache)`."""
+    """A decoder of `model`, for your own loop: `logits, cache = decoder.step(ids, cache)`."""
     return Decoder(model)

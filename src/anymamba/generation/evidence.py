@@ -1,7 +1,7 @@
-"""Let a text decide what a Mamba-3 checkpoint leaves unsaid: which activation its decay rates were trained with.
+"""Let a text decide what a Mamba-3 checkpoint does not record: which activation its decay rates were trained with.
 
 The wrong one changes every block by a fifth, and a trained model predicts worse with it. So a short text is scored with
-both, piece by piece, and the better one is taken where all pieces agree and they are clearly apart.
+both, piece by piece, and the better one is taken if all pieces agree and the difference is clear.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anymamba.models.lm import MambaLM
 
 _CLEARLY = 0.01  # of the bits per byte
 
-# Of several kinds, since nobody knows what the model was trained on.
+# Several kinds of text, since it is unknown what the model was trained on.
 PIECES = (
     "The village lies at the end of a narrow valley, where the river turns to the south. In the summer the farmers "
     "take their cattle up to the high meadows, and they do not come back before the first snow has fallen on the "
@@ -39,11 +39,11 @@ PIECES = (
 
 
 class Evidence(NamedTuple):
-    """What a text says.
+    """The evidence of a text.
 
     Attributes:
-        bits: per byte of all pieces, by activation.
-        taken: the activation that was taken; empty if the pieces do not agree or are not clearly apart.
+        bits: bits per byte over all pieces, by activation.
+        taken: the activation that was chosen; empty if the pieces do not agree or the difference is not clear.
     """
 
     bits: dict[str, float]
@@ -55,21 +55,21 @@ class Evidence(NamedTuple):
         figures = f"{self.bits[first]:.3f} bits per byte of a short text, {self.bits[second]:.3f} with {second}"
         if self.taken:
             return (
-                f"the config does not say how Mamba-3's decay rates are activated: {first} is taken ({figures}); "
-                f"--block a_activation={second} says otherwise"
+                f"the config does not name the activation of Mamba-3's decay rates: using {first} ({figures}); "
+                f"override with --block a_activation={second}"
             )
         return (
-            "the config does not say how Mamba-3's decay rates are activated, and a short text does not settle it "
-            f"({first}: {figures}); heavy_tail is taken, official since June 2026. Pass --block a_activation=softplus, "
-            "or heavy_tail, to say which"
+            "the config does not name the activation of Mamba-3's decay rates, and a short text does not settle it "
+            f"({first}: {figures}); using heavy_tail, official since June 2026. Choose one with --block "
+            "a_activation=softplus or heavy_tail"
         )
 
 
 def decide_activation(model: MambaLM, tokenizer: Tokenizer) -> Evidence | None:
-    """Choose the activation of an undecided model's decay rates; where the text does not settle it, leave it undecided.
+    """Choose the activation of an undecided model's decay rates; if the text does not settle it, leave it undecided.
 
     Returns:
-        What the text says; None for a model that is not undecided.
+        The evidence; None for a model that is not undecided.
     """
     if not is_undecided(model.config):
         return None

@@ -1,4 +1,4 @@
-"""The loop: prefill the prompts, then choose a token and take a step, row by row independent.
+"""The loop: prefill the prompts, then choose a token and take a step, each row independent of the others.
 
 Letters: b batch, t time, n new tokens, v vocabulary.
 """
@@ -30,8 +30,8 @@ class Generation(NamedTuple):
 
     Attributes:
         tokens: (b, n), 0 after the end of rows that stopped early.
-        lengths: how many tokens of each row count, the stop token included, (b,).
-        state: to continue from, if it was asked for.
+        lengths: how many tokens of each row count, including the stop token, (b,).
+        state: the state to continue from, if asked for.
     """
 
     tokens: Int[Tensor, "b n"]
@@ -44,7 +44,7 @@ class Generation(NamedTuple):
 
 
 class _Stopped(NamedTuple):
-    """Rows that have stopped: where they stood before their last token, or after it if there is none."""
+    """Rows that have stopped: their state before the last token, or the final one if there is no token."""
 
     rows: list[int]
     state: GenerationState
@@ -52,7 +52,7 @@ class _Stopped(NamedTuple):
 
 
 class TokenStream:
-    """Tokens one step at a time: each step is a list with one token a row, None for rows that have stopped.
+    """Tokens one step at a time: each step is a list with one token per row, None for rows that have stopped.
 
     `stream` makes one. Between two steps, and after the last, `state` is that of the rows. An exception within a
     step, such as an interrupt, leaves the cache half changed: the stream then gives neither tokens nor its state.
@@ -67,13 +67,13 @@ class TokenStream:
         sampling: Sampling,
         stop: list[tuple[int, ...]],
     ) -> None:
-        """Start from a state; the arguments are those of `stream`, checked."""
+        """Start from a state; the arguments are the checked ones of `stream`."""
         self._model, self._decoder, self._state, self._sampling = model, Decoder(model), state, sampling
         self._seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         self._batch_size, self._left, self._stop = state.batch_size, max_new_tokens, stop
         self._rows = list(range(state.batch_size))
         self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
-        self._owned = False  # nobody else holds the state's cache
+        self._owned = False  # nothing else uses the state's cache
         self._intact = True  # no exception came between changes that belong together
         self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
         self._longest_stop = max(map(len, stop), default=0)
@@ -114,7 +114,7 @@ class TokenStream:
         if not self._intact:
             raise RuntimeError(
                 "expected a stream whose steps were all finished, got one that an exception or interrupt ended within "
-                "a step: its state is lost; continue from a state that was kept before"
+                "a step: its state is lost; continue from a state that was kept earlier"
             )
 
     def _next_tokens(self) -> list[int | None]:
@@ -209,8 +209,8 @@ def stream(
         An iterator of lists of tokens.
 
     Raises:
-        TypeError: an argument of another type, or an option that there is not.
-        ValueError: an empty prompt, ids out of range, or sampling values outside their ranges.
+        TypeError: an argument of the wrong type, or an unknown option.
+        ValueError: an empty prompt, ids out of range, or sampling values out of range.
     """
     chosen = Sampling.of(sampling)
     expect_integer("max_new_tokens", max_new_tokens)
@@ -242,9 +242,9 @@ def generate(
             and seed.
 
     Returns:
-        `tokens` (b, n), 0 after the end of rows that stopped early; `lengths` (b,), how many of them count, the stop
-        token included; `state`, a `GenerationState` to continue from if it was asked for; and `rows()`, the tokens that
-        count as lists.
+        `tokens` (b, n), 0 after the end of rows that stopped early; `lengths` (b,), how many of them count, including
+        the stop token; `state`, a `GenerationState` to continue from, if asked for; and `rows()`, the tokens that count
+        as lists.
     """
     tokens = stream(model, input_ids, max_new_tokens, **options)
     rows: list[list[int]] = [[] for _ in range(tokens._batch_size)]
@@ -263,7 +263,7 @@ def generate(
 
 
 def _stop_sequences(stop: Stop, vocab_size: int) -> list[tuple[int, ...]]:
-    """Every stop sequence as its token ids, checked."""
+    """Every stop sequence as checked token ids."""
     sequences = [tuple(_token(token) for token in _several(entry)) for entry in _several(stop)]
     for sequence in sequences:
         if not sequence:
@@ -274,7 +274,7 @@ def _stop_sequences(stop: Stop, vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def _several(entry: Any) -> Iterable[Any]:
-    """One or several, as several; None as none."""
+    """A list of stop sequences from one, several or None."""
     if entry is None:
         return []
     if isinstance(entry, Tensor):

@@ -87,7 +87,7 @@ def likelihood(
     segment_len: int = SEGMENT_LEN,
     neighbours: Neighbours | None = None,
 ) -> Iterator[Likelihood]:
-    """Score a text that comes in pieces; memory depends on neither their number nor their lengths together.
+    """Score a text that comes in pieces; memory depends neither on their number nor on their total length.
 
     Args:
         model: the language model.

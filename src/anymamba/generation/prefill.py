@@ -28,7 +28,7 @@ def start(
     mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     segment_len: int = SEGMENT_LEN,
 ) -> GenerationState:
-    """Run prompts through the model, to generate from.
+    """Run prompts through the model, ready to generate.
 
     Args:
         model: the language model.
@@ -41,7 +41,7 @@ def start(
         The state of the rows after their prompts.
 
     Raises:
-        TypeError: prompts or a cache of another type.
+        TypeError: prompts or a cache of the wrong type.
         ValueError: a row without tokens, or ids out of range.
     """
     _expect_cache(cache)
@@ -49,7 +49,7 @@ def start(
     earlier = cache if isinstance(cache, GenerationState) else None
     if input_ids is None:
         if mask is not None:
-            raise ValueError("a mask goes with the prompts it belongs to (input_ids), got a mask alone")
+            raise ValueError("a mask needs the prompts it belongs to (input_ids), got a mask alone")
         if earlier is None:
             raise ValueError("generation needs a prompt (input_ids), or the state of an earlier generation as cache")
         return earlier
@@ -73,7 +73,7 @@ def start(
 def prefill(
     model: MambaLM, prompts: list[Tensor], cache: LMCache | None = None, segment_len: int = SEGMENT_LEN
 ) -> tuple[Float[Tensor, "b v"], LMCache]:
-    """Run the model over prompts of any lengths; a row that has ended takes no further part.
+    """Run the model over prompts of any lengths; a row that has ended is not computed any further.
 
     Args:
         model: the language model.
@@ -126,8 +126,8 @@ def _prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Ten
     """The real tokens of each row, on the model's device, checked."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(
-            f"input_ids must be a tensor (b, t), got {type(input_ids).__name__}; torch.tensor([ids]) makes one of a "
-            "list of ids, and a tokenizer ids of a text"
+            f"input_ids must be a tensor (b, t), got {type(input_ids).__name__}; torch.tensor([ids]) makes one from a "
+            "list of ids, and a tokenizer makes ids from a text"
         )
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Chat templates are other people's programs: they run in a process of their own, which can be ended.
+"""Chat templates are other people's programs: they run in a separate process, which can be ended.
 
 `template_worker.py` is that process: jinja2's sandbox, with limits on time, memory and length.
 """
@@ -19,9 +19,9 @@ from typing import Any
 MOST_CHARACTERS = 2**24  # of a template's text
 MOST_BYTES = 2**29  # of the process's memory
 MOST_SECONDS = 2.0  # of processor time
-_MOST_WAITING = 60.0  # seconds of any time, where nothing counts the processor's
+_MOST_WAITING = 60.0  # seconds of wall time, where processor time is not limited
 _WORKER = Path(__file__).with_name("template_worker.py")
-# The standard library and what is installed come first: no file of the current directory takes their place.
+# The standard library and installed packages come first: no file of the current directory can replace them.
 _START = (
     "import json, runpy, sys; sys.path += [p for p in json.loads(sys.argv[2]) if p not in sys.path]; "
     "runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -29,7 +29,7 @@ _START = (
 
 
 class Renderer:
-    """Renders templates in a child process, which starts with the first, and anew after one that went too far.
+    """Renders templates in a child process, which starts with the first one, and again after one that broke the limits.
 
     Threads take turns.
     """
@@ -50,7 +50,7 @@ class Renderer:
             values: what it may use by name: plain data, as JSON has it.
 
         Raises:
-            ValueError: it is no template, refuses the values, fails, or needs too much time or memory.
+            ValueError: it is not a template, refuses the values, fails, or needs too much time or memory.
         """
         request = json.dumps({"template": template, "values": values}).encode() + b"\n"
         with self._lock:
@@ -69,7 +69,7 @@ class Renderer:
             self._end()
 
     def _ask(self, request: bytes) -> bytes:
-        """The line that the child replies, or less if it ended."""
+        """The line that the child replies with, or less if it ended."""
         if self._child is not None and self._child.poll() is not None:
             self._end()
         child = self._child = self._child or self._start()
@@ -82,7 +82,7 @@ class Renderer:
                 child.stdin.write(request)
                 child.stdin.flush()
             return child.stdout.readline()
-        except BaseException:  # an interrupt: the reply to come would be taken for the next one's
+        except BaseException:  # an interrupt: the reply still to come would be taken for the next one
             self._end()
             raise
         finally:
@@ -114,7 +114,7 @@ class Renderer:
         return code
 
     def _last_words(self, code: int) -> str:
-        """What a child without a reply died of."""
+        """Why a child ended without a reply."""
         seconds = self._limits["seconds"]
         if code == -getattr(signal, "SIGPROF", 0):
             return f"it takes more than {seconds:g} s"
@@ -125,7 +125,7 @@ _shared = Renderer()
 
 
 def renderer() -> Renderer:
-    """The one that everybody in this process shares."""
+    """The renderer that this process shares."""
     return _shared
 
 

@@ -33,13 +33,13 @@ class Sampling:
     """How the next token is chosen; filters apply in the order of the fields.
 
     Attributes:
-        repetition_penalty: above 1, makes tokens less likely that a row has had before: their logits are divided by it
+        repetition_penalty: above 1, makes tokens that a row has had before less likely: their logits are divided by it
             if positive, else multiplied.
         presence_penalty: subtracted from the logits of tokens that a row has been given since generation began.
-        frequency_penalty: subtracted from them as many times as the row has been given the token.
-        logit_bias: added to the logits of these tokens.
-        temperature: 0 for the most likely token, always; else the logits are divided by it and a token is drawn. If not
-            given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
+        frequency_penalty: subtracted from them once for each time the row has been given the token.
+        logit_bias: numbers added to the logits of these tokens.
+        temperature: 0 always takes the most likely token; otherwise the logits are divided by it and a token is drawn.
+            If not given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
         top_k: draw from the k most likely tokens only.
         top_p: draw from the most likely tokens that together reach this probability.
         min_p: draw from tokens at least this many times as likely as the most likely.
@@ -58,7 +58,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a number, and values outside their ranges; decide what was left open."""
+        """Refuse values that are not numbers or out of range; fill in what was left open."""
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) and not (value is None and name == "temperature"):
@@ -99,13 +99,13 @@ class Sampling:
         for name in fields:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+                hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(known)}"
                 raise TypeError(f"generation has no option {name!r}{hint}")
         return Sampling(**fields)
 
 
 def expect_integer(name: str, value: Any) -> None:
-    """Raise TypeError for what is not a whole number."""
+    """Raise TypeError for anything but a whole number."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
 
@@ -134,14 +134,14 @@ def choose(
         logits: (b, v), in any dtype, on any device.
         sampling: filters and temperature.
         uniforms: a number in [0, 1) for each row; not used for temperature 0.
-        seen: True for tokens that the repetition penalty is meant for, (b, v).
+        seen: True for tokens that the repetition penalty applies to, (b, v).
         given: for each row, the tokens that it has been given and how often, for the other penalties.
 
     Returns:
         Token ids (b,), on the CPU.
 
     Raises:
-        ValueError: a row's logits are not finite, or a bias is for a token that there is not.
+        ValueError: a row's logits are not finite, or a bias is for a token that does not exist.
     """
     logits = logits.to("cpu", torch.float32)
     if sampling.repetition_penalty != 1 and seen is not None:
@@ -162,7 +162,7 @@ def choose(
 def _biased(
     logits: Float[Tensor, "b v"], sampling: Sampling, given: Sequence[Mapping[int, int]] | None
 ) -> Float[Tensor, "b v"]:
-    """The logits less the penalties for what rows have been given, and with the bias."""
+    """The logits minus the penalties for tokens that rows have been given, plus the bias."""
     bias, counts = sampling.logit_bias or {}, given if sampling.counts_tokens and given is not None else []
     if bias and not 0 <= min(bias) <= max(bias) < logits.shape[1]:
         raise ValueError(f"logit_bias must be for tokens 0 to {logits.shape[1] - 1}, got {min(bias)} to {max(bias)}")
@@ -188,28 +188,28 @@ def _draw(p_v: _Numbers, sampling: Sampling, uniform: float) -> int:
         p = np.where(p >= sampling.min_p * p.max(), p, np.float32(0))
     cumulative = np.cumsum(p, dtype=np.float64)
     index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # Rounding may bring the product up to the sum; the last token that has a probability is meant then.
+    # Rounding may bring the product up to the sum; then the last token with a probability is taken.
     index = int(p.nonzero()[0][-1]) if index == p.shape[0] else index
     return token_at(index)
 
 
 def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[int], int]]:
-    """What top-k and top-p leave.
+    """The candidates that top-k and top-p leave.
 
     Returns:
-        Probabilities, most likely first (all of them: in the vocabulary's order), and which token is at a place.
+        Probabilities, most likely first (in the vocabulary's order if all are left), and the token at each place.
     """
     size = p_v.shape[0]
     if sampling.top_k is None and sampling.top_p == 1:
         return p_v, lambda index: index
-    # Sorting a whole vocabulary may take longer than the model's step: a few mostly suffice.
+    # Sorting a whole vocabulary may take longer than the model's step: a few tokens usually suffice.
     top, ids = torch.from_numpy(p_v).topk(min(sampling.top_k or _FIRST_CANDIDATES, size))
     p = top.numpy()
     mass = sampling.top_p if sampling.top_k is None else sampling.top_p * float(p.sum(dtype=np.float64))
     kept = _nucleus(p, mass)
     if kept or sampling.top_k is not None or p.shape[0] == size:
         return p[: kept or size], lambda index: int(ids[index])
-    # Numbers alone are sorted many times faster than numbers with their places.
+    # Sorting numbers alone is many times faster than sorting them with their places.
     sorted_p = np.sort(p_v)[::-1]
     sorted_p = sorted_p[: _nucleus(sorted_p, mass) or size]
 
@@ -221,7 +221,7 @@ def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[
 
 
 def _nucleus(p: _Numbers, mass: float) -> int:
-    """How many of the descending probabilities it takes to reach `mass`; 0 if all together do not."""
+    """How many of the descending probabilities it takes to reach `mass`; 0 if all of them do not."""
     index = int(np.searchsorted(np.cumsum(p, dtype=np.float64), mass))
     return index + 1 if index < p.shape[0] else 0
 
@@ -232,7 +232,7 @@ def row_key(tokens: Int[Tensor, " t"]) -> int:
 
 
 def split_keys(keys: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Give rows that are alike (same key, same count) keys of their own, in order; the first keeps its key."""
+    """Give rows with the same key and count separate keys, in order; the first keeps its key."""
     occurrences: dict[tuple[int, int], int] = {}
     result = []
     for pair in zip(keys, counts, strict=True):

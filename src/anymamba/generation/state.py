@@ -24,10 +24,10 @@ class _GenerationStateFields(NamedTuple):
 
 
 class GenerationState(_GenerationStateFields, ModelState):
-    """Everything the next token depends on, after all tokens so far. It is never changed in place.
+    """Everything the next token depends on, after all tokens so far.
 
-    To go back some tokens, keep the state from before them; to branch, select a row several times: the branches then
-    draw differently.
+    It is never changed in place. To go back some tokens, keep the state from before them; to branch, select a row
+    several times: the branches then draw differently.
 
     Attributes:
         cache: of the model.
@@ -42,17 +42,17 @@ class GenerationState(_GenerationStateFields, ModelState):
 
     @classmethod
     def like(cls, model: MambaLM) -> GenerationState:
-        """The state of a fresh start, of one row, with logits of no meaning."""
+        """The state of a fresh start with one row; its logits mean nothing."""
         width = model.config.padded_vocab_size
         logits, none = torch.empty(1, width, dtype=model.dtype, device=model.device), torch.zeros(1, dtype=torch.int64)
         return cls(model.init_cache(1), logits, torch.zeros(1, width, dtype=torch.bool), none, none)
 
     def problem(self) -> str:
-        """What is wrong with its values: a state or a row's largest logit that is not finite, a count below 0."""
+        """What is wrong with its values: a state or a row's largest logit that is not finite, or a count below 0."""
         if found := self.cache.problem():
             return f"cache.{found}"
         if not bool(torch.isfinite(self.logits.amax(-1)).all()):
-            return "logits holds rows whose largest is not finite"
+            return "logits has rows whose largest value is not finite"
         if bool((self.counts < 0).any()):
             return f"counts must be 0 or more, got {int(self.counts.min())}"
         return ""

@@ -1,6 +1,6 @@
 """The process in which chat templates run: a line of JSON in, a line of JSON out, until the input ends.
 
-`rendering.py` starts it as a script. It imports jinja2 and the standard library alone.
+`rendering.py` starts it as a script. It imports only jinja2 and the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RefusedError(Exception):
 
 
 class TooLongError(Exception):
-    """A template that writes more than it may."""
+    """A template writes more than it may."""
 
 
 class Generation(Extension):
@@ -41,7 +41,7 @@ class Generation(Extension):
 
 
 def refuse(message: str) -> NoReturn:
-    """What templates call for messages that they cannot write."""
+    """Templates call this for messages that they cannot write."""
     raise RefusedError(message)
 
 
@@ -52,12 +52,12 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; jinja2's own filter escapes what HTML would read."""
+    """Plain JSON; jinja2's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def now(format: str) -> str:
-    """The date and time, as the template wants to have it."""
+    """The date and time, in the format that the template asks for."""
     return datetime.datetime.now().strftime(format)
 
 
@@ -89,7 +89,7 @@ def render(template: str, values: dict[str, Any], most: int) -> str:
 
 
 def reply(request: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
-    """The text, or what is wrong with the template; `ended` where this process had better not continue."""
+    """The text, or what is wrong with the template; `ended` if this process should not continue."""
     try:
         return {"text": render(request["template"], request["values"], limits["characters"])}
     except TooLongError:
@@ -101,7 +101,7 @@ def reply(request: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
     except TemplateSyntaxError as error:
         return {"problem": f"not a readable template (line {error.lineno}: {error.message})"}
     except SecurityError as error:
-        return {"problem": f"it does what a template may not: {error}"}
+        return {"problem": f"it does something that a template may not do: {error}"}
     except RecursionError:
         return {"problem": "it calls itself too often"}
     except Exception as error:  # whatever a program can do wrong
@@ -118,7 +118,7 @@ def limit_memory(most: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Have the system end this process after some more seconds of its time; 0: no longer."""
+    """Have the system end this process after some more seconds of processor time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

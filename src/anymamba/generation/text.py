@@ -5,52 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from anymamba.generation.completion import Choice, Completion, Draft
+from anymamba.generation.completion import UntilStop as UntilStop
 from anymamba.generation.evidence import decide_activation
 from anymamba.generation.generate import stream
 from anymamba.generation.prefill import start
 from anymamba.generation.sampling import expect_integer
-from anymamba.generation.tokenizers import TextStream, Tokenizer, load_tokenizer
+from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.opening import resolve
 from anymamba.models.pretrained import load_model
-
-
-class Choice(NamedTuple):
-    """A token that was, or could have been, chosen.
-
-    Attributes:
-        token: its id.
-        text: of it alone, U+FFFD for part of a character.
-        logprob: of the model, before temperature and filters.
-    """
-
-    token: int
-    text: str
-    logprob: float
-
-
-class Completion(NamedTuple):
-    """What follows a prompt.
-
-    Attributes:
-        text: without the prompt, the stop text or the end token.
-        tokens: their ids, with those that ended it.
-        reason: why it ended: at the "end" of a text, before a "stop" text, or at the "length" that was asked for.
-        choices: the tokens with their log-probabilities, if they were asked for.
-        alternatives: to each of them, the most likely tokens, the likeliest first, if they were asked for.
-    """
-
-    text: str
-    tokens: list[int]
-    reason: Literal["end", "stop", "length"]
-    choices: list[Choice] | None
-    alternatives: list[list[Choice]] | None
 
 
 def pipeline(
@@ -68,12 +38,13 @@ def pipeline(
         print(text("Once upon a time", temperature=0.8).text)
 
     Args:
-        source: of the model, as `MambaLM.from_pretrained` takes it.
-        tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; that beside the weights if not given.
-        dtype: to compute in; that of the file if not given.
-        weights: a format of fewer bits for the weights, as `MambaLM.from_pretrained` takes it.
+        source: directory, file or hub id of the model, as for `MambaLM.from_pretrained`.
+        tokenizer: "bytes", a tokenizer.json, a directory with one, or a hub id; the one beside the weights if not
+            given.
+        dtype: to compute in; the file's if not given.
+        weights: a format of fewer bits for the weights, as for `MambaLM.from_pretrained`.
         device: to compute on.
-        ssm_cfg: options of the blocks that count in place of the config's.
+        ssm_cfg: options of the blocks that override the config's.
 
     Raises:
         ValueError: there is no model, or no tokenizer that belongs to it.
@@ -127,21 +98,21 @@ class Pipeline:
 
         Args:
             prompt: a text, or a list of them.
-            max_new_tokens: the most tokens of each.
-            n: samples of each prompt, which is read once; draws are at temperature 1 where nothing else is said.
+            max_new_tokens: the largest number of tokens for each.
+            n: samples of each prompt, which is read once; the temperature is then 1 unless given.
             stop: texts before which a continuation ends.
-            logprobs: also give the log-probability of each token, and of that many most likely ones.
+            logprobs: also return the log-probability of each token, and of this many most likely ones.
             ignore_end: do not end at the tokenizer's end token.
-            add_special_tokens: before a prompt, those that the tokenizer puts before a text; not for the text of a chat
-                template, which has them.
-            batch_size: rows that are computed together; it changes no result but for rounding.
+            add_special_tokens: begin with the tokens that the tokenizer puts before a text; False for the text of a
+                chat template, which already has them.
+            batch_size: rows computed together; it changes results by rounding only.
             **sampling: temperature, top_k, top_p, min_p, repetition_penalty and seed, as for `anymamba.generate`.
 
         Returns:
-            A completion; a list of them for a list of prompts; and lists of `n` in place of each if `n` is given.
+            A completion; a list of them for a list of prompts; with `n`, a list of `n` in place of each.
 
         Raises:
-            TypeError: what should be a text or a whole number is something else.
+            TypeError: an argument that should be a text or a whole number is not.
             ValueError: a prompt or stop text is empty, or an option is out of its range.
         """
         if not isinstance(prompt, str | Sequence):
@@ -177,10 +148,10 @@ class Pipeline:
         batch_size: int = 16,
         **sampling: Any,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """The same, batch by batch as they are done.
+        """The same, batch by batch as they finish.
 
         Yields:
-            Pairs of the place of a prompt in the list, and its `n` completions.
+            Pairs of a prompt's place in the list and its `n` completions.
         """
         for name, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("logprobs", logprobs or 0, 0)):
             expect_integer(name, value)
@@ -197,7 +168,7 @@ class Pipeline:
             state = start(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
             copies = [row for row, places in enumerate(group.values()) for _ in range(n * len(places))]
             tokens = stream(self.model, None, max_new_tokens, cache=state.rows(copies), stop=ends, **sampling)
-            drafts = [_Draft(self.tokenizer, ends, stops) for _ in copies]
+            drafts = [Draft(self.tokenizer, ends, stops) for _ in copies]
             self._write(tokens, drafts, logprobs)
             completions = iter([draft.completion(logprobs) for draft in drafts])
             yield [(place, [next(completions) for _ in range(n)]) for places in group.values() for place in places]
@@ -212,7 +183,7 @@ class Pipeline:
         add_special_tokens: bool = True,
         **sampling: Any,
     ) -> Iterator[str]:
-        """Continue one text, piece by piece; the arguments are those of a call.
+        """Continue one text, piece by piece; the arguments are the same as for a call.
 
         Yields:
             Text, never half a character, and nothing of a stop text.
@@ -220,7 +191,7 @@ class Pipeline:
         (ids,) = self._tokens(expect_texts("prompt", [prompt]), add_special_tokens)
         ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
         stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
-        draft = _Draft(self.tokenizer, ends, stops)
+        draft = Draft(self.tokenizer, ends, stops)
         for (token,) in stream(self.model, torch.tensor([ids]), max_new_tokens, stop=ends, **sampling):
             assert token is not None
             if piece := draft.add(token):
@@ -237,7 +208,7 @@ class Pipeline:
             raise ValueError(f"a prompt must have at least one token, got none in prompt {found.index(())}")
         return found
 
-    def _write(self, tokens: Any, drafts: list[_Draft], logprobs: int | None) -> None:
+    def _write(self, tokens: Any, drafts: list[Draft], logprobs: int | None) -> None:
         """Run a stream until all drafts are complete."""
         while any(draft.reason == "length" for draft in drafts):
             logits = tokens.state.logits if logprobs is not None else None
@@ -256,7 +227,7 @@ class Pipeline:
 
 
 def _groups(prompts: list[tuple[int, ...]], size: int) -> Iterator[dict[tuple[int, ...], list[int]]]:
-    """Prompts by their tokens, `size` at a time, with their places; equal ones together, to draw differently."""
+    """Prompts by their tokens, `size` at a time, with their places; equal ones stay together, to draw differently."""
     places: dict[tuple[int, ...], list[int]] = {}
     for place, ids in enumerate(prompts):
         places.setdefault(ids, []).append(place)
@@ -269,7 +240,7 @@ def expect_texts(name: str, texts: Sequence[str]) -> list[str]:
     """A list of texts, none of them empty.
 
     Raises:
-        TypeError: one is no text.
+        TypeError: one is not a text.
         ValueError: one is empty.
     """
     for text in texts:
@@ -278,76 +249,3 @@ def expect_texts(name: str, texts: Sequence[str]) -> list[str]:
         if not text:
             raise ValueError(f"{name} must be a text, got an empty one")
     return list(texts)
-
-
-class _Draft:
-    """A continuation in the making."""
-
-    def __init__(self, tokenizer: Tokenizer, ends: list[int], stops: list[str]) -> None:
-        self._text, self._until, self._ends = TextStream(tokenizer), UntilStop(stops), ends
-        self._pieces: list[str] = []
-        self._tokens: list[int] = []
-        self._choices: list[list[Choice]] = []  # of each token: itself, and the most likely ones
-        self.reason: Literal["end", "stop", "length"] = "length"
-
-    def add(self, token: int, choices: Sequence[Choice] = ()) -> str:
-        """Add a token; the text that is now certain."""
-        self._tokens.append(token)
-        self._choices.append(list(choices))
-        if token in self._ends:
-            self.reason = "end"
-            return ""
-        self._pieces.append(piece := self._until.push(self._text.push(token)))
-        if self._until.stopped:
-            self.reason = "stop"
-        return piece
-
-    def finish(self) -> str:
-        """The rest of the text, once no token comes any more."""
-        if self.reason == "stop":
-            return ""
-        rest = self._until.push(self._text.finish())
-        if self._until.stopped:
-            self.reason = "stop"
-        self._pieces.append(rest := rest + self._until.rest())
-        return rest
-
-    def completion(self, logprobs: int | None) -> Completion:
-        """What has been made."""
-        self.finish()
-        choices = None if logprobs is None else [found[0] for found in self._choices]
-        alternatives = [found[1:] for found in self._choices] if logprobs else None
-        return Completion("".join(self._pieces), self._tokens, self.reason, choices, alternatives)
-
-
-class UntilStop:
-    """Passes text on until one of the stop texts; holds back what may be the beginning of one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        """Remember the texts; `stopped` says whether one has come."""
-        self._stops, self._held, self.stopped = stops, "", False
-
-    def push(self, text: str) -> str:
-        """Add text; what may be passed on of it and of what was held back."""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            passed, self._held = self._held[: min(found)], ""
-            return passed
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        keep = next(
-            (
-                n
-                for n in range(min(longest, len(self._held)), 0, -1)
-                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
-        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return passed
-
-    def rest(self) -> str:
-        """What was held back, once nothing more comes."""
-        rest, self._held = self._held, ""
-        return rest

@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizer.json files, and bytes for models of our own.
+"""Text to tokens and back: tokenizer.json files, and bytes for models trained on bytes.
 
 A token may end in the middle of a character. `TextStream` gives text only when it is whole.
 """
@@ -20,7 +20,7 @@ from anymamba.models.pretrained import COMPANIONS
 # What tokenizers usually call the end of a text, the most certain first.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>")
 _REPLACEMENT = "\ufffd"
-_WINDOW = 64  # tokens that are looked at together, at most
+_WINDOW = 64  # most tokens that are looked at together
 
 
 @runtime_checkable
@@ -36,10 +36,10 @@ class Tokenizer(Protocol):
     end: list[int]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text; with the tokens that belong before the first text of a sequence, if asked for."""
+        """The token ids of a text, with the tokens that belong before the first text of a sequence if asked for."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; bytes that are no character become U+FFFD."""
+        """The text of token ids; bytes that are not a character become U+FFFD."""
 
 
 class ByteTokenizer:
@@ -49,11 +49,11 @@ class ByteTokenizer:
     end: list[int] = []  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The bytes of a text. What came from undecodable bytes of a file or terminal goes back to these bytes."""
+        """The bytes of a text. Surrogates for undecodable bytes of a file or terminal become those bytes again."""
         return list(text.encode("utf-8", errors="surrogateescape"))
 
     def decode(self, ids: list[int]) -> str:
-        """The text of bytes; ids beyond 255, which padding of the vocabulary may bring, are U+FFFD."""
+        """The text of bytes; ids above 255, which a padded vocabulary allows, become U+FFFD."""
         return b"".join(bytes([i]) if i < 256 else b"\xff" for i in ids).decode("utf-8", errors="replace")
 
 
@@ -63,11 +63,11 @@ class FileTokenizer:
     Attributes:
         path: of the file.
         vocab_size: ids are below it.
-        end: ids of tokens that end a text: as files beside it say, or else its special token of a usual name.
+        end: ids of tokens that end a text: those named by files beside it, or else its special token with a usual name.
     """
 
     def __init__(self, path: str | os.PathLike[str], end: str | None = None) -> None:
-        """Read the file; `end` is the token that ends a text, if neither it nor files beside it say.
+        """Read the file; `end` is the token that ends a text, if neither it nor the files beside it name one.
 
         Raises:
             ValueError: the file is missing or damaged, has no token `end`, or the library is not installed.
@@ -85,7 +85,9 @@ class FileTokenizer:
             self._tokenizer: Any = Reader.from_file(str(path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises nothing narrower, and where it panics nothing as narrow
+        except (
+            BaseException
+        ) as error:  # the library raises nothing more specific, and its panics are less specific still
             raise ValueError(f"{path}: not a readable tokenizer ({error})") from error
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end = self._ends(end)
@@ -104,10 +106,10 @@ class FileTokenizer:
 
         Args:
             text: any.
-            add_special_tokens: with those that the file's post-processor puts around the first text of a sequence, but
-                for an end token after it: the text is to be continued.
+            add_special_tokens: add those that the file's post-processor puts around the first text of a sequence,
+                except an end token after it: the text is to be continued.
         """
-        # The fast way is the one without the places of tokens in the text.
+        # It is faster without the places of the tokens in the text.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         if add_special_tokens:
@@ -126,13 +128,13 @@ class FileTokenizer:
             return token
         try:
             found: int | None = self._tokenizer.token_to_id(token)
-        except UnicodeEncodeError:  # half a character, as JSON can spell it, is no token
+        except UnicodeEncodeError:  # half a character, as JSON can spell it, is not a token
             return None
         return found
 
 
 def _end_tokens(directory: Path) -> Iterable[str | int]:
-    """What the files beside a tokenizer call the end of a text, as token or id."""
+    """What the files beside a tokenizer name as the end of a text, as token or id."""
     for name, field in (
         ("tokenizer_config.json", "eos_token"),
         ("special_tokens_map.json", "eos_token"),
@@ -149,7 +151,7 @@ def _end_tokens(directory: Path) -> Iterable[str | int]:
 
 
 def write_end(tokenizer: FileTokenizer, directory: Path) -> None:
-    """Have the files beside a model say what ends a text, as other programs look for it there, unless they do."""
+    """Name the token that ends a text in the files beside a model, where others look for it, unless they name one."""
     said = [i for token in _end_tokens(directory) if (i := tokenizer._id(token)) is not None]
     if not tokenizer.end or sorted(set(said)) == tokenizer.end:
         return
@@ -160,7 +162,7 @@ def write_end(tokenizer: FileTokenizer, directory: Path) -> None:
         ("generation_config.json", {"eos_token_id": tokenizer.end[0]}),
     ):
         before = read_json(directory / name) if (directory / name).is_file() else {}
-        if before or name != "special_tokens_map.json":  # which is the older way, and not needed
+        if before or name != "special_tokens_map.json":  # the older place, not needed
             write_json(directory / name, {**before, **values})
 
 
@@ -169,7 +171,7 @@ def load_tokenizer(
     directory: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of that name, or that of a model.
+    """The tokenizer of this name, or the one of a model.
 
     Args:
         name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one beside the weights, or the
@@ -223,14 +225,14 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start a text."""
         self._tokenizer = tokenizer
-        # A token's text may depend on those before it, so the tokens after the last whole text are kept, and decoded
+        # A token's text may depend on the tokens before it, so those after the last whole text are kept and decoded
         # again with every new one.
         self._ids: list[int] = []
         self._kept = 0  # how many of them belong to text that has been given
         self._given = 0  # how many characters of their text have been given
 
     def push(self, token: int) -> str:
-        """Add a token; the text that is now certain, maybe none."""
+        """Add a token; returns the text that is now certain, which may be empty."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         # An unfinished character decodes to replacement characters, and with some tokenizers so do the bytes before it.

@@ -1,7 +1,7 @@
 """Look inside a block or a model: the matrix of a scan, what it remembers and for how long, what a text costs.
 
 Functions of a block take it and its input, `half_lives(block, x)`; `layers(model, ids)` gives the blocks and inputs of
-a model. `anymamba inspect` makes a page of all of them.
+a model. `anymamba inspect` makes a page from all of them.
 """
 
 from anymamba.inspect.dual import by_rows as by_rows

@@ -32,7 +32,7 @@ def dual_matrix(
 ) -> Float[Tensor, "b h rows rows"]:
     """The matrix M of every head, for which `M @ values + carried` is the scan's output before skip, gate and norm.
 
-    It takes memory in the square of t for every head; a Mamba-1 block has as many heads as channels.
+    Memory grows with the square of t for every head; a Mamba-1 block has as many heads as channels.
 
     Args:
         block: a `Mamba1`, `Mamba2` or `Mamba3`.
@@ -45,7 +45,7 @@ def dual_matrix(
 
     Raises:
         TypeError: a block of another family.
-        ValueError: shapes that do not fit, or heads that there are not.
+        ValueError: shapes that do not fit, or heads that do not exist.
     """
     return matrix_of(recurrence(block, x, cache), heads)
 
@@ -87,7 +87,7 @@ def matrix_of(terms: Recurrence, heads: Sequence[int] | None = None) -> Float[Te
     lam = cumulative_decay(terms.log_decay[:, :, chosen], 1)
     if lam.ndim == 3:
         matrix_bhij = q_bhin @ k_bhin.mT * _spread(causal_decay(lam.mT, wide), ranks)
-    else:  # a decay for each state: one state at a time, since all of them together would take n times the memory
+    else:  # a decay for each state: one state at a time, since all at once would take n times the memory
         matrix_bhij = q_bhin.new_zeros((*q_bhin.shape[:3], q_bhin.shape[2]))
         for n, (q_bhi, k_bhi) in enumerate(zip(q_bhin.unbind(-1), k_bhin.unbind(-1), strict=True)):
             matrix_bhij = matrix_bhij + causal_decay(lam[..., n].mT, wide) * q_bhi.unsqueeze(3) * k_bhi.unsqueeze(2)

@@ -19,7 +19,7 @@ from anymamba.inspect.recurrence import recurrence
 
 
 def half_lives(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Float[Tensor, "b t h *n"]:
-    """After how many tokens like this one half of a state is left: `ln 2 / -a`; infinite where nothing is lost.
+    """After how many tokens like this one half of a state is left: `ln 2 / -a`; infinite if nothing is lost.
 
     Args:
         block: a `Mamba1`, `Mamba2` or `Mamba3`.
@@ -41,7 +41,7 @@ def horizons(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Floa
 
 
 def step_sizes(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Float[Tensor, "b t h"]:
-    """Δ of every token and head: how much a token writes, and how much the state decays. As for `half_lives`."""
+    """Δ of every token and head: how much it writes, and how much the state decays. Arguments as for `half_lives`."""
     return recurrence(block, x, cache).dt
 
 
@@ -53,11 +53,11 @@ def turns(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Float[T
         block of four.
 
     Raises:
-        ValueError: states of this block do not turn.
+        ValueError: the states of this block do not turn.
     """
     found = recurrence(block, x, cache).turn
     if found is None:
-        raise ValueError(f"turns: only states of Mamba3 turn, got a {type(block).__name__}")
+        raise ValueError(f"turns: only the states of Mamba3 turn, got a {type(block).__name__}")
     return found
 
 
@@ -74,10 +74,10 @@ class StateMeasures(NamedTuple):
     Attributes:
         norm: of each head's state (p × n), the root of the sum of its squares.
         rank: how many directions it uses, the participation ratio (Σ σ²)² / Σ σ⁴ of its singular values: from 1 to the
-            smaller of p and n, and 0 for an empty state. A channel of Mamba-1 is a single direction, so its rank is
-            that of all channels together (i × n), (b, t, 1).
+            smaller of p and n, and 0 for an empty state. A channel of Mamba-1 is a single direction, so the rank is
+            taken over all channels together (i × n), (b, t, 1).
         read: what is read from the state, the norm of y over a head's width and ranks.
-        skip: what passes beside it, the norm of D v.
+        skip: what bypasses the state, the norm of D v.
     """
 
     norm: Float[Tensor, "b t h"]
@@ -87,7 +87,7 @@ class StateMeasures(NamedTuple):
 
 
 def state_measures(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> StateMeasures:
-    """Norm and effective rank of the state after each token, and its part of the output beside that of the skip.
+    """Norm and effective rank of the state after each token, and how much of the output it and the skip give.
 
     Arguments as for `half_lives`.
     """

@@ -30,17 +30,17 @@ class Layer(NamedTuple):
 def layers(model: MambaLM, input_ids: Int[Tensor, "b t"]) -> list[Layer]:
     """Run a model from a fresh start and keep the input of every block.
 
-    `[dual_matrix(*layer) for layer in layers(model, ids)]` is the matrices of all layers.
+    `[dual_matrix(*layer) for layer in layers(model, ids)]` gives the matrices of all layers.
     """
     return _run(model, input_ids)[0]
 
 
 class TokenScores(NamedTuple):
-    """How a model judges the tokens of a text, each after those before it; the first is not predicted.
+    """How likely a model finds each token of a text after those before it; the first is not predicted.
 
     Attributes:
-        logprob: of the token that came, in nats.
-        rank: how many tokens were likelier than it.
+        logprob: of the actual token, in nats.
+        rank: how many tokens were likelier.
         entropy: of the whole distribution, in nats.
         best: log-probabilities of the likeliest tokens.
         best_ids: their ids.
@@ -59,7 +59,7 @@ def token_scores(model: MambaLM, input_ids: Int[Tensor, "b t"], likeliest: int =
     Args:
         model: the language model.
         input_ids: the text.
-        likeliest: how many of the likeliest tokens to give at each place.
+        likeliest: how many of the likeliest tokens to return at each place.
     """
     return _run(model, input_ids, likeliest)[1]
 

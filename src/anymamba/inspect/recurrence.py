@@ -1,14 +1,14 @@
-"""One recurrence for every family: what a block's scan was given for an input.
+"""One recurrence for every family: the inputs of a block's scan.
 
     S_t = exp(a_t) (S_{t-1} + κ_t Σ_r v_{t-1}[r] ⊗ k_{t-1}[r]) + γ_t Σ_r v_t[r] ⊗ k_t[r]        y_t[r] = S_t q_t[r]
 
-- Mamba-1: a channel is a head of width 1. Each of its n states decays at a rate of its own, so `a` has an axis n.
+- Mamba-1: a channel is a head of width 1. Each of its n states decays at its own rate, so `a` has an axis n.
   γ = Δ, κ = 0.
 - Mamba-2: γ = Δ, κ = 0.
 - Mamba-3: γ and κ are the two weights of the trapezoidal rule; keys and queries are rotated.
 
-The block computes its own projections, convolution, step sizes and norms (`scan_inputs`); nothing of them is done a
-second time here.
+The block computes its own projections, convolution, step sizes and norms (`scan_inputs`); none of that is repeated
+here.
 
 Letters: b batch, t time, r MIMO rank, h heads, p head width, n state, s pairs (or blocks of four) that turn.
 """
@@ -43,11 +43,11 @@ class Recurrence(NamedTuple):
         q: queries of every head.
         log_decay: a, (b, t, h); (b, t, h, n) for Mamba-1.
         gamma: weights of a token in its own step.
-        kappa: weights of the token before; zeros but for Mamba-3.
+        kappa: weights of the token before; zeros except for Mamba-3.
         dt: step sizes.
-        start: the state before the first token, with what is pending of the token before it.
-        skip: what passes beside the state, to be added to y.
-        turn: by how much a token turns each pair of states, or block of four, in radians; None but for Mamba-3.
+        start: the state before the first token, including what is pending from the token before it.
+        skip: what bypasses the state, to be added to y.
+        turn: by how much a token turns each pair of states, or block of four, in radians; None except for Mamba-3.
         finish: the rest of the block, from y + skip (b, t, r, h, p) to its output (b, t, d).
     """
 
@@ -65,7 +65,7 @@ class Recurrence(NamedTuple):
 
 
 def recurrence(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Recurrence:
-    """What the scan of `block` is given for `x`.
+    """The inputs of the scan of `block` for `x`.
 
     Args:
         block: a `Mamba1`, `Mamba2` or `Mamba3`.
@@ -73,7 +73,7 @@ def recurrence(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Re
         cache: what the rows continue from; a fresh start if not given.
 
     Raises:
-        TypeError: it is a block of another family, or no block.
+        TypeError: it is a block of another family, or not a block.
         ValueError: shapes that do not fit.
     """
     read = next((read for family, read in _FAMILIES.items() if isinstance(block, family)), None)
@@ -147,7 +147,7 @@ def _mamba3(block: Mamba3, x: Tensor, cache: Mamba3Cache) -> Recurrence:
 
 
 def _angles(rate_btc: Tensor, step_bth: Tensor, turns: int, about_axes: bool) -> Tensor:
-    """(b, t, h, s): signed where a pair turns in its plane, the length of the turn about an axis for blocks of four."""
+    """(b, t, h, s): signed for a pair that turns in its plane, the angle about an axis for blocks of four."""
     if about_axes:
         vectors = rate_btc.unflatten(-1, (step_bth.shape[-1], turns, 3)) * step_bth[..., None, None]
         return vectors.norm(dim=-1)

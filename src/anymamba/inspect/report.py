@@ -1,7 +1,7 @@
 """What a report shows of a model and a text, as numbers small enough for one page.
 
 Numbers over time are stored in 16 bits and the cells of pictures in 8, so that a page of hundreds of heads stays within
-a few megabytes; each is packed as base64 beside the range that it spans.
+a few megabytes; each is packed as base64 with the range that it spans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from anymamba.models.lm import MambaLM
 _CHANNELS = 8  # of a Mamba-1 block that are shown
 _DOTS = 64  # horizons of a layer that are shown
 _PICTURE_BYTES = 1_500_000  # for all matrices together, and half of it for all turns
-_LONGEST = 1e9  # tokens; a half-life beyond it is shown as endless
+_LONGEST = 1e9  # tokens; a longer half-life is shown as endless
 _LEAST = 1e-9
 
 
@@ -57,7 +57,7 @@ def report_data(model: MambaLM, tokenizer: Tokenizer, ids: Sequence[int], *, nam
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; none for one that ends within a character, which the next completes."""
+    """The text that each token adds; empty for one that ends within a character, which the next completes."""
     stream = TextStream(tokenizer)
     texts = [stream.push(token) for token in ids]
     texts[-1] += stream.finish()
@@ -77,7 +77,7 @@ def _scores(scores: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _named(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, or its id where it is a part of a character."""
+    """A token's text, or its id if it is part of a character."""
     text = tokenizer.decode([token])
     return f"#{token}" if not text or "\ufffd" in text else text
 
@@ -121,7 +121,7 @@ def _layer(layer: Layer, heads: list[int], *, side: int, rows: int) -> dict[str,
 
 
 def _slowest(terms: Recurrence) -> Tensor:
-    """Half-lives (b, t, h), of a channel's slowest state where each has its own."""
+    """Half-lives (b, t, h), those of a channel's slowest state where each has its own."""
     log_decay = terms.log_decay if terms.log_decay.ndim == 3 else terms.log_decay.amax(-1)
     return (math.log(2) / -log_decay).clamp(max=_LONGEST)
 
@@ -159,7 +159,7 @@ def _turns(terms: Recurrence, head: int, rows: int, config: Any) -> dict[str, An
 
 
 def _strongest(x: Tensor, group: int, dim: int) -> Tensor:
-    """The number of largest size of every `group` along `dim`."""
+    """The number with the largest absolute value in every `group` along `dim`."""
     if group == 1:
         return x
     missing = -x.shape[dim] % group
@@ -185,5 +185,5 @@ def _packed(levels: Tensor, dtype: torch.dtype) -> str:
 
 
 def _rounded(x: Tensor) -> list[float]:
-    """Numbers of four digits that JSON can hold."""
+    """Numbers rounded to four digits that JSON can hold."""
     return [float(f"{value:.4g}") for value in x.nan_to_num(0.0, _LONGEST, -_LONGEST).tolist()]

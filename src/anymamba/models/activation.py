@@ -1,8 +1,8 @@
-"""What a Mamba-3 checkpoint may leave unsaid: how its decay rates are activated.
+"""What a Mamba-3 checkpoint may not record: how its decay rates are activated.
 
 The official block had softplus until June 2026 and has a heavy tail since, under the same names and shapes. A file that
-does not say which is taken to be of the newer kind, and its config is marked as undecided until somebody says so, or a
-text has decided (`anymamba.generation.evidence`).
+does not name one is taken to be of the newer kind, and its config is marked as undecided until the user chooses, or a
+text decides (`anymamba.generation.evidence`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ UNDECIDED = "undecided_activation"  # in `MambaLMConfig.extra`
 
 
 def is_undecided(config: MambaLMConfig) -> bool:
-    """Whether the model's file was silent, and nobody has said since."""
+    """Whether the model's file does not name the activation, and nothing has decided since."""
     return bool(config.extra.get(UNDECIDED)) and FIELD not in config.ssm_cfg
 
 
 def with_block_options(config: MambaLMConfig, options: dict[str, Any]) -> MambaLMConfig:
-    """The config with some options of its blocks exchanged.
+    """The config with some options of its blocks replaced.
 
     Raises:
         ValueError: options that the block does not know, or values that cannot work.
@@ -44,7 +44,7 @@ def set_activation(model: MambaLM, activation: str) -> None:
 
 
 def warn_if_undecided(where: str, config: MambaLMConfig, pass_: str) -> None:
-    """Say that nobody knows the activation, and what to do: `pass_` heads a choice of two."""
+    """Warn that the activation is unknown, and say what to do: `pass_` introduces the choice of two."""
     if is_undecided(config):
         warnings.warn(
             f"{where}: the config does not say how Mamba-3's decay rates are activated; heavy_tail is taken (official "

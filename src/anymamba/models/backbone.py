@@ -19,7 +19,7 @@ from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_cache
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.layers import ResidualLayer, RMSNorm
-from anymamba.models.stack import Stack, shared
+from anymamba.models.stack import Stack
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ class Backbone(Stack):
     def __init__(
         self, config: MambaLMConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Create the parameters, the embedding before the layers: their order is a checkpoint's and a seed's."""
+        """Create the parameters, the embedding before the layers: checkpoints and seeds depend on the order."""
         nn.Module.__init__(self)
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, device=device, dtype=dtype)
         self._build(config.stack_config(), device=device, dtype=dtype)
 
     @property
     def residual_in_fp32(self) -> bool:
-        """Whether the residual stream is float32 at least."""
+        """Whether the residual stream is at least float32."""
         return self.config.residual_in_fp32
 
     def forward(  # type: ignore[override]  # a stack's takes what the embedding gives
@@ -58,14 +58,14 @@ class Backbone(Stack):
     ) -> Any:
         """The hidden states after the last norm, of a sequence (b, t, d) or a token (b, d); arguments as for `MambaLM`.
 
-        With `wanted` passes, the residual stream after each of them comes third.
+        With `wanted` passes, the third result is the residual stream after each of them.
         """
         expect_cache(cache)
         x = inputs_embeds
         if x is None:
             assert input_ids is not None
             x = self.embed(input_ids)
-        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens, **shared(context))
+        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens, **_shared(context))
         return (y, new) if wanted is None else (y, new, hidden)
 
     def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
@@ -93,7 +93,7 @@ class Backbone(Stack):
             program.child(layers, names[index], ResidualLayer).record(program, 0, added=not ignored)
 
     def record_norm(self, program: Program) -> int:
-        """Describe the last norm of a token; the slot of its result."""
+        """Describe the last norm of a token; returns the slot of its result."""
         return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
 
 
@@ -116,3 +116,8 @@ def embedded(where: str, embedding: nn.Embedding | NarrowEmbedding, input_ids: A
             f"got {int(input_ids.min())} to {int(input_ids.max())}"
         ) from error
     return found
+
+
+def _shared(context: Context | None) -> dict[str, Any]:
+    """The argument for a block; blocks without support for it do not get it."""
+    return {} if context is None else {"context": context}

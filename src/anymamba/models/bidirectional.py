@@ -6,7 +6,7 @@ Layers come in pairs, one for each direction; flip is over time, inside each seq
 
 The merge is their mean, or W [f; g] + c. There is no step and no cache: the first output depends on the last input.
 
-Letters: b batch, t time, d d_model, z packed sequences, V passes (two a pair).
+Letters: b batch, t time, d d_model, z packed sequences, V passes (two per pair).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import reversal, reversed_in_time
+from anymamba.models.batches import from_the_first
 from anymamba.models.class_tokens import flow_of, zeroed
-from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.models.layers import ResidualLayer, initialise_residual, make_norm
 from anymamba.models.passes import Levels, Passes
 from anymamba.models.schedules import PAIR_SCHEDULES
-from anymamba.models.stack import check_batch, check_input, end_to_end, initialise_residual, stack_config
-from anymamba.models.stack_config import StackConfig
+from anymamba.models.stack_config import StackConfig, stack_config
 from anymamba.scan import SsdPath
 
 
@@ -60,7 +60,7 @@ class BidirectionalConfig(StackConfig):
         return len(self.layers_of_passes()) // 2
 
     def pairs_of_passes(self) -> list[int]:
-        """The real pair of each pair of passes, by its forward layer: whose merge and gates it uses."""
+        """The real pair of each pair of passes, given by its forward layer: the one that has its merge and gates."""
         return [layer // 2 for layer in self.layers_of_passes()[::2]]
 
     def layer_groups(self) -> int:
@@ -133,12 +133,12 @@ class BidirectionalStack(Passes):
                 rows that are padded at the end. Outputs at the padding are zero.
 
         Returns:
-            y. With class tokens there are more outputs than inputs (`output_indices`), and those of padded rows stand
-            at their front.
+            y. With class tokens there are more outputs than inputs (`output_indices`), and those of padded rows are at
+            the front.
 
         Raises:
             ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is no tensor.
+            TypeError: dtypes that do not fit, or something that is not a tensor.
         """
         if seq_idx is not None:
             rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
@@ -160,30 +160,20 @@ class BidirectionalStack(Passes):
         Raises:
             ValueError: there is no such pair.
         """
-        n = len(self._pairs)
-        if wrong := [u for u in pairs if not -n <= u < n]:
-            raise ValueError(f"{type(self).__name__}: pairs must be {-n} to {n - 1}, got {wrong[0]}")
+        wanted = from_the_first(type(self).__name__, "pairs", pairs, len(self._pairs))
         if seq_idx is not None:
             rows, bounds = self._end_to_end("hidden_states", x, seq_idx, cu_seqlens, mask)
-            found = self._run("hidden_states", rows, [u % n for u in pairs], path, bounds, None)[1]
+            found = self._run("hidden_states", rows, wanted, path, bounds, None)[1]
             return [h.view_as(x) for h in found]
-        return self._run("hidden_states", x, [u % n for u in pairs], path, cu_seqlens, mask)[1]
-
-    def _end_to_end(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
-        where = f"{type(self).__name__}.{name}"
-        if self.config.has_class_tokens():
-            raise ValueError(f"{where}: class tokens have no room in seq_idx; use cu_seqlens")
-        return end_to_end(where, x, seq_idx, bounds, mask)
+        return self._run("hidden_states", x, wanted, path, cu_seqlens, mask)[1]
 
     def _run(
         self, name: str, x: Any, wanted: Sequence[int], path: SsdPath | None, cu_seqlens: Any, mask: Any
     ) -> tuple[Tensor, list[Tensor]]:
         c, where = self.config, f"{type(self).__name__}.{name}"
-        mixer: Any = self.layers[0].mixer
-        check_input(where, x, "b t d", c.d_model, mixer.activation_like())
-        padding = check_batch(where, x, cu_seqlens, mask)
+        padding = self._check(name, x, cu_seqlens, mask)
         options: dict[str, Any] = {"path": path, "cu_seqlens": cu_seqlens}
-        h = x.float() if c.residual_in_fp32 and x.dtype != torch.float64 else x
+        h = self._stream(x)
         if padding is not None:
             h, options["mask"] = padding.compact(h), padding.cleaned()
         levels, paddings = None, dict[int, Padding | None]()
@@ -205,8 +195,7 @@ class BidirectionalStack(Passes):
             return h + found if added else found.to(h.dtype)
 
         h, hidden = self._walk(h, len(self._pairs), run, wanted, levels)
-        y: Tensor = self.norm_f(h)
-        y = y if c.final_norm else y.to(x.dtype)
+        y = self._out(h, x.dtype)
         if levels is not None:
             return zeroed(y, levels.flow.padding), [zeroed(s, paddings[u]) for s, u in zip(hidden, wanted, strict=True)]
         if padding is not None:

@@ -41,8 +41,8 @@ class ModelState(Tree):
         """Write to a state file together with the fingerprint of `model`.
 
         Raises:
-            OSError: it cannot be written; what was there before is as it was.
-            ValueError: it holds values that no state can have, as those that are not finite.
+            OSError: it cannot be written; an earlier file stays as it was.
+            ValueError: it holds values that no state can have, such as values that are not finite.
         """
         write_state(path, self, {"fingerprint": model.fingerprint()})
 
@@ -51,7 +51,7 @@ class ModelState(Tree):
         """Read what `save` wrote, to continue with the same `model`, on its device.
 
         Raises:
-            ValueError: the file is not a saved state, is damaged, or is of another model.
+            ValueError: the file is not a saved state, is damaged, or belongs to another model.
         """
         tensors, facts, version = read_state(path, cls.__name__, ["fingerprint"])
         if not model.has_fingerprint(facts["fingerprint"]):
@@ -60,7 +60,7 @@ class ModelState(Tree):
                 f"expected fingerprint {model.fingerprint()}, got {facts['fingerprint']}"
             )
         like = cls.like(model)
-        if version == 1:  # which left out where in the tree the cache is
+        if version == 1:  # which did not record where in the tree the cache is
             names = {name.removeprefix("cache."): name for name in like.tensors()}
             tensors = {names.get(name, name): x for name, x in tensors.items()}
         return restore(path, like, tensors)
@@ -93,3 +93,19 @@ class LMCache(StackCache):
     """The cache of a language model."""
 
     __slots__ = ()
+
+
+def expect_stack_cache(where: str, cache: Any, kind: type[StackCache], passes: int, cursors: int) -> StackCache:
+    """The cache, refused unless it belongs to a stack with this many passes, and cursors of class tokens.
+
+    Raises:
+        TypeError: it is not a `kind`.
+        ValueError: it has another number of layers or cursors.
+    """
+    if not isinstance(cache, kind):
+        raise TypeError(f"{where}: cache must be a {kind.__name__}, got {type(cache).__name__}")
+    if len(cache.layers) != passes:
+        raise ValueError(f"{where}: the cache must have {passes} layers, got {len(cache.layers)}")
+    if len(cache.cursors) != cursors:
+        raise ValueError(f"{where}: the cache must have {cursors} cursors of class tokens, got {len(cache.cursors)}")
+    return cache

@@ -1,4 +1,4 @@
-"""What the door of a language model refuses, by the names of its arguments."""
+"""Checks of a language model's arguments, by their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE = (torch.int32, torch.int64)
 
 
 def expect_ids(input_ids: Any) -> None:
-    """Token ids of a batch; their dtype and range are the embedding's to check.
+    """Token ids of a batch; the embedding checks their dtype and range.
 
     Raises:
         TypeError: not a tensor.
@@ -25,7 +25,7 @@ def expect_ids(input_ids: Any) -> None:
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"MambaLM: input_ids must be a tensor (b, t), got {type(input_ids).__name__}; "
-            "torch.tensor([ids]) makes one of a list of ids"
+            "torch.tensor([ids]) makes one from a list of ids"
         )
     if input_ids.ndim != 2:
         hint = "; input_ids.unsqueeze(0) is a batch of one" if input_ids.ndim == 1 else ""
@@ -33,7 +33,7 @@ def expect_ids(input_ids: Any) -> None:
 
 
 def expect_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -> Tensor:
-    """Token ids, or embeddings in their place; the one that was given.
+    """Token ids, or embeddings in their place; returns the one that was given.
 
     Raises:
         TypeError: not a tensor, or embeddings of another dtype than `like`.
@@ -61,7 +61,7 @@ def expect_cache(cache: Any) -> None:
         return
     hint = ""
     if isinstance(cache, Tensor):
-        hint = "; labels go by their name, labels=..."
+        hint = "; pass labels by name, labels=..."
     elif isinstance(getattr(cache, "cache", None), LMCache):
         hint = "; pass its .cache"
     raise TypeError(f"MambaLM: cache must be an LMCache, got {type(cache).__name__}{hint}")
@@ -84,7 +84,7 @@ def expect_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.
 
 
 def expect_targets(targets: Tensor, vocab: int) -> None:
-    """The labels that count must be tokens. Looked at on the CPU alone, where it costs no waiting, and not in a trace.
+    """The labels that count must be tokens. Checked only on the CPU, where that is cheap, and not in a trace.
 
     Raises:
         ValueError: one is not.

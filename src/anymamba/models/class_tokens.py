@@ -1,12 +1,12 @@
-"""Class tokens: learned rows that stand among the tokens of a sequence, at places that splits and steps agree on.
+"""Class tokens: learned rows among the tokens of a sequence, at places that splits and steps agree on.
 
 A class token stands before token 0 ("start"), ⌊L/2⌋ ("middle") or k (a number) of a sequence of L, or after its last
-("end"). Several at one place come in the order start, middle, end, numbers, then that of their list. One at k ≥ L
-never comes. There are three levels: before the input projection, before a stack, and before a layer; each counts the
-tokens that reach it, class tokens of the levels before it among them.
+("end"). Several at one place come in the order start, middle, end, numbers, and then in the order of their list. One at
+k ≥ L never appears. There are three levels: before the input projection, before a stack, and before a layer; each
+counts the tokens that reach it, class tokens of the levels before it among them.
 
 A cursor remembers how many tokens have passed a level, and whether the class tokens before the next one have been run
-already. Whoever places one in the middle or at the end has to know L.
+already. Placing one in the middle or at the end requires L.
 
 Letters: b batch, t time, d width, m class tokens, z sequences: rows, or packed ones.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from anymamba.ground.padding import Padding
 
-NAMED = ("start", "middle", "end")  # in the order in which they come where they meet
+NAMED = ("start", "middle", "end")  # in their order at the same place
 Position = str | int
 
 
@@ -30,7 +30,7 @@ def expect_positions(where: str, positions: Any) -> None:
     """A list of places for class tokens.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     fine = isinstance(positions, list) and all(
         p in NAMED if isinstance(p, str) else type(p) is int and p >= 0 for p in positions
@@ -61,7 +61,7 @@ def arranged(
         is_primed: the class tokens before the next token have been run.
         count: tokens of the call.
         length: of the whole sequence, L.
-        priming: run the class tokens before the token that comes after the call, too.
+        priming: also run the class tokens before the token that comes after the call.
     """
     m, after = len(positions), seen + count
     keyed = [((seen + j, 1, 0), m + j) for j in range(count)]
@@ -85,9 +85,9 @@ class Flow(NamedTuple):
 
     Attributes:
         counts: tokens of each sequence.
-        lengths: of the whole sequences, as this level counts them; None: nobody has said.
+        lengths: of the whole sequences, as this level counts them; None: unknown.
         bounds: of packed sequences, (z + 1,).
-        padding: of rows that are not all as long; the tokens of each are at its front.
+        padding: of rows of different lengths; the tokens of each row are at its front.
         priming: a token will follow, and the class tokens before it are wanted now.
     """
 
@@ -98,7 +98,7 @@ class Flow(NamedTuple):
     priming: bool = False
 
     def options(self) -> dict[str, Any]:
-        """How a layer is told of it."""
+        """The options that tell a layer of it."""
         return {"cu_seqlens": self.bounds, "mask": self.padding}
 
     def last(self, y_btd: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def flow_of(
         whole: the call has whole sequences, so that their lengths are known.
 
     Raises:
-        ValueError: `length` is no such thing.
+        ValueError: `length` is not a number of tokens.
     """
     if bounds is not None:
         counts = bounds.diff().tolist()
@@ -197,7 +197,7 @@ class ClassTokens(nn.Module):
             cursor: of each sequence, (z, 2); None: of a fresh start.
 
         Raises:
-            ValueError: a class token is placed by the length, and nobody has said it; or there are more tokens.
+            ValueError: a class token is placed by the length, which was not given; or there are more tokens than that.
         """
         z, m, lengths = len(flow.counts), len(self.positions), flow.lengths
         if lengths is None and (wanting := [p for p in self.positions if p in ("middle", "end")]):
@@ -235,7 +235,7 @@ class ClassTokens(nn.Module):
 
 
 def zeroed(y_btd: Tensor, padding: Padding | None) -> Tensor:
-    """Outputs with zeros after the last of each row."""
+    """Outputs, with zeros after the last one of each row."""
     return y_btd if padding is None else y_btd.masked_fill(~padding.front.unsqueeze(-1), 0)
 
 

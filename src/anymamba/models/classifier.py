@@ -1,4 +1,4 @@
-"""Models that say one thing of a whole sequence: its class, or some numbers.
+"""Models with one answer for a whole sequence: its class, or some numbers.
 
     p = pool(stack(input(x)))        logits = head(p)
 
@@ -15,18 +15,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.padding import Padding
+from anymamba.models.batches import end_to_end
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
-from anymamba.models.stack import end_to_end
 from anymamba.models.targets import last_hidden
 
 
 class SequenceOutput(NamedTuple):
-    """What a model says of sequences.
+    """A model's answer for each sequence.
 
     Attributes:
         logits: of each class, or the numbers, (z, o).
-        loss: the mean over sequences, if there were labels.
+        loss: the mean over sequences, if labels were given.
     """
 
     logits: Float[Tensor, "z o"]
@@ -58,7 +58,7 @@ class SequenceClassifier(SequenceModel):
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> SequenceOutput:
-        """Judge sequences.
+        """Give an answer for each sequence.
 
         Args:
             x: token ids, or vectors.
@@ -66,7 +66,7 @@ class SequenceClassifier(SequenceModel):
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
             seq_idx: for several packed rows, a number for every step: a sequence ends where it changes, and with its
                 row.
-            mask: for padded batches, True for real steps (b, t), or the lengths (b,). Padding takes no part.
+            mask: for padded batches, True for real steps (b, t), or the lengths (b,). Padding is left out.
 
         Raises:
             ValueError: shapes, ids or labels that do not fit.
@@ -78,14 +78,14 @@ class SequenceClassifier(SequenceModel):
         return SequenceOutput(logits, None if labels is None else self.loss(logits, labels))
 
     def pooled(self, x: Tensor, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The vector (z, d) that stands for each sequence.
+        """The vector (z, d) that represents each sequence.
 
         Raises:
             ValueError: a row without a real step.
         """
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
         if padding is not None and bool((padding.lengths == 0).any()):
-            raise ValueError(f"{type(self).__name__}: every row must have a real step, got one that is padding alone")
+            raise ValueError(f"{type(self).__name__}: every row must have a real step, got one with only padding")
         if self.config.pooling == "class_token":
             inputs, cu_seqlens, padding = _with_last(inputs, self.class_token, cu_seqlens, padding)
         hidden = self.backbone(inputs, cu_seqlens=cu_seqlens, mask=padding)
@@ -97,7 +97,7 @@ class SequenceClassifier(SequenceModel):
         """The mean negative log-likelihood of the classes.
 
         Raises:
-            ValueError: labels of another shape, or that are no classes.
+            ValueError: labels of another shape, or that are not classes.
         """
         if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
             raise ValueError(

@@ -11,7 +11,7 @@ from anymamba.blocks.block import Block
 from anymamba.models.families import FAMILIES, family, family_name, make_block_config, meant, typed
 from anymamba.models.stack_config import OF_THE_MODEL, StackConfig
 
-# Fields of a block that its fresh parameters depend on and nothing else: no part of a trained model.
+# Fields of a block that only affect its initial parameters: not part of a trained model.
 INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})
 
 
@@ -32,7 +32,7 @@ class MambaLMConfig:
     pad_vocab_size_multiple: int = 8
     tie_embeddings: bool = True  # the head is the embedding
     stack: dict[str, Any] = field(default_factory=dict)  # how layers are put together: further fields of `StackConfig`
-    extra: dict[str, Any] = field(default_factory=dict)  # fields of the file that we do not know
+    extra: dict[str, Any] = field(default_factory=dict)  # unknown fields of the file
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
@@ -58,7 +58,7 @@ class MambaLMConfig:
 
     @property
     def layer(self) -> str:
-        """Name of the block family, "Mamba1" where nothing is said, as officially."""
+        """Name of the block family; "Mamba1" if not given, as officially."""
         return family_name(self.ssm_cfg)
 
     @property
@@ -88,14 +88,16 @@ class MambaLMConfig:
         """The config of the layers.
 
         Raises:
-            ValueError: `stack` has entries that are no fields of `StackConfig`, or values that cannot work.
+            ValueError: `stack` has entries that are not fields of `StackConfig`, or values that cannot work.
         """
         known = {f.name for f in dataclasses.fields(StackConfig)} - OF_THE_MODEL - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
             raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}")
         found = StackConfig(**{name: getattr(self, name) for name in OF_THE_MODEL}, **self.stack, final_norm=True)
         if found.has_class_tokens():
-            raise ValueError("MambaLMConfig: a language model has one output a token: its stack has no class tokens")
+            raise ValueError(
+                "MambaLMConfig: a language model has one output per token: its stack cannot have class tokens"
+            )
         return found
 
     @classmethod
@@ -106,7 +108,7 @@ class MambaLMConfig:
         return cls(**known, extra={name: value for name, value in values.items() if name not in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`; a stack as officially is not spoken of."""
+        """The inverse of `from_dict`; an official stack is left out."""
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
         if not values["stack"]:
@@ -115,10 +117,10 @@ class MambaLMConfig:
 
 
 def expect_fields(fields: dict[str, Any]) -> None:
-    """Refuse names that are no fields of a `MambaLMConfig`.
+    """Refuse names that are not fields of a `MambaLMConfig`.
 
     Raises:
-        TypeError: one is not; with the one that was probably meant, or where it belongs.
+        TypeError: one is not; the message suggests the one that was probably meant, or where it belongs.
     """
     known = [f.name for f in dataclasses.fields(MambaLMConfig)]
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""The block families a stack can be built of, one line each, and the config of a block from a table of its fields."""
+"""The block families a stack can be built from, one line each, and the config of a block from a table of its fields."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def family(name: str) -> type[Block]:
 
 
 def family_name(ssm_cfg: dict[str, Any]) -> str:
-    """Name of the block family, "Mamba1" where nothing is said, as officially."""
+    """Name of the block family; "Mamba1" if not given, as officially."""
     return str(ssm_cfg.get("layer", "Mamba1"))
 
 
@@ -50,7 +50,7 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int) -> Any:
     kind = family(name).CONFIG
     fields = {f.name: f for f in dataclasses.fields(kind)}
     # Entries that tune the official kernels are kept and written back, and change no result. `chunk_size` is among
-    # them: it suits a GPU there. Pass `path=` to the model for a chunk length of your own.
+    # them: it suits a GPU there. Pass `path=` to the model to choose a chunk length.
     kernels = ignored_options(kind) | {"chunk_size"}
     given = {k: v for k, v in ssm_cfg.items() if k != "layer" and k not in kernels}
     if unknown := sorted(set(given) - set(fields)):
@@ -61,16 +61,16 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int) -> Any:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A hint at the names that are like another."""
+    """A hint at names that resemble another."""
     near = difflib.get_close_matches(name, list(known))
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def typed(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
-    """A value from a JSON file as the field's annotation wants it, a list as a tuple.
+    """A value from a JSON file in the type of the field's annotation, a list as a tuple.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: it is of another type.
     """
     wanted, default = str(field.type), field.default
     number = isinstance(value, int | float if "float" in wanted else int) and not isinstance(value, bool)

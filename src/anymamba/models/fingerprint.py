@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from anymamba.models.config import INITIALISATION, MambaLMConfig
 
 _VERSION = "2:"
-# Fields that change no result, or that the shapes of the parameters show.
+# Fields that do not change results, or that follow from the shapes of the parameters.
 _NO_FACTS = INITIALISATION | {"chunk_size", "fused_add_norm", "vocab_size", "pad_vocab_size_multiple", "d_intermediate"}
 _NO_FACTS |= {"ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"}  # the first is the block's config, the others unused
 _NO_FACTS |= {"stack", "dropout", "grad_horizon", "checkpointing", "gate_bias", "gate_bias_step"}  # or initial values
@@ -38,7 +38,7 @@ _FORMER_FIELDS = {
 def fingerprint(model: nn.Module, config: Any) -> str:
     """The name of a model with this config, a language model's or a stack's."""
     parts = [config, config.block_config()]
-    if getattr(config, "stack", None):  # else there is nothing in it that the others do not say
+    if getattr(config, "stack", None):  # otherwise the other parts say everything
         parts.append(config.stack_config())
     facts = [
         {name: value for name, value in sorted(_not_default(part).items()) if name not in _NO_FACTS} for part in parts
@@ -53,7 +53,7 @@ def has_fingerprint(model: nn.Module, config: MambaLMConfig, name: str) -> bool:
         return name == fingerprint(model, config)
     fields, block = _FORMER_FIELDS.get(config.layer, "").split(), config.block_config()
     if not _not_default(block).keys() <= set(fields):
-        return False  # a model that nobody could have then
+        return False  # a model that could not exist then
     printed = ", ".join(f"{field}={getattr(block, field)!r}" for field in fields)
     return name == _digest([config.layer, f"{config.layer}Config({printed})"], model.named_parameters())
 

@@ -43,14 +43,14 @@ class MultiGate(nn.Module):
     def forward(
         self, streams: list[Float[Tensor, "b *t d"]], f: Float[Tensor, "b *t d"]
     ) -> tuple[list[Float[Tensor, "b *t d"]], Float[Tensor, "b *t d"]]:
-        """Write what a pass found to the streams, and read the input of the next one from them.
+        """Write the result of a pass to the streams, and read the input of the next pass from them.
 
         Args:
-            streams: as they were.
-            f: what the pass found.
+            streams: before the pass.
+            f: the result of the pass.
 
         Returns:
-            The streams as they are now, and their mean by weight.
+            The new streams, and their weighted mean.
         """
         if len(streams) < len(self.bias):
             streams = [*streams, f]

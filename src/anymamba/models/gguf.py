@@ -40,14 +40,14 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class GgufFormat:
-    """One file that is config, weights and tokenizer."""
+    """One file with config, weights and tokenizer."""
 
     name: ClassVar[str] = "gguf"
     config_files: ClassVar[tuple[str, ...]] = ()
     weight_files: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: str) -> None:
-        """Take the block family, which decides what a bias is called."""
+        """Take the block family, which decides the name of a bias."""
         self._layer = {**_LAYER, **(_MAMBA1 if layer == "Mamba1" else _MAMBA2)}
 
     def recognises(self, raw: dict[str, Any]) -> bool:
@@ -60,7 +60,7 @@ class GgufFormat:
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """GGUF files are read only."""
-        raise ValueError("the gguf format is read, and not written: llama.cpp converts the transformers format")
+        raise ValueError("the gguf format can be read but not written; llama.cpp converts the transformers format")
 
     def our_key(self, key: str) -> str:
         """`blk.N.ssm_in.weight` is our `backbone.layers.N.mixer.in_proj.weight`."""
@@ -96,7 +96,7 @@ class GgufFile:
             raise ValueError(f"{self.path}: to read it, install gguf (pip install 'anymamba[hf]')") from error
         try:
             self._reader: Any = gguf.GGUFReader(self.path)
-        except Exception as error:  # a damaged header fails in any way
+        except Exception as error:  # a damaged header can fail in any way
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{self.path}: not a readable GGUF file ({reason})") from error
         self._dequantize = gguf.quants.dequantize
@@ -104,7 +104,7 @@ class GgufFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the file."""
+        """Close the file."""
         del self._reader
         self._tensors = {}
 
@@ -190,10 +190,10 @@ def read_config(path: Path) -> MambaLMConfig:
 
 
 def tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
-    """The tokenizer of a GGUF file as the files that others have beside their weights: names and contents.
+    """The tokenizer of a GGUF file as the files that other formats have beside their weights: names and contents.
 
     Raises:
-        ValueError: it has none, or one of a kind that cannot be written so.
+        ValueError: it has none, or one of a kind that cannot be written that way.
     """
     with GgufFile(path) as file:
         return gguf_tokenizer.tokenizer_files(str(path), file.field)

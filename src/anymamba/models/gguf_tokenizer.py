@@ -1,8 +1,8 @@
-"""The tokenizer in the header of a GGUF file, as the tokenizer.json that others have beside their weights.
+"""The tokenizer in the header of a GGUF file, as the tokenizer.json that other formats have beside their weights.
 
 Two kinds of vocabularies are read: byte pairs with merges ("gpt2"), with the ways of splitting a text that Mamba models
 have, and pieces with scores ("llama", of sentencepiece), where the pair of neighbours that makes the piece with the
-highest score is joined until none is left.
+highest score is joined until there is none left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tokenizer_files(where: str, field: Callable[..., Any]) -> dict[str, dict[str
         field: a value of the header by its name, with a default.
 
     Raises:
-        ValueError: there is none, or one of a kind that cannot be written so.
+        ValueError: there is none, or one of a kind that cannot be written that way.
     """
     tokens, kind = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.model")
     if (whole := field("tokenizer.huggingface.json")) is not None:
@@ -73,7 +73,9 @@ def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., An
         parts["model"]["ignore_merges"] = split in _LIKE_LLAMA3
     else:
         found = kind if kind != "gpt2" else split
-        raise ValueError(f"{where}: its tokenizer is of a kind not read here ({found}); pass one with --tokenizer")
+        raise ValueError(
+            f"{where}: its tokenizer is of a kind that cannot be read ({found}); pass one with --tokenizer"
+        )
     first = field("tokenizer.ggml.bos_token_id")
     if field("tokenizer.ggml.add_bos_token", kind == "llama" or split == "llama-bpe") and first is not None:
         parts["post_processor"] = _begins_with(tokens[first], first)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def is_repository_id(name: str | os.PathLike[str]) -> bool:
-    """Whether a name that is no path reads as "owner/name"."""
+    """Whether a name that is not a path reads as "owner/name"."""
     text = str(name)
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
 
@@ -27,7 +27,7 @@ def fetch(name: str, *patterns: str, instead: str) -> Path:
         instead: what the user may pass instead, for the error.
 
     Raises:
-        ValueError: the library is missing, or the files cannot be had.
+        ValueError: the library is missing, or the files cannot be fetched.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -40,24 +40,24 @@ def fetch(name: str, *patterns: str, instead: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(
-            f"{name}: no such path, and the hub did not give it ({reason}); pass {instead} instead"
+            f"{name}: no such path, and it could not be fetched from the hub ({reason}); pass {instead} instead"
         ) from error
 
 
 def push(directory: Path, name: str, *, private: bool | None = None, token: str | None = None) -> str:
-    """Write the files of a directory to a repository, in one commit; it is made if there is none.
+    """Write the files of a directory to a repository, in one commit; it is created if it does not exist.
 
     Args:
         directory: of the files.
         name: "owner/name".
-        private: whether a new repository is; the owner's default if not given.
-        token: to write with; the one of `hf auth login` if not given.
+        private: whether a new repository is private; the owner's default if not given.
+        token: access token; the one of `hf auth login` if not given.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ValueError: the library is missing, or the hub refuses; nothing is written then.
+        ValueError: the library is missing, or the hub refuses; then nothing is written.
     """
     expect_repository_id(name)
     try:
@@ -70,6 +70,6 @@ def push(directory: Path, name: str, *, private: bool | None = None, token: str 
         api = HfApi(token=token)
         api.create_repo(name, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload model with anymamba"))
-    except Exception as error:  # a network fails in the ways of whatever library speaks to it
+    except Exception as error:  # the errors of a network are those of the library in use
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{name}: the hub did not take it ({reason})") from error
+        raise ValueError(f"{name}: the hub did not accept it ({reason})") from error

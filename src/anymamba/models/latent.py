@@ -1,4 +1,4 @@
-"""A model of signals: vectors in, vectors out, one for each step.
+"""A model for signals: vectors in, vectors out, one for each step.
 
     y = output(stack(input(x)))        input, output: linear, with bias
 
@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.models.batches import end_to_end
 from anymamba.models.cache import StackCache
 from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, flow_of, output_indices
 from anymamba.models.passes import Levels
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
-from anymamba.models.stack import end_to_end
 
 
 class LatentModel(SequenceModel):
@@ -31,16 +31,16 @@ class LatentModel(SequenceModel):
     TAKES_CLASS_TOKENS: ClassVar[bool] = True
 
     def expect_config(self, config: SequenceConfig) -> None:
-        """Numbers come in.
+        """Refuse a config for tokens.
 
         Raises:
-            ValueError: tokens do.
+            ValueError: it is one.
         """
         if config.input_size is None:
             raise ValueError(f"LatentModel: input_size must be given, got vocab_size = {config.vocab_size}")
 
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
-        """The projection to what comes out, and the class tokens before that of the inputs."""
+        """The output projection, and the class tokens before the input projection."""
         self.output = nn.Linear(config.d_model, config.output_size, **factory)
         if config.class_tokens:
             self.class_tokens = ClassTokens(config.class_tokens, config.input_size or 0, **factory)
@@ -55,8 +55,8 @@ class LatentModel(SequenceModel):
     ) -> Float[Tensor, "b t1 o"]:
         """An output for each step; `cu_seqlens`, `seq_idx` and `mask` as for a block.
 
-        Outputs at the padding have no meaning. With class tokens there are more outputs (`output_indices`), and those
-        of padded rows stand at their front.
+        Outputs at the padding mean nothing. With class tokens there are more outputs (`output_indices`), and those of
+        padded rows are at the front.
         """
         if seq_idx is not None:
             rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
@@ -128,7 +128,7 @@ class LatentModel(SequenceModel):
         return output_indices(length, stack.class_tokens, stack.class_tokens_of_passes(), self.config.class_tokens)
 
     def step_infinite(self, x: Float[Tensor, "b c"]) -> Float[Tensor, "b o"]:
-        """What the output comes to under an input that repeats forever."""
+        """The stationary output under an input that repeats forever."""
         y: Tensor = self.output(self._causal("step_infinite").step_infinite(self.embed_inputs(x)[0]))
         return y
 
@@ -179,10 +179,12 @@ class LatentModel(SequenceModel):
 
     def _end_to_end(self, name: str, x: Tensor, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
         if self.config.has_class_tokens():
-            raise ValueError(f"LatentModel.{name}: class tokens have no room in seq_idx; use cu_seqlens")
+            raise ValueError(
+                f"LatentModel.{name}: rows packed with seq_idx have no room for class tokens; use cu_seqlens"
+            )
         return end_to_end(f"LatentModel.{name}", x, seq_idx, bounds, mask)
 
     def _causal(self, name: str) -> Any:
         if self.config.bidirectional:
-            raise TypeError(f"LatentModel.{name}: a bidirectional model has no steps, it reads whole sequences")
+            raise TypeError(f"LatentModel.{name}: a bidirectional model reads whole sequences and has no steps")
         return self.backbone

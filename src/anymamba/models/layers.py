@@ -9,6 +9,7 @@ Letters: b batch, t time, d d_model, f MLP width.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,13 +109,13 @@ class ResidualLayer(nn.Module):
             residual: the stream.
             cache: of the block.
             added: return the stream after the layer; False: what the layer would add to it.
-            options: the block's.
+            options: of the block.
         """
         hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
         return self._add(residual, hidden, added), cache
 
     def step_infinite(self, residual: Float[Tensor, "b d"], *, added: bool = True) -> Float[Tensor, "b d"]:
-        """What `forward` comes to under a token that repeats forever."""
+        """The stationary result of `forward` under a token that repeats forever."""
         return self._add(residual, self.mixer.step_infinite(self.norm(residual)), added)
 
     def _add(self, residual: Tensor, hidden: Tensor, added: bool) -> Tensor:
@@ -130,7 +131,7 @@ class ResidualLayer(nn.Module):
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
     def record(self, program: Program, residual: int, *, added: bool = True) -> None:
-        """Describe one token to the compiled kernels: slot `residual` advances, or is replaced where not `added` to."""
+        """Describe one token to the compiled kernels: the result is `added` to slot `residual`, or replaces it."""
         width, mixer = program.input_width, program.child(self, "mixer", type(self.mixer))
         if not added and self.mlp is not None:
             program.refuse("a layer with an MLP whose residual is ignored has no compiled step")
@@ -146,3 +147,13 @@ class ResidualLayer(nn.Module):
 def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
     """The norm that the config asks for."""
     return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)
+
+
+def initialise_residual(model: nn.Module, passes: int) -> None:
+    """Projections into the residual stream divided by √passes; the biases of projections zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("out_proj.weight", "fc2.weight")):
+            bound = 1 / math.sqrt(parameter.shape[1] * passes)
+            nn.init.uniform_(parameter, -bound, bound)
+        elif name.endswith(("in_proj.bias", "out_proj.bias")):
+            nn.init.zeros_(parameter)

@@ -22,11 +22,11 @@ from anymamba.ground.padding import Padding
 from anymamba.ground.products import project
 from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
+from anymamba.models.batches import end_to_end
 from anymamba.models.cache import LMCache
 from anymamba.models.checks import expect_inputs, expect_targets
 from anymamba.models.config import MambaLMConfig, expect_fields
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
-from anymamba.models.stack import end_to_end
 from anymamba.models.targets import find_targets, last_hidden
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class LMOutput(NamedTuple):
-    """What the model says of a sequence.
+    """The model's output for a sequence.
 
     Attributes:
         logits: of the token that follows each input token, (b, t, v); (b, 1, v) or (z, 1, v) for the last tokens only;
             None if they were not asked for.
         loss: mean negative log-likelihood of the labels, if there were any.
-        cache: to continue from.
-        nats: the negative log-likelihood of all labels together, if there were any.
-        hidden_states: the residual stream after the passes that were asked for, (b, t, d) each.
+        cache: the cache to continue from.
+        nats: total negative log-likelihood of the labels, if there were any.
+        hidden_states: the residual stream after each requested pass, (b, t, d) each.
     """
 
     logits: Float[Tensor, "z t v"] | None
@@ -65,19 +65,19 @@ class MambaLM(nn.Module):
 
     Fields of a config:
         - d_model: width of the residual stream (default: 2560).
-        - n_layer: how many layers (64).
-        - vocab_size: how many tokens (50277).
+        - n_layer: number of layers (64).
+        - vocab_size: number of tokens (50277).
         - ssm_cfg: "layer", the family of the blocks ("Mamba1", "Mamba2" or "Mamba3"), and fields of its config.
         - d_intermediate: width of a gated MLP after each block (0: none).
         - tie_embeddings: whether the head is the embedding (True).
-        - pad_vocab_size_multiple: the embedding has a multiple of so many rows (8).
-        - rms_norm: RMSNorm, or else LayerNorm (True).
+        - pad_vocab_size_multiple: the number of rows of the embedding is a multiple of this (8).
+        - rms_norm: RMSNorm; otherwise LayerNorm (True).
         - residual_in_fp32: keep the residual stream in float32 (True).
-        - fused_add_norm: of the official kernels; changes no result.
-        - attn_layer_idx: attention layers, which are refused.
-        - attn_cfg: of them.
+        - fused_add_norm: an option of the official kernels that does not change results.
+    - attn_layer_idx: attention layers, which are refused.
+    - attn_cfg: their options.
         - stack: further fields of `StackConfig`, such as {"n_virtual": 24}.
-        - extra: fields of a config file that we do not know, which are written back.
+        - extra: unknown fields of a config file, which are written back.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MambaLM(nn.Module):
         if config is not None and not isinstance(config, MambaLMConfig):
             raise TypeError(
                 f"MambaLM: config must be a MambaLMConfig, got {type(config).__name__}; MambaLMConfig.from_dict(...) "
-                "makes one of a table, MambaLM.from_pretrained(...) loads a directory"
+                "makes one from a table, MambaLM.from_pretrained(...) loads a directory"
             )
         expect_fields(fields)
         self.config = config = config or MambaLMConfig(**fields)
@@ -127,28 +127,28 @@ class MambaLM(nn.Module):
         Args:
             input_ids: token ids.
             cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
-            labels: usually `input_ids` themselves: the logits at each token are held against the label of the next.
+            labels: usually `input_ids` themselves: the logits at each token are compared with the label of the next.
                 -100 is ignored, and so are padding and the first token of each sequence.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
             seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
                 row. One cache row per sequence, in the order of the rows.
-            inputs_embeds: in place of token ids, what the embedding would make of them.
-            targets: in place of labels, what each position's logits are held against, as it is.
-            hidden_states: passes after which the residual stream is returned too; -1 is the last, before its norm.
-            logits: of every token, of the last (real) token of each row or packed sequence, or none. A loss without all
-                logits is computed a few tokens at a time: they are most of the memory of training.
+            inputs_embeds: embeddings, in place of token ids.
+            targets: in place of labels, the token that each position's logits are compared with, without a shift.
+            hidden_states: passes after which the residual stream is also returned; -1 is the last, before the norm.
+            logits: of every token, of the last (real) token of each row or packed sequence, or none. Without all
+                logits, the loss is computed a few tokens at a time, to save memory.
             path: the scan's algorithm; the default if not given.
             context: for sequences that several workers share, this worker's part of them (`anymamba.ground.context`);
-                with `targets`, as a label is that of the token before, which another worker may have.
+                with `targets`, because a label belongs to the token before it, which another worker may have.
 
         Returns:
             logits, loss and nats (None without labels or targets), and the new cache.
 
         Raises:
-            TypeError: an argument of another type or dtype.
-            ValueError: ids or labels out of range, or shapes that do not go together.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: ids or labels out of range, or shapes that do not match.
         """
         given = expect_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
         if context is not None:
@@ -193,7 +193,7 @@ class MambaLM(nn.Module):
         return LMOutput(found, nats / (wanted != IGNORED_LABEL).sum().clamp(min=1), new, nats, streams)
 
     def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
-        """Run over one token a row. `anymamba.decoder(model)` does the same in one call to the compiled kernels.
+        """Run over one token per row. `anymamba.decoder(model)` does the same in one call to the compiled kernels.
 
         Args:
             input_ids: token ids.
@@ -204,7 +204,7 @@ class MambaLM(nn.Module):
         """
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1:
             found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token a row, got {found}")
+            raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token per row, got {found}")
         hidden_bd, new = self.backbone(input_ids, cache)
         return project(self.lm_head, hidden_bd), new
 
@@ -240,14 +240,14 @@ class MambaLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations: what the embedding returns."""
+        """The dtype of the activations, which the embedding returns."""
         embedding = self.backbone.embedding
         return embedding.dtype if isinstance(embedding, NarrowWeight) else embedding.weight.dtype
 
     def fingerprint(self) -> str:
         """A name for these weights in this dtype and what is computed with them.
 
-        State files have it, so that a state is not fed to another model (`anymamba.models.fingerprint`).
+        State files record it, so that a state is not used with another model (`anymamba.models.fingerprint`).
         """
         return fingerprint.fingerprint(self, self.config)
 
@@ -270,15 +270,15 @@ class MambaLM(nn.Module):
 
         Args:
             source: a directory in any of `anymamba.models.formats`, or "owner/name".
-            dtype: of the parameters and activations; that of the file if not given.
+            dtype: of the parameters and activations; the file's if not given.
             device: of the parameters.
             weights: store the projections, the embedding and the head in fewer bits: "bfloat16", "float16", "int8" or
-                "int4" (`anymamba.ground.narrow`). `dtype` is then that of the activations and of all other parameters.
+                "int4" (`anymamba.ground.narrow`). `dtype` then applies to the activations and all other parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
-            ssm_cfg: options of the blocks that count in place of the config's.
+            ssm_cfg: options of the blocks that override the config's.
 
-        Warns of weights that are not finite, unless they are mapped, and of a Mamba-3 whose activation nobody says.
+        Warns of weights that are not finite, unless they are mapped, and of a Mamba-3 whose activation is unknown.
         """
         # The file formats are built on this module, so they cannot be imported above it.
         from anymamba.models.activation import warn_if_undecided
@@ -292,11 +292,11 @@ class MambaLM(nn.Module):
         """Write config and weights in one of `anymamba.models.formats`.
 
         Args:
-            directory: is made if it does not exist.
+            directory: created if it does not exist.
             format: "official" if not given, or "anymamba" for stacks that the official config cannot express.
 
         Raises:
-            ValueError: the format cannot hold the model, or its weights do not fit its config; nothing is written.
+            ValueError: the format cannot represent the model, or the weights do not fit the config; nothing is written.
         """
         from anymamba.models.pretrained import save_model
 
@@ -314,17 +314,17 @@ class MambaLM(nn.Module):
         """Write config, weights and a card to a repository of the Hugging Face hub, in one commit.
 
         Args:
-            name: "owner/name"; a repository that does not exist is made.
-            companions: directory of the tokenizer's files, which go with the model, and of a README.md, if it has one.
+            name: "owner/name"; the repository is created if it does not exist.
+            companions: directory of the tokenizer's files, which are written too, and of a README.md if it has one.
             format: as for `save_pretrained`.
-            private: whether a new repository is.
-            token: to write with; the one of `hf auth login` if not given.
+            private: whether a new repository is private.
+            token: access token; the one of `hf auth login` if not given.
 
         Returns:
             The address of the commit.
 
         Raises:
-            ValueError: the format cannot hold this model, `huggingface_hub` is missing, or the hub refuses.
+            ValueError: the format cannot represent the model, `huggingface_hub` is missing, or the hub refuses.
         """
         from anymamba.models.sharing import push_model
 
@@ -340,13 +340,13 @@ class MambaLM(nn.Module):
         return generate(self, input_ids, max_new_tokens, **options)
 
     def _initialise(self) -> None:
-        """Embedding N(0, 0.02), and the stack as every stack."""
+        """Initialise the embedding with N(0, 0.02), and the stack like any stack."""
         nn.init.normal_(self.backbone.embedding.weight, std=0.02)
         self.backbone.initialise()
 
 
 def _in_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
-    """What a packed row of all rows gave, as those rows; the last tokens' logits are of each sequence."""
+    """The output of one packed row, split into the original rows; logits of last tokens stay one per sequence."""
     hidden = tuple(x.view(rows, -1, x.shape[2]) for x in output.hidden_states)
     if logits != "all" or output.logits is None:
         return output._replace(hidden_states=hidden)

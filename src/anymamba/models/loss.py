@@ -3,8 +3,8 @@
     nats = Σ_t (logsumexp_v(l_t) - l_t[target_t])       l = hidden weightᵀ
     dl_t = softmax(l_t) - e[target_t]                   dhidden = dl weight        dweight = dlᵀ hidden
 
-Rows of hidden states are taken some at a time. As the cost is one number, its gradients are known up to a factor while
-the logits of the rows are still there: they are computed on the way, and the backward only multiplies them.
+Rows of hidden states are taken a few at a time. As the cost is one number, its gradients are known up to a factor while
+the logits of the rows are still there: they are computed along the way, and the backward pass only scales them.
 
 Letters: m tokens, d d_model, v padded vocabulary.
 """
@@ -38,8 +38,8 @@ def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor
     """`logits_nats(head(hidden), targets)`, with the logits of a few tokens at a time.
 
     Args:
-        head: from hidden states to logits. One with a weight in fewer bits is called for a few tokens at a time, and
-            any other module than a plain `nn.Linear`, or one with hooks, for all.
+        head: from hidden states to logits. One with a weight in fewer bits is called for a few tokens at a time; any
+            module other than a plain `nn.Linear`, or one with hooks, is called for all.
         hidden: (m, d).
         targets: (m,).
     """
@@ -61,7 +61,7 @@ def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """nats, and its gradients at the hidden states and the weight, empty where they are not wanted."""
+    """nats, and its gradients at the hidden states and the weight, empty where not wanted."""
     nats, dhidden, dweight = _fake(hidden, weight, targets, wants_hidden, wants_weight)
     counted_m = targets != IGNORED_LABEL
     rows_md, wanted_m = hidden[counted_m], targets[counted_m].long()

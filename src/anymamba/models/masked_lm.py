@@ -16,15 +16,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.files import read_json
+from anymamba.models.batches import end_to_end
 from anymamba.models.classifier import mean_of_sequences
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
-from anymamba.models.stack import end_to_end
 
 
 class MaskedLMOutput(NamedTuple):
-    """What the model says of masked tokens.
+    """The model's output for masked tokens.
 
     Attributes:
         logits: of the token at each position, (b, t, v).
@@ -36,7 +36,7 @@ class MaskedLMOutput(NamedTuple):
 
 
 class MaskedLM(SequenceModel):
-    """Reads in both directions and says which token stands at each position.
+    """Reads in both directions and predicts the token at each position.
 
     model = MaskedLM(vocab_size=257, bidirectional=True, stack={"d_model": 64, "n_layer": 4})
     hidden, labels = mask_tokens(ids, mask_id=256)
@@ -47,17 +47,17 @@ class MaskedLM(SequenceModel):
     MODEL_TYPE: ClassVar[str] = "anymamba_masked_lm"
 
     def expect_config(self, config: SequenceConfig) -> None:
-        """Tokens come in, and are seen from both sides.
+        """Refuse a config that is not for tokens, or not bidirectional.
 
         Raises:
-            ValueError: numbers come in, or the stack is not bidirectional.
+            ValueError: it is one.
         """
         if config.vocab_size is None or not config.bidirectional:
             found = f"vocab_size = {config.vocab_size}, bidirectional = {config.bidirectional}"
             raise ValueError(f"MaskedLM: vocab_size and bidirectional=True must be given, got {found}")
 
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
-        """A bias a token; the head's weight is the embedding."""
+        """One bias per token; the head's weight is the embedding."""
         self.bias = nn.Parameter(torch.zeros(config.vocab_size or 0, **factory))
 
     def forward(
@@ -73,7 +73,8 @@ class MaskedLM(SequenceModel):
 
         Args:
             input_ids: token ids, some of them masked.
-            labels: the true tokens where they count, -100 elsewhere: they are held against the same position.
+            labels: the true tokens where they count, -100 elsewhere; they are compared with the logits at the same
+                position.
             cu_seqlens: boundaries of packed sequences.
             seq_idx: of several packed rows, as for a block.
             mask: of padded batches, as for a block; labels at the padding do not count.
@@ -113,7 +114,7 @@ class MaskedLM(SequenceModel):
 
 
 def is_masked_lm(directory: Path) -> bool:
-    """Whether a directory's config is that of a `MaskedLM`."""
+    """Whether a directory's config belongs to a `MaskedLM`."""
     file = directory / "config.json"
     return file.is_file() and read_json(file).get("model_type") == MaskedLM.MODEL_TYPE
 
@@ -125,19 +126,19 @@ def mask_tokens(
     share: float = 0.15,
     generator: torch.Generator | None = None,
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Hide tokens for a masked language model to find.
+    """Hide tokens for a masked language model to predict.
 
     Args:
         input_ids: token ids.
         mask_id: the token that stands for a hidden one.
         share: of the tokens that are hidden.
-        generator: of the draws.
+        generator: of the random choice.
 
     Returns:
         The ids with some hidden, and labels: the true tokens there, -100 elsewhere.
 
     Raises:
-        ValueError: a share that is none.
+        ValueError: a share out of range.
     """
     if not 0 < share <= 1:
         raise ValueError(f"mask_tokens: share must be above 0 and at most 1, got {share}")

@@ -38,7 +38,7 @@ def narrow_names(model: nn.Module) -> list[str]:
 
 
 def make_room(model: MambaLM, format: WeightFormat) -> None:
-    """Exchange the projections, the embedding and the head for narrow ones without values.
+    """Replace the projections, the embedding and the head by narrow ones without values.
 
     Raises:
         ValueError: an unknown format, or a model that has narrow weights already.
@@ -96,13 +96,13 @@ def scales_of(weight: str) -> str:
 
 
 def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None, dict[str, Any]]:
-    """What a config file says of narrow weights.
+    """What a config file says about narrow weights.
 
     Returns:
         Their format, the dtype of the activations, and the other fields.
 
     Raises:
-        ValueError: weights that were quantised by somebody else, or in an unknown format.
+        ValueError: weights that were quantised by another program, or in an unknown format.
     """
     said = extra.get(_FIELD)
     if said is None:
@@ -119,7 +119,7 @@ def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None,
 
 
 def written_format(model: MambaLM) -> dict[str, Any]:
-    """What the config file of a model says of its narrow weights; nothing if it has none."""
+    """What the config file of a model says about its narrow weights; nothing if it has none."""
     format = weight_format(model)
     if format is None:
         return {}

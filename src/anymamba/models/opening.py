@@ -32,7 +32,7 @@ from anymamba.models.weights import (
     weight_file,
 )
 
-# Up to so many, what a config asks for is listed and compared with what the files hold, however little that is.
+# Up to this many, what a config asks for is listed and compared with the files, however little they hold.
 _FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
 
 
@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations: that of the stored embedding, unless its format is narrow."""
+        """The dtype of the activations: that of the stored embedding, unless its format is narrow."""
         found: torch.dtype = getattr(torch, self.computed_in) if self.computed_in else self.tensors[EMBEDDING][2].dtype
         return found
 
@@ -69,7 +69,7 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
 
     Args:
         source: the directory or hub id.
-        ssm_cfg: options of the blocks that count in place of the config's.
+        ssm_cfg: options of the blocks that override the config's.
 
     Raises:
         ValueError: there is no checkpoint, its format is unknown, or its tensors do not fit its config.
@@ -119,7 +119,7 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     """A directory or GGUF file as it is; "owner/name" through `huggingface_hub`, which keeps what it fetched.
 
     Raises:
-        ValueError: neither a directory nor a repository that can be had.
+        ValueError: neither a directory nor a repository that can be fetched.
     """
     path = Path(source)
     if path.is_dir() or (path.is_file() and path.suffix == gguf.SUFFIX):
@@ -173,7 +173,7 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
 
 
 def _found_instead(directory: Path, raws: dict[str, Any]) -> str:
-    """What a directory without a language model has, and what opens it."""
+    """What a directory without a language model contains, and what opens it."""
     if (kind := str(raws.get("config.json", {}).get("model_type"))).startswith("anymamba_"):
         return f"a model of type {kind}, which anymamba predict and SequenceModel.from_pretrained open"
     if raws:
@@ -193,7 +193,7 @@ def match_tensors(
     """Match stored tensors with the `expected` ones of the model, one to one, by name and shape.
 
     Returns:
-        Them by our names, and what does not fit, empty if all does.
+        The tensors by our names, and a description of what does not fit, empty if all do.
     """
     tensors: dict[str, tuple[Path, str, Stored]] = {}
     unexpected, twice, misshapen, foreign = [], [], [], []
@@ -235,7 +235,7 @@ def read_named(
     mapped: bool,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Tensors by our name, those that `dtypes` names and in its dtypes."""
+    """The tensors that `dtypes` names, by our names and in its dtypes."""
     return dict(read_each(checkpoint, dtypes, mapped=mapped, device=device))
 
 

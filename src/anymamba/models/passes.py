@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anymamba.ground.padding import Padding
+from anymamba.models.batches import check_batch, check_input, end_to_end
 from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, output_indices
 from anymamba.models.gates import MultiGate
 from anymamba.models.stack_config import StackConfig
@@ -24,14 +26,18 @@ Place = Callable[[Tensor], Tensor]  # a stream (b, t, d) with the class tokens o
 
 
 class Passes(nn.Module):
-    """Layers that are passed through one after another; a subclass says what a pass computes.
+    """Layers that are passed through one after another; a subclass defines what a pass computes.
 
     Attributes:
         config: of the stack.
-        gates: of Multi-Gate Residuals, empty where the residual is plain.
+        layers: its layers, each with its mixer.
+        norm_f: after the last pass.
+        gates: of Multi-Gate Residuals; empty if the residual is plain.
     """
 
     config: StackConfig
+    layers: nn.ModuleList
+    norm_f: nn.Module
 
     def _build_gates(self, factory: dict[str, Any]) -> None:
         """Create the gates."""
@@ -43,7 +49,7 @@ class Passes(nn.Module):
             self.gates = nn.ModuleList(MultiGate(c.d_model, bias, **factory) for _ in range(count))
 
     def _build_class_tokens(self, factory: dict[str, Any]) -> None:
-        """Create the class tokens, of which each layer has its own, whatever passes over it."""
+        """Create the class tokens; each layer has its own, however often it is passed through."""
         c = self.config
         if c.class_tokens:
             self.class_tokens = ClassTokens(c.class_tokens, c.d_model, **factory)
@@ -62,13 +68,48 @@ class Passes(nn.Module):
             found = self.layer_class_tokens[name]
         return found
 
+    def _count_levels(self, passes: int) -> int:
+        """How many levels have class tokens: before all passes, and before each."""
+        return sum(self._level(v) is not None for v in (None, *range(passes)))
+
     def output_indices(self, length: int) -> OutputIndices:
         """Where the outputs of a whole sequence of `length` tokens are: its own, and those of class tokens.
 
         Raises:
-            ValueError: `length` is no number of tokens.
+            ValueError: `length` is not a number of tokens.
         """
         return output_indices(length, self.config.class_tokens, self.config.class_tokens_of_passes())
+
+    def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
+        """Refuse inputs that no block could run over; returns how the rows are padded."""
+        self._check_input(name, x, "b t d")
+        return check_batch(f"{type(self).__name__}.{name}", x, cu_seqlens, mask)
+
+    def _check_input(self, name: str, x: Any, letters: str) -> None:
+        mixer: Any = self.layers[0].mixer
+        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.activation_like())
+
+    def _end_to_end(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        """Rows of packed sequences as one row, and its boundaries.
+
+        Raises:
+            ValueError: class tokens would need room between the sequences.
+        """
+        where = f"{type(self).__name__}.{name}"
+        if self.config.has_class_tokens():
+            raise ValueError(
+                f"{where}: with class tokens there are more outputs than inputs, for which rows of packed sequences "
+                "(seq_idx) have no room; pack them into one row with cu_seqlens"
+            )
+        return end_to_end(where, x, seq_idx, bounds, mask)
+
+    def _stream(self, x: Tensor) -> Tensor:
+        """The residual stream that begins with `x`, float32 or wider if the config says so."""
+        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
+
+    def _out(self, h: Tensor, dtype: torch.dtype) -> Tensor:
+        y: Tensor = self.norm_f(h)
+        return y if self.config.final_norm else y.to(dtype)
 
     def _walk(
         self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = (), levels: Levels | None = None
@@ -133,7 +174,7 @@ class Levels:
         self.cursors: list[Tensor] = []
 
     def before(self, v: int | None) -> Place | None:
-        """Place the class tokens before a pass, or before all (None); None where there are none."""
+        """Place the class tokens before a pass, or before all (None); None if there are none."""
         level = self._stack._level(v)
         if level is None:
             return None

@@ -1,4 +1,4 @@
-"""From what a directory or hub id holds to a model, and back."""
+"""From the contents of a directory or hub id to a model, and back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load_model(
 ) -> MambaLM:
     """Build the model of a checkpoint and read its weights (`MambaLM.from_pretrained` has the contract)."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"from_pretrained: dtype must be a torch.dtype, as torch.bfloat16, got {dtype!r}")
+        raise TypeError(f"from_pretrained: dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     checkpoint = open_checkpoint(source, ssm_cfg)
     format = expect_weights(checkpoint, weights, dtype)
     asked = dtype or checkpoint.dtype
@@ -82,7 +82,7 @@ def expect_weights(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype
     """The narrow format to load a checkpoint in: the one that is asked for, or that it is stored in.
 
     Raises:
-        ValueError: there is no such format, or the weights cannot be had in it.
+        ValueError: there is no such format, or the weights cannot be loaded in it.
     """
     stored = checkpoint.weights
     format = stored if asked is None else expect_format("from_pretrained", asked)
@@ -114,7 +114,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
     """The tensors of a model's checkpoint by our names: those that the model of its config has, and no others.
 
     Raises:
-        ValueError: nobody could load them with that config.
+        ValueError: they could not be loaded with that config.
     """
     state, weights = model.state_dict(), weight_format(model)
     if weights is not None and adapter.name not in ("official", "anymamba"):
@@ -142,7 +142,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
 
 
 def expect_no_other(directory: Path, adapter: Format) -> None:
-    """Refuse a directory with a model under other names than `adapter` writes: it would still be there.
+    """Refuse a directory with a model under names other than those `adapter` writes: it would remain there.
 
     Raises:
         ValueError: there is one.
@@ -156,7 +156,7 @@ def expect_no_other(directory: Path, adapter: Format) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer's files, and others that go with the weights; their names."""
+    """Copy the tokenizer's files, and others that belong to the weights; returns their names."""
     if source.suffix == gguf.SUFFIX and source.is_file():
         return _write_tokenizer(source, target)
     copied = [name for name in COMPANIONS if (source / name).is_file()]
@@ -167,7 +167,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 
 def _write_tokenizer(source: Path, target: Path) -> list[str]:
-    """Write the tokenizer of a GGUF file, if it has one that can be read; the names of its files."""
+    """Write the tokenizer of a GGUF file, if it has one that can be read; returns the names of its files."""
     try:
         found = gguf.tokenizer_files(source)
     except ValueError:
@@ -178,13 +178,13 @@ def _write_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def warn_of_non_finite(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Say that weights are not finite, and continue: a broken model must be opened to be looked at or mended."""
+    """Warn of weights that are not finite, and continue: a broken model must be opened to be examined or repaired."""
     if found := describe_non_finite(tensors.items()):
         warnings.warn(f"{directory}: {found}", stacklevel=4)
 
 
 def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) -> None:
-    """Nobody asked for a dtype, but a model has one for its activations: that of its embedding."""
+    """Warn that the weights are read in the embedding's dtype, as no dtype was asked for."""
     stored = {name: entry[2].dtype for name, entry in checkpoint.tensors.items()}
     narrowed = [name for name, dtype in stored.items() if torch.promote_types(dtype, targets[name]) != targets[name]]
     if narrowed:

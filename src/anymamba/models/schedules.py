@@ -1,4 +1,4 @@
-"""Which set of weights each pass of a stack uses: as many passes as one likes over the layers that there are.
+"""Which set of weights each pass of a stack uses: any number of passes over the layers.
 
 Letters: v pass, V passes, R real layers; of pairs u = ⌊v/2⌋, U = V/2, E = ⌈R/2⌉, O = ⌊R/2⌋.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable
 
-MOST_PASSES = 2**16  # more than anybody's layers; a config cannot ask for more work than that by one number
+MOST_PASSES = 2**16  # more than any real model; limits the work that one number in a config can ask for
 
 _Schedule = Callable[[int, int, int], int]  # (v, R, V) -> layer
 
@@ -50,8 +50,8 @@ def layers_of_passes(
     Args:
         where: named in errors.
         schedule: one of `names`, or the layer of every pass.
-        real: layers that there are.
-        passes: how many passes; None: as many as there are layers, or as the list has.
+        real: number of layers.
+        passes: number of passes; None: as many as layers, or as entries in the list.
         names: the schedules to choose from.
 
     Raises:
@@ -65,9 +65,9 @@ def layers_of_passes(
         count = real if passes is None else passes
         return [names[schedule](v, real, count) for v in range(count)]
     if not isinstance(schedule, list | tuple) or not all(type(i) is int for i in schedule) or not schedule:
-        raise ValueError(f"{where}: a schedule of one's own is a list of layers, got {reprlib.repr(schedule)}")
+        raise ValueError(f"{where}: a custom schedule is a list of layers, got {reprlib.repr(schedule)}")
     if passes is not None and len(schedule) != passes:
-        raise ValueError(f"{where}: the schedule must have {passes} entries, one a pass, got {len(schedule)}")
+        raise ValueError(f"{where}: the schedule must have {passes} entries, one per pass, got {len(schedule)}")
     if wrong := [i for i in schedule if not 0 <= i < real]:
         raise ValueError(f"{where}: the schedule must name layers 0 to {real - 1}, got {wrong[0]}")
     return list(schedule)

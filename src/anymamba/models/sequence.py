@@ -17,15 +17,17 @@ from anymamba.ground.checks import expect_like, expect_shape
 from anymamba.ground.files import read_json, write_json, write_tensors
 from anymamba.ground.padding import Padding
 from anymamba.models.backbone import embedded
+from anymamba.models.batches import check_batch
 from anymamba.models.bidirectional import BidirectionalStack
 from anymamba.models.pretrained import warn_of_non_finite
 from anymamba.models.sequence_config import SequenceConfig
 from anymamba.models.skeleton import WithoutValues
-from anymamba.models.stack import Stack, check_batch, stack_config
+from anymamba.models.stack import Stack
+from anymamba.models.stack_config import stack_config
 from anymamba.models.weights import SafetensorsFile, describe_mismatch
 
 _M = TypeVar("_M", bound="SequenceModel")
-_FEW_LAYERS, _FEW_NUMBERS = 256, 2**20  # up to so many, a config is built and compared with its file
+_FEW_LAYERS, _FEW_NUMBERS = 256, 2**20  # up to this many, a config is built and compared with its file
 
 
 class SequenceModel(nn.Module):
@@ -61,7 +63,7 @@ class SequenceModel(nn.Module):
         self.expect_config(c)
         if c.has_class_tokens() and not self.TAKES_CLASS_TOKENS:
             raise ValueError(
-                f"{type(self).__name__}: class tokens are for a LatentModel, or a stack of one's own; a classifier has "
+                f"{type(self).__name__}: class tokens are for a LatentModel or a Stack; a classifier has "
                 'pooling="class_token"'
             )
         if c.vocab_size is not None:
@@ -90,7 +92,7 @@ class SequenceModel(nn.Module):
         """Token ids (b, t), or numbers (b, t, c) or (b, c), as inputs of the stack, and how the rows are padded.
 
         Raises:
-            ValueError: another shape or device, or ids that are no tokens.
+            ValueError: another shape or device, or ids that are not tokens.
             TypeError: another dtype.
         """
         where = type(self).__name__
@@ -116,7 +118,7 @@ class SequenceModel(nn.Module):
         expect_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
         expect_like(where, "x", x, self._activation_like.dtype, self._activation_like.device)
         padding = check_batch(where, x, cu_seqlens, mask)
-        if padding is not None:  # whatever stands there must not reach the gradient of the projection
+        if padding is not None:  # the values there must not reach the gradient of the projection
             x = x.masked_fill(~padding.real().unsqueeze(-1), 0)
         return x, padding
 
@@ -147,7 +149,7 @@ class SequenceModel(nn.Module):
 
         Args:
             directory: with config.json and model.safetensors.
-            dtype: of the parameters; that of the file if not given.
+            dtype: of the parameters; the file's if not given.
             device: of the parameters.
 
         Raises:

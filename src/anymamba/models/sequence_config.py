@@ -1,4 +1,4 @@
-"""The configuration of models around a stack that are not generators of text: what goes in, and what comes out."""
+"""The configuration of models around a stack that do not generate text: their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ POOLINGS = ("last", "mean", "class_token")
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceConfig:
-    """A stack, with what it reads and what is made of it."""
+    """A stack, with its inputs and outputs."""
 
     stack: dict[str, Any]  # fields of `StackConfig`, or of `BidirectionalConfig`
     bidirectional: bool = False
     vocab_size: int | None = None  # token ids come in; or
-    input_size: int | None = None  # vectors of so many numbers
+    input_size: int | None = None  # vectors of this many numbers
     output_size: int = 1  # numbers that come out: of each step, or of the sequence
-    pooling: Literal["last", "mean", "class_token"] = "mean"  # what stands for a sequence, where one vector does
+    pooling: Literal["last", "mean", "class_token"] = "mean"  # what represents a sequence, where one vector does
     labels: list[str] = field(default_factory=list)  # names of the classes, if they have any
     class_tokens: list[Position] = field(default_factory=list)  # learned rows before the input projection, by places
 
@@ -53,7 +53,7 @@ class SequenceConfig:
         """The config of the stack.
 
         Raises:
-            ValueError: `stack` has entries that are none of its fields, or values that cannot work.
+            ValueError: `stack` has entries that are not its fields, or values that cannot work.
         """
         kind = BidirectionalConfig if self.bidirectional else StackConfig
         found: StackConfig = kind.from_dict(self.stack)

@@ -26,10 +26,10 @@ _FIRST_LAYER = "backbone.layers.0."
 
 
 class WithoutValues(TorchFunctionMode):
-    """Leaves out what fills or draws a tensor, and refuses one of more than `most` elements before it is made."""
+    """Skips operations that fill or draw a tensor, and refuses one of more than `most` elements before it is made."""
 
     def __init__(self, most: int | None) -> None:
-        """Set the limit; None: there is none."""
+        """Set the limit; None: no limit."""
         super().__init__()
         self._most = most
 
@@ -77,13 +77,13 @@ def expected_shapes(
 
 
 def parameter_count(config: MambaLMConfig) -> int:
-    """How many parameters the model of `config` has; a head that is the embedding does not count again."""
+    """The number of parameters of `config`'s model; a head that is the embedding is not counted again."""
     stored = sum(math.prod(shape) for shape in expected_shapes(config).values())
     return stored - (config.padded_vocab_size * config.d_model if config.tie_embeddings else 0)
 
 
 def _elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """How many elements a call makes room for; 0 for one that makes none, or small ones out of others."""
+    """How many elements a call allocates; 0 for one that allocates nothing, or only small results from others."""
     if name in _MAKERS:
         size = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
         return math.prod(size)

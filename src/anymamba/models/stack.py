@@ -7,7 +7,6 @@ Letters: b batch, t time, d d_model, z packed sequences, V passes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,29 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from anymamba.blocks.block import states_at
 from anymamba.ground import finite
-from anymamba.ground.checks import (
-    check_cu_seqlens,
-    expect_alone,
-    expect_like,
-    expect_shape,
-    expect_steps,
-    expect_tensor,
-)
-from anymamba.ground.context import Context
-from anymamba.ground.numerics import is_autocast
 from anymamba.ground.padding import Padding
-from anymamba.ground.sequences import bounds_of
 from anymamba.models import fingerprint
-from anymamba.models.cache import StackCache
+from anymamba.models.batches import from_the_first
+from anymamba.models.cache import StackCache, expect_stack_cache
 from anymamba.models.class_tokens import flow_of, zeroed
-from anymamba.models.layers import ResidualLayer, make_norm
+from anymamba.models.layers import ResidualLayer, initialise_residual, make_norm
 from anymamba.models.passes import Levels, Passes
-from anymamba.models.stack_config import StackConfig
+from anymamba.models.stack_config import StackConfig, stack_config
 from anymamba.scan import SsdPath
 
 
 class Stack(Passes):
-    """Residual layers of any family, also mixed, passed through in any order, with one cache a pass.
+    """Residual layers of any family, or of several, passed through in any order, with one cache per pass.
 
     Args:
         config: a `StackConfig`; its fields may be given as keywords instead.
@@ -79,7 +68,7 @@ class Stack(Passes):
 
     @property
     def _layer_of_pass(self) -> Sequence[int]:
-        """The layer of each pass; without a schedule, all layers that there are now."""
+        """The layer of each pass; without a schedule, all current layers in order."""
         return range(len(self.layers)) if self._schedule is None else self._schedule
 
     @property
@@ -98,7 +87,7 @@ class Stack(Passes):
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
         length: int | Int[Tensor, " z"] | None = None,
     ) -> Float[Tensor, "b t1 d"]:
-        """`prefill` without the new cache; without a cache the sequences are whole, so that their length is known."""
+        """`prefill` without the new cache; without an old one the sequences are whole, so their length is known."""
         whole = cache is None and length is None
         return self._prefill("forward", x, cache, path, cu_seqlens, seq_idx, mask, length, whole=whole)[0]
 
@@ -124,16 +113,16 @@ class Stack(Passes):
                 row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
-            length: of the whole sequences of which this call has a part, one for all or (z,): class tokens in the
-                middle and at the end are placed by it.
+            length: of the whole sequences of which this call is a part, one for all or (z,); it places class tokens in
+                the middle and at the end.
 
         Returns:
             y, and the cache after the last real token of each row. With class tokens there are more outputs than
-            inputs (`output_indices`), and those of padded rows stand at their front.
+            inputs (`output_indices`), and those of padded rows are at the front.
 
         Raises:
             ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is no tensor.
+            TypeError: dtypes that do not fit, or something that is not a tensor.
         """
         return self._prefill("prefill", x, cache, path, cu_seqlens, seq_idx, mask, length)
 
@@ -150,8 +139,7 @@ class Stack(Passes):
         whole: bool = False,
     ) -> tuple[Tensor, StackCache]:
         if seq_idx is not None:
-            self._expect_no_class_tokens(name)
-            rows, bounds = end_to_end(f"{type(self).__name__}.{name}", x, seq_idx, bounds, mask)
+            rows, bounds = self._end_to_end(name, x, seq_idx, bounds, mask)
             y, new, _ = self._run(rows, cache, None, path=path, cu_seqlens=bounds)
             return y.view_as(x), new
         padding = self._check(name, x, bounds, mask)
@@ -184,8 +172,7 @@ class Stack(Passes):
             length: of the whole sequences; without it and without a cache, those of the call.
         """
         if seq_idx is not None:
-            self._expect_no_class_tokens("hidden_states")
-            rows, bounds = end_to_end(f"{type(self).__name__}.hidden_states", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._end_to_end("hidden_states", x, seq_idx, cu_seqlens, mask)
             return [h.view_as(x) for h in self.hidden_states(rows, passes, cache, path=path, cu_seqlens=bounds)]
         padding = self._check("hidden_states", x, cu_seqlens, mask)
         whole = cache is None and length is None
@@ -224,7 +211,7 @@ class Stack(Passes):
             length: of the whole sequences, for class tokens that are placed by it.
 
         Returns:
-            y, and the new cache. Where class tokens run with the token, y is the last output of the call.
+            y, and the new cache. If class tokens run with the token, y is the last output of the call.
         """
         self._check_input("step", x, "b d")
         levels = self._levels("step", x.unsqueeze(1), cache, length)
@@ -245,7 +232,7 @@ class Stack(Passes):
             length: of the whole sequences, for class tokens that are placed by it.
 
         Returns:
-            The output of the last of them, None where none waited; and the cache, from which the next token continues.
+            The output of the last of them, None if none waited; and the cache from which the next token continues.
         """
         mixer: Any = self.layers[0].mixer
         like = mixer.activation_like()
@@ -272,12 +259,11 @@ class Stack(Passes):
     def init_cache(self, batch_size: int) -> StackCache:
         """The cache of a fresh start."""
         mixers: list[Any] = [self.layers[i].mixer for i in self._layer_of_pass]
-        levels = [v for v in (None, *range(self.n_passes)) if self._level(v) is not None]
-        cursors = tuple(torch.zeros(batch_size, 2, dtype=torch.int64) for _ in levels)
+        cursors = tuple(torch.zeros(batch_size, 2, dtype=torch.int64) for _ in range(self._count_levels(self.n_passes)))
         return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers), cursors)
 
     def fingerprint(self) -> str:
-        """A name for these weights in this dtype, which state files have."""
+        """A name for these weights in this dtype, which state files record."""
         return fingerprint.fingerprint(self, self.config)
 
     def has_fingerprint(self, name: str) -> bool:
@@ -290,10 +276,7 @@ class Stack(Passes):
         Raises:
             ValueError: there is no such pass.
         """
-        n = self.n_passes
-        if wrong := [v for v in passes if not -n <= v < n]:
-            raise ValueError(f"{type(self).__name__}: passes must be {-n} to {n - 1}, got {wrong[0]}")
-        return [v % n for v in passes]
+        return from_the_first(type(self).__name__, "passes", passes, self.n_passes)
 
     def _run(
         self,
@@ -320,7 +303,7 @@ class Stack(Passes):
             if levels is not None:
                 options.update(levels.flow.options())
                 paddings[v] = levels.flow.padding
-                if not h.shape[1]:  # nothing has come, and nothing waits
+                if not h.shape[1]:  # no token has come, and no class token waits
                     new.append(layer.mixer.init_cache(len(h)) if old[v] is None else old[v])
                     return h
             with finite.within(f"layers.{index}"):
@@ -360,97 +343,8 @@ class Stack(Passes):
         flow = flow_of(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
         return Levels(self, where, flow, () if cache is None else cache.cursors)
 
-    def _expect_no_class_tokens(self, name: str) -> None:
-        if self.config.has_class_tokens():
-            raise ValueError(
-                f"{type(self).__name__}.{name}: with class tokens there are more outputs than inputs, for which rows "
-                "of packed sequences (seq_idx) have no room; pack them into one row with cu_seqlens"
-            )
-
-    def _stream(self, x: Tensor) -> Tensor:
-        """The residual stream that begins with `x`, float32 or wider if the config says so."""
-        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
-
-    def _out(self, h: Tensor, dtype: torch.dtype) -> Tensor:
-        y: Tensor = self.norm_f(h)
-        return y if self.config.final_norm else y.to(dtype)
-
     def _pass_caches(self, cache: Any) -> tuple[Any, ...]:
-        where = type(self).__name__
         if cache is None:
             return (None,) * self.n_passes
-        if not isinstance(cache, self.CACHE):
-            raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
-        if len(cache.layers) != self.n_passes:
-            raise ValueError(f"{where}: the cache must have {self.n_passes} layers, got {len(cache.layers)}")
-        levels = sum(self._level(v) is not None for v in (None, *range(self.n_passes)))
-        if len(cache.cursors) != levels:
-            raise ValueError(f"{where}: the cache must have {levels} cursors of class tokens, got {len(cache.cursors)}")
-        return cache.layers
-
-    def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
-        """Refuse what no block could run over; how the rows are padded."""
-        self._check_input(name, x, "b t d")
-        return check_batch(f"{type(self).__name__}.{name}", x, cu_seqlens, mask)
-
-    def _check_input(self, name: str, x: Any, letters: str) -> None:
-        mixer: Any = self.layers[0].mixer
-        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.activation_like())
-
-
-def shared(context: Context | None) -> dict[str, Any]:
-    """The argument for a block; blocks that know nothing of it need not."""
-    return {} if context is None else {"context": context}
-
-
-def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
-    """The config that a model is made from: one, or its fields.
-
-    Raises:
-        TypeError: both, or a config of another kind.
-        ValueError: unknown fields, or values that cannot work.
-    """
-    if config is not None and fields:
-        raise TypeError(f"{where}: give a config or its fields, not both; got also {sorted(fields)}")
-    if config is not None and not isinstance(config, kind):
-        raise TypeError(f"{where}: config must be a {kind.__name__}, got {type(config).__name__}")
-    return kind.from_dict(fields) if config is None else config
-
-
-def initialise_residual(model: nn.Module, passes: int) -> None:
-    """Projections into the residual stream divided by √passes; the biases of projections zero."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(("out_proj.weight", "fc2.weight")):
-            bound = 1 / math.sqrt(parameter.shape[1] * passes)
-            nn.init.uniform_(parameter, -bound, bound)
-        elif name.endswith(("in_proj.bias", "out_proj.bias")):
-            nn.init.zeros_(parameter)
-
-
-def check_input(where: str, x: Any, letters: str, width: int, like: Tensor) -> None:
-    """Refuse an input of another shape, or whose dtype or device is not that of `like`."""
-    sizes = {"d": width}
-    expect_shape(where, "x", x, letters, sizes)
-    expect_steps(where, sizes.get("t", 1))
-    expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
-
-
-def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    """Rows (b, t, ...) of packed sequences as one row (1, b t, ...), and the boundaries of its sequences."""
-    expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
-    expect_tensor(where, "x", x)
-    if x.ndim < 2:
-        raise ValueError(f"{where}: expected (b, t, ...), got {tuple(x.shape)}")
-    b, t = x.shape[:2]
-    return x.reshape(1, b * t, *x.shape[2:]), bounds_of(where, seq_idx, b, t, x.device)
-
-
-def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:
-    """Refuse boundaries or a mask that do not fit (b, t, ...); how the rows are padded."""
-    b, t = x.shape[:2]
-    if cu_seqlens is not None:
-        if mask is not None:
-            raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
-        check_cu_seqlens(where, cu_seqlens, b, t, x.device)
-        return None
-    return None if mask is None else Padding.of(where, mask, b, t, x.device)
+        n = self.n_passes
+        return expect_stack_cache(type(self).__name__, cache, self.CACHE, n, self._count_levels(n)).layers

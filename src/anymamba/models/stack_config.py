@@ -24,12 +24,12 @@ class StackConfig:
     d_model: int  # D, width of the residual stream
     n_layer: int  # R, sets of weights
     ssm_cfg: dict[str, Any] = field(default_factory=dict)  # "layer": family of the blocks; the rest: fields of a block
-    layer_cfgs: list[dict[str, Any]] = field(default_factory=list)  # an `ssm_cfg` a layer, where they are not all alike
+    layer_cfgs: list[dict[str, Any]] = field(default_factory=list)  # an `ssm_cfg` for each layer, if they differ
     d_intermediate: int = 0  # width of the gated MLP after each block, rounded up to a multiple of 128; 0: no MLP
     rms_norm: bool = True  # False: LayerNorm
     residual_in_fp32: bool = True
     final_norm: bool = True  # after the last pass
-    n_virtual: int | None = None  # V, passes over the layers, each with a cache of its own; None: as many as layers
+    n_virtual: int | None = None  # V, passes over the layers, each with its own cache; None: as many as layers
     schedule: str | list[int] = "cyclic"  # or "stretched", or the layer of each pass
     ignore_first_residual: bool = False  # the first pass replaces the stream, instead of being added to it
     ignore_last_residual: bool = False  # and so does the last
@@ -38,10 +38,10 @@ class StackConfig:
     gate_bias: float | None = None  # initial bias of the gates' first stream; None: the paper's
     gate_bias_step: float = 0.0  # more for each further stream
     grad_horizon: int | None = None  # passes that are differentiated, counted from the last; None: all
-    dropout: float = 0.0  # of what each block and MLP adds, in training
+    dropout: float = 0.0  # dropout rate of what each block and MLP adds, in training
     class_tokens: list[Position] = field(default_factory=list)  # learned rows before the stack, by their places
-    layer_class_tokens: list[list[Position]] = field(default_factory=list)  # before each layer, a list of them a layer
-    checkpointing: bool = False  # keep the inputs of each pass only, and compute the rest again in the backward pass
+    layer_class_tokens: list[list[Position]] = field(default_factory=list)  # before each layer, a list for each
+    checkpointing: bool = False  # keep only the inputs of each pass, and recompute the rest in the backward pass
 
     SCHEDULES: ClassVar[dict[str, Any]] = SCHEDULES
     GROUP: ClassVar[str] = "layer"  # what class tokens stand before
@@ -70,7 +70,7 @@ class StackConfig:
     def _expect_layers(self, where: str) -> None:
         if not isinstance(self.layer_cfgs, list) or len(self.layer_cfgs) not in (0, self.n_layer):
             found = len(self.layer_cfgs) if isinstance(self.layer_cfgs, list) else repr(self.layer_cfgs)
-            raise ValueError(f"{where}: layer_cfgs must be a list of {self.n_layer} tables, one a layer, got {found}")
+            raise ValueError(f"{where}: layer_cfgs must be a list of {self.n_layer} tables, one per layer, got {found}")
         for index in range(max(1, len(self.layer_cfgs))):
             self.block_config(index)
 
@@ -92,7 +92,7 @@ class StackConfig:
         lists, groups = self.layer_class_tokens, self.layer_groups()
         if not isinstance(lists, list) or len(lists) not in (0, groups):
             found = len(lists) if isinstance(lists, list) else repr(lists)
-            raise ValueError(f"{where}: layer_class_tokens must have {groups} lists, one a {self.GROUP}, got {found}")
+            raise ValueError(f"{where}: layer_class_tokens must have {groups} lists, one per {self.GROUP}, got {found}")
         for index, positions in enumerate(lists):
             expect_positions(f"{where}: layer_class_tokens[{index}]", positions)
 
@@ -130,11 +130,11 @@ class StackConfig:
         return layers_of_passes(where, self.schedule, self.n_layer, self.n_virtual, self.SCHEDULES)
 
     def residual_passes(self) -> int:
-        """How often something is added to the residual stream."""
+        """How often a result is added to the residual stream."""
         return len(self.layers_of_passes())
 
     def layer_groups(self) -> int:
-        """Layers that class tokens can stand before."""
+        """How many layers class tokens can stand before."""
         return self.n_layer
 
     def groups_of_passes(self) -> list[int]:
@@ -158,7 +158,7 @@ class StackConfig:
         """The initial bias of each stream's gate.
 
         Raises:
-            ValueError: the paper's does not exist for so many streams and so few passes.
+            ValueError: the paper's does not exist for this many streams and this few passes.
         """
         bias = self.gate_bias
         if bias is None:
@@ -187,3 +187,17 @@ class StackConfig:
 
 def _is_needed(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
+    """The config of a model: the one given, or one from its fields.
+
+    Raises:
+        TypeError: both, or a config of another kind.
+        ValueError: unknown fields, or values that cannot work.
+    """
+    if config is not None and fields:
+        raise TypeError(f"{where}: give a config or its fields, not both; got also {sorted(fields)}")
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"{where}: config must be a {kind.__name__}, got {type(config).__name__}")
+    return kind.from_dict(fields) if config is None else config

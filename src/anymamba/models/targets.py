@@ -34,7 +34,7 @@ def find_targets(
     cu_seqlens: Tensor | None,
     padding: Padding | None,
 ) -> Tensor | None:
-    """What each position's logits are held against, (b·t,)."""
+    """The target of each position's logits, (b·t,)."""
     if labels is not None and targets is not None:
         raise ValueError("MambaLM: labels and targets exclude each other, got both")
     for name, given in (("labels", labels), ("targets", targets)):

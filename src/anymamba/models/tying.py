@@ -44,7 +44,7 @@ def before_loading(
 
 
 def after_loading(model: Any, incompatible: Any) -> None:
-    """Tie anew what was one before it was moved out of the meta device, or assigned."""
+    """Tie again what was tied before it was moved off the meta device, or assigned."""
     if model.config.tie_embeddings and not model.is_tied:
         head, embedding = getattr(model.lm_head, "weight", None), getattr(model.backbone.embedding, "weight", None)
         if isinstance(head, Tensor) and isinstance(embedding, Tensor) and same_values(head, embedding):

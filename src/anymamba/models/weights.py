@@ -1,8 +1,8 @@
-"""Weights on disk: what each file holds, and every tensor straight from the file in the dtype that is asked for.
+"""Weights on disk: what each file holds, and every tensor straight from the file in the requested dtype.
 
-Tensors are read into memory of their own, so that a file may change or go. A view of a mapped file takes no memory, but
-changes with the file; where the file was cut short, looking at the view ends the process. Pickles are opened with the
-restricted reader of torch, which builds tensors and runs no code.
+Tensors are copied into memory, so a file may change or disappear. A view of a mapped file takes no memory, but changes
+with the file; if the file was cut short, reading the view ends the process. Pickles are opened with the restricted
+reader of torch, which builds tensors and runs no code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SafetensorsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the file. Tensors that are views of it keep it mapped."""
+        """Close the file. Tensors that are views of it keep it mapped."""
         del self._file
         self._kept = None
         self._stack.close()
@@ -91,7 +91,7 @@ class SafetensorsFile:
         return raw.view(stored).view(entry["shape"]).to(device, dtype)
 
     def _scratch(self, size: int) -> Tensor:
-        """Memory for what is converted or moved, the same for all, and not malloc's: its holes would stay taken."""
+        """One buffer for all conversions and moves, outside malloc, whose gaps would stay allocated."""
         if self._kept is None:
             offsets = [entry["data_offsets"] for name, entry in self._header.items() if name != "__metadata__"]
             pages = mmap.mmap(-1, max(1, *(end - begin for begin, end in offsets)))
@@ -100,14 +100,14 @@ class SafetensorsFile:
 
 
 class _Copied:
-    """Counts copied bytes: pages of a file that were read stay in memory until the file is let go."""
+    """Counts copied bytes: pages of a file that were read stay in memory until the file is closed."""
 
     def __init__(self, path: Path) -> None:
         self._limit = max(2**22, path.stat().st_size // 40) if path.is_file() else 0
         self._bytes = 0
 
     def too_many(self, more: int) -> bool:
-        """Add to the count; whether it is time to let the file go, and to count again."""
+        """Add to the count; returns whether it is time to close the file and to count again."""
         self._bytes = 0 if (over := self._bytes + more > self._limit) else self._bytes + more
         return over
 
@@ -121,7 +121,7 @@ class PickleFile:
         self._copied = _Copied(path)
 
     def __enter__(self) -> PickleFile:
-        """Read the table of tensors; their values stay in the file where its form allows."""
+        """Read the table of tensors; their values stay in the file if its form allows it."""
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file")
         try:
@@ -152,7 +152,7 @@ class PickleFile:
             return torch.load(self.path, map_location="cpu", weights_only=True)
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the tensors that nobody keeps."""
+        """Drop the tensors."""
         self._tensors = {}
 
     def entries(self) -> dict[str, Stored]:
@@ -177,7 +177,7 @@ def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
 
 
 def _odd_kind(x: Tensor) -> str:
-    """What keeps a tensor from being read as numbers in rows, empty if nothing does."""
+    """Why a tensor cannot be read as plain rows of numbers; empty if it can."""
     kinds = {
         "one on the meta device, without values": x.is_meta,
         "a quantised one": x.is_quantized,
@@ -210,7 +210,7 @@ def weight_file(path: Path) -> SafetensorsFile | PickleFile | GgufWeights:
 
 
 def find_weights(directory: Path, names: tuple[str, ...]) -> list[Path]:
-    """The weight files of a directory: one of `names`, or the shards that `<name>.index.json` lists; none: empty.
+    """The weight files of a directory: one of `names`, or the shards that `<name>.index.json` lists; may be empty.
 
     Raises:
         ValueError: an index is damaged, or a shard is missing.
@@ -238,7 +238,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def count_non_finite(x: Tensor) -> int:
-    """How many values are infinite or not a number, at a fraction of the time that reading them takes.
+    """How many values are infinite or not a number, in a fraction of the time that reading them takes.
 
     Their bits are above those of all finite numbers: as signed integers if they are positive, as unsigned ones if they
     are negative. numpy finds the largest of each at the speed of the memory; `torch.isfinite` takes ten times as long.

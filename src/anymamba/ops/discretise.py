@@ -102,7 +102,7 @@ def stationary_weight(dt: Tensor, rates: Tensor) -> Tensor:
 
     Args:
         dt: step sizes, at least 0.
-        rates: A, below 0, of a shape that goes with theirs.
+        rates: A, below 0, of a shape that broadcasts with `dt`.
     """
     product = dt * rates
     still = product == 0  # a step size that underflowed; the limit there is -1/A

@@ -1,6 +1,6 @@
 """Products with weights in narrow formats (`anymamba.ground.narrow`), and how a weight is stored in one.
 
-A token costs one reading of the weights, so that a weight of half the bytes is read in half the time.
+Decoding a token reads the weights once, so a weight of half the bytes is read in half the time.
 
 Letters: m rows of activations, o outputs, i inputs, g groups of inputs, s inputs of a group, y codes of a row.
 """
@@ -26,7 +26,7 @@ def narrow(weight: Float[Tensor, "o i"], format: WeightFormat) -> Narrow:
     """Store a weight in a format.
 
     Whole numbers are rounded to the nearest; the scale of a group is the one that covers its largest weight, or for
-    `int4` whichever of a few near it leaves the smallest square error.
+    `int4` whichever of a few near it leaves the smallest squared error.
 
     Raises:
         ValueError: an unknown format, or values that it cannot hold: infinite, NaN, or beyond float16.

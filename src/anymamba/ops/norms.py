@@ -31,13 +31,13 @@ def rms_norm(
     norm_before_gate: bool = True,
     eps: float = 1e-5,
 ) -> Float[Tensor, "*batch i"]:
-    """Norm `x` over groups of channels, and gate it by `silu(z)` if there is a `z`; float32 or wider inside.
+    """Normalise `x` over groups of channels, and gate it by `silu(z)` if `z` is given; float32 or wider inside.
 
     Args:
         x: any number of rows.
         weight: of each channel.
         z: gates, in the shape and dtype of `x`.
-        group_size: channels that are normed together; all if not given.
+        group_size: channels that are normalised together; all if not given.
         norm_before_gate: the order of the two.
         eps: added to the mean square.
 

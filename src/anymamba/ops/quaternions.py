@@ -20,7 +20,7 @@ Quaternions = Float[Tensor, "*#batch 4"]
 def multiply(p: Quaternions, q: Quaternions) -> Quaternions:
     """The Hamilton product, broadcasting over the leading axes."""
     (a, b), (c, d) = _halves(p), _halves(q)
-    # conj() only marks a tensor, and inside an operator of a compiled graph the mark is overlooked.
+    # conj() only marks a tensor, and inside an operator of a compiled graph the mark is ignored.
     product = torch.stack([a * c - b * d.conj_physical(), a * d + b * c.conj_physical()], dim=-1)
     return torch.view_as_real(product).flatten(-2)
 

@@ -6,7 +6,7 @@ the product of a query and an earlier key sees the turns between the two. With `
 
 - `interleaved` (official SISO) and `halves` (official MIMO): channels (2i, 2i + 1), or (i, i + n / 2), turn in their
   plane, and angles add up: `theta_t[h, s] = theta_{t-1}[h, s] + step_t[h] rate_t[s]`.
-- `quaternion`: blocks of four channels turn about an axis of their own per head, and turns do not commute:
+- `quaternion`: blocks of four channels turn about their own axis in each head, and turns do not commute:
   `Q_t = q_t Q_{t-1}`, with `q_t` the turn by the vector `step_t[h] rate_t[h, j]`; a block is multiplied from the left
   by the conjugate of `Q_t`.
 
@@ -73,7 +73,7 @@ def total_rotation(
 def combined_rotation(
     rotation: Rotation, before: Float[Tensor, "b h *turn"], total: Float[Tensor, "b h *turn"]
 ) -> Float[Tensor, "b h *turn"]:
-    """A rotation after some tokens, from that before them and their `total_rotation`."""
+    """A rotation after some tokens, from the one before them and their `total_rotation`."""
     if rotation == "quaternion":
         product = multiply(total, before)
         return product / product.norm(dim=-1, keepdim=True)  # as `cumulative_products` does

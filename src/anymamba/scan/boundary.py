@@ -27,5 +27,5 @@ def final_state(
 
 
 def carried_state(start: Tensor, log_kept: Tensor, own: Tensor) -> tuple[Tensor]:
-    """The state after a part: what is kept of the one before it, and its own; `log_kept` never positive."""
+    """The state after a part: what remains of the one before it, plus its own; `log_kept` is never positive."""
     return (decay_factor(log_kept, start.dtype) * start + own,)

@@ -27,7 +27,7 @@ class ChunkLayout:
         self.t = t
         self.index: Tensor | None = None
         if cu_seqlens is None:
-            # Where somebody traces it, the length may be a symbol, and chunks are better of a size that is known.
+            # In a trace the length may be a symbol, and a known chunk length is better.
             self.chunk_len = chunk_len if is_observed() else min(chunk_len, t)
             self.sequences = [(0, _ceil(t, self.chunk_len))]
             return
@@ -66,5 +66,5 @@ class ChunkLayout:
 
 
 def _ceil(length: int, chunk_len: int) -> int:
-    """How many chunks a length takes. (Of a length that is a symbol, torch cannot negate the quotient.)"""
+    """How many chunks a length takes. (If the length is a symbol, torch cannot negate the quotient.)"""
     return (length + chunk_len - 1) // chunk_len

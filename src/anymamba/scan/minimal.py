@@ -49,7 +49,7 @@ def scan_minimal(
     to_end_bcgel = decay_factor(total_bcge.unsqueeze(-1) - lam_bcgel, dtype)
     added_bcgepn = torch.einsum("bclrgep,bcgel,bclrgn->bcgepn", v_bclrgep, to_end_bcgel, k_bclrgn)
 
-    # States that enter the chunks, and the last one, by one matmul a sequence.
+    # States that enter the chunks, and the last one, by one matmul per sequence.
     entering, finals = [], []
     initial = layout.initial_states(initial_state.to(dtype).unflatten(1, (g, e)))
     for (first, last), state_bgepn in zip(layout.sequences, initial, strict=True):

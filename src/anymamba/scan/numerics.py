@@ -1,7 +1,7 @@
 """Precision rules that every algorithm of the scan shares.
 
 States, cumulative sums and exponentials are float32 for inputs up to float32 and float64 for float64 inputs.
-Two hazards are met here, once:
+Two hazards are handled here, once:
 
 - **Cancellation.** The decay between two steps is `exp(Lam_l - Lam_s)` with `Lam` a running sum of log-decays. After a
   hard reset (log-decay of -100 or -1e8) a float32 `Lam` has no digits left for the small decays that follow. So `Lam`

@@ -15,7 +15,7 @@ _LONGEST = 2**31 - 1
 
 @runtime_checkable
 class ScanDims(Protocol):
-    """What a block says of its scan: every block of the library has these three."""
+    """The sizes of a block's scan: every block of the library has these three."""
 
     @property
     def d_state(self) -> int:
@@ -43,10 +43,10 @@ class SsdPath:
     - `serial`: five batched stages with a loop over chunks for the state, backward by autograd.
     - `serial_recalculated`: one chunk at a time; the backward is derived by hand, keeps the inputs only and recomputes
       the rest.
-    - `fused`: the same in the compiled kernels, where there are some for the device and dtype.
+    - `fused`: the same in the compiled kernels, if there are any for the device and dtype.
 
     No chunk length means the one that suits the algorithm, the sizes and the device when the scan runs. Any length from
-    1 upwards is valid, also one beyond the sequence. `recurrent` has no chunks and ignores it.
+    1 is valid, even one longer than the sequence. `recurrent` has no chunks and ignores it.
 
     Mamba-3's trapezoidal rule has two pathways on any algorithm, `single` (one scan) and `double` (two scans); others
     ignore it, and the kernels need neither. Both leave the same state, so a sequence may change its pathway at any cut.
@@ -57,7 +57,7 @@ class SsdPath:
     pathway: Pathway = "single"
 
     def __post_init__(self) -> None:
-        """Refuse unknown names, and lengths that cannot be."""
+        """Refuse unknown names and impossible lengths."""
         for name, known in (("algorithm", Algorithm), ("pathway", Pathway)):
             if (value := getattr(self, name)) not in get_args(known):
                 raise ValueError(f"SsdPath: {name} must be one of {get_args(known)}, got {value!r}")
@@ -66,13 +66,13 @@ class SsdPath:
 
     @staticmethod
     def or_default(path: SsdPath | None) -> SsdPath:
-        """`path`, or the default where there is none.
+        """`path`, or the default if it is None.
 
         Raises:
             TypeError: it is something else.
         """
         if path is not None and not isinstance(path, SsdPath):
-            raise TypeError(f"path must be an SsdPath, as SsdPath.minimal(), got {path!r}")
+            raise TypeError(f"path must be an SsdPath, such as SsdPath.minimal(), got {path!r}")
         return path or SsdPath()
 
     @classmethod
@@ -97,12 +97,12 @@ class SsdPath:
 
     @classmethod
     def fused(cls, chunk_len: int | None = None) -> SsdPath:
-        """The compiled kernels; the scan raises `RuntimeError` where there are none."""
+        """The compiled kernels; the scan raises `RuntimeError` if there are none."""
         return cls("fused", chunk_len)
 
     @classmethod
     def for_block(cls, block: ScanDims, algorithm: Algorithm = "fastest") -> SsdPath:
-        """An algorithm with the chunk length that suits `block` written out, where the kernels do not choose it."""
+        """An algorithm with the chunk length that suits `block`, unless the kernels choose it."""
         if algorithm in ("fastest", "fused", "recurrent"):
             return cls(algorithm)
         return cls(algorithm, cls.optimal_chunk_len(block.d_state, block.headdim, block.rank))
@@ -117,5 +117,5 @@ class SsdPath:
         return max(1, fused_len // rank)
 
     def chunk_len_or_optimal(self, d_state: int, headdim: int, rank: int = 1) -> int:
-        """This path's chunk length, or where it has none, the one that suits the portable algorithms."""
+        """This path's chunk length, or if it has none, the one that suits the portable algorithms."""
         return self.chunk_len or self.optimal_chunk_len(d_state, headdim, rank)

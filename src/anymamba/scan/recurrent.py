@@ -1,6 +1,6 @@
 """The scan as its definition: one step, and the loop of steps.
 
-This is the oracle that every other algorithm is held against, and the decode step of the blocks.
+This is the oracle that every other algorithm is compared with, and the decode step of the blocks.
 
     S_t = exp(a_t) S_{t-1} + Σ_r v_t[r] ⊗ k_t[r]        y_t[r] = S_t q_t[r]
 

@@ -1,4 +1,4 @@
-"""Mamba-3's recurrence on what its projection gives: biases, rotation, ranks of values, trapezoidal rule and skip.
+"""Mamba-3's recurrence on the results of its projection: biases, rotation, ranks of values, trapezoidal rule and skip.
 
 It is `trapezoid_scan` on rotated keys and queries of every head, which the kernels compute where they are needed and
 never hold in memory.
@@ -192,7 +192,7 @@ _operator = Operator(
     differentiable=14,
     fake=_fake,
     definition=_definition,
-    # The scan inside is an operator of its own, which chooses among the algorithms.
+    # The scan inside is a separate operator, which chooses among the algorithms.
     portable=dict.fromkeys(ALGORITHMS, Implementation(_definition)),
     fastest=lambda *_: "fastest",
 )

@@ -98,7 +98,7 @@ def fastest(v: Tensor, *_: Any) -> str:
 
 
 def in_the_open(algorithm: str) -> str:
-    """The algorithm that replaces another where only torch's own operators are wanted.
+    """The algorithm to use where only torch's own operators are wanted.
 
     Raises:
         RuntimeError: it is a compiled one.

@@ -56,16 +56,16 @@ def selective_scan(
 
     Args:
         x: inputs.
-        dt: step sizes before their softplus, in the dtype of `A`; -inf is no step.
+        dt: step sizes before their softplus, in the dtype of `A`; -inf means no step.
         A: decay rates, never positive, float32 (float64 for float64 `x`).
         B: input projections.
         C: output projections.
         D: skip weights, or none.
         z: gates, or none.
         initial_state: one for each row, or for each packed sequence, in the dtype of `A`. Zeros if not given.
-        path: `SsdPath()` is the fastest there is, `recurrent` the definition with torch's own gradients, `fused` the
+        path: `SsdPath()` is the fastest available, `recurrent` the definition with torch's own gradients, `fused` the
             compiled kernels and `serial_recalculated` the portable code with a backward by hand, in blocks of
-            `chunk_len` steps. There are no others: they are matrix products.
+            `chunk_len` steps. The others are refused: they are matrix products.
         cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
 
     Returns:
@@ -237,7 +237,7 @@ def _backward(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the first eight inputs. Only a state a block is kept; those within are computed again.
+    """The gradients of the first eight inputs. Only one state per block is kept; those within are recomputed.
 
     With g_t the gradient of h_t: g_t = dy_t ⊗ C_t + exp(Δ_{t+1} A) g_{t+1}, and that of the exponent Δ_t A is
     g_t exp(Δ_t A) h_{t-1}.

@@ -120,7 +120,7 @@ _operator = Operator(
     differentiable=7,
     fake=_fake,
     definition=_definition,
-    # The scan inside is an operator of its own, which chooses among the algorithms.
+    # The scan inside is a separate operator, which chooses among the algorithms.
     portable=dict.fromkeys(ALGORITHMS, Implementation(_definition)),
     fastest=lambda *_: "fastest",
 )

@@ -6,8 +6,8 @@
 with alpha_t = exp(log_decay_t). Two pathways compute it:
 
 - *single*: one scan with the two weights of a token added up, `gamma_t + kappa_{t+1}`; what the look-ahead
-  `kappa_{t+1}` added to the token's own output is taken back.
-- *double*: two scans, one over tokens and one over their predecessors.
+`kappa_{t+1}` added to the token's own output is subtracted again. - *double*: two scans, one over tokens and one over
+their predecessors.
 
 Both start from the state with the pending `kappa_0` term of the token before, and leave the same state.
 
@@ -50,7 +50,7 @@ def trapezoid_scan(
     path: SsdPath | None = None,
     cu_seqlens: Int[Tensor, " z1"] | None = None,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """Run the formula above over a sequence, on keys and queries that are rotated already.
+    """Run the formula above over a sequence, on keys and queries that are already rotated.
 
     Args:
         v: values.

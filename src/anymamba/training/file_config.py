@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from anymamba.training.config import RunConfig
-from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, option
+from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, block_fields, option
 
 Kind = Literal["classification", "regression", "masked-lm", "next-value"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -17,17 +17,19 @@ class SequenceModelSection:
     """The model: one dial, or its sizes."""
 
     family: str = option("Mamba3", "family of the blocks: Mamba1, Mamba2 or Mamba3")
-    n_layer: int = option(2, "layers; of a model that reads in both directions, those of both")
+    n_layer: int = option(2, "number of layers, those of both directions counted")
     d_model: int = option(64, "width of the residual stream")
     d_state: int | None = option(None, "state size of a head", default="32, or 16 for Mamba1's channels")
-    headdim: int | None = option(None, "width of a head", default="16, or a divisor of the width below that")
-    bidirectional: bool | None = option(
-        None, "read in both directions", default="true, but for next-value, which cannot"
+    headdim: int | None = option(
+        None, "width of a head", default="16, or a smaller power of two that divides the inner width"
     )
-    pooling: Literal["last", "mean", "class_token"] = option("mean", "what stands for a sequence that gets one answer")
+    bidirectional: bool | None = option(
+        None, "read in both directions", default="true, except for next-value, which cannot"
+    )
+    pooling: Literal["last", "mean", "class_token"] = option("mean", "what represents a sequence that gets one answer")
     block: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "table of further fields of the block's config: '{rope_fraction = 0.25}'", "free": False},
+        metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
     )
     stack: dict[str, Any] = field(
         default_factory=dict,
@@ -40,14 +42,7 @@ class SequenceModelSection:
 
     def stack_fields(self) -> dict[str, Any]:
         """The fields of the stack."""
-        block: dict[str, Any] = {"layer": self.family, **self.block}
-        if self.family == "Mamba1":
-            if self.headdim is not None:
-                raise ValueError(f"model.headdim: Mamba1 has none, got {self.headdim}")
-            block = {"d_state": self.d_state or 16, **block}
-        else:
-            divisor = next(p for p in (16, 8, 4, 2, 1) if 2 * self.d_model % p == 0)
-            block = {"d_state": self.d_state or 32, "headdim": self.headdim or divisor, **block}
+        block = block_fields(self, self.family, self.d_model, d_state=32, headdim=16)
         return {"d_model": self.d_model, "n_layer": self.n_layer, "ssm_cfg": block, **self.stack}
 
 
@@ -55,21 +50,21 @@ class SequenceModelSection:
 class FilesSection:
     """Where the sequences come from."""
 
-    sources: tuple[str, ...] = option((), "files: .csv, .jsonl or .npy; several are read one after another")
+    sources: tuple[str, ...] = option((), "files to read, .csv, .jsonl or .npy; several are read one after another")
     targets: tuple[str, ...] = option(
-        (), "what is predicted: columns of a table, fields of JSON lines, or for .npy another .npy with a row each"
+        (), "what to predict: columns of a table, fields of JSON lines, or another .npy with a row for each sequence"
     )
     inputs: tuple[str, ...] = option(
-        (), "columns of a table, or the field of JSON lines, that is read", default="all others, or the one other"
+        (), "columns of a table, or field of JSON lines, to read", default="all other columns, or the only other field"
     )
     sequence: str | None = option(
         None,
-        "column of a table that names the sequence a row is a step of",
+        "column of a table that names the sequence of which a row is a step",
         default="a row is a sequence; for next-value, a step",
     )
-    labels: tuple[str, ...] = option((), "classes in their order", default="those in the files, sorted")
-    held_out: float = option(0.1, "share that is kept from training: sequences, or for next-value the end of each")
-    standardise: bool = option(True, "subtract the mean of numbers and divide by their deviation, as of the training")
+    labels: tuple[str, ...] = option((), "names of the classes, in order", default="those in the files, sorted")
+    held_out: float = option(0.1, "share to hold out: of the sequences, or for next-value the end of each")
+    standardise: bool = option(True, "scale numbers to mean 0 and deviation 1 over the training data")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -83,10 +78,10 @@ class FilesSection:
 class RowsSection:
     """What a step reads."""
 
-    rows: int = option(32, "sequences of a step")
-    length: int = option(1024, "the most steps of a sequence; what is longer is cut")
-    accumulation: int = option(1, "parts of a step whose gradients are added up, for less memory")
-    hidden: float = option(0.15, "share of the tokens that a masked language model has to find")
+    rows: int = option(32, "sequences per step")
+    length: int = option(1024, "largest number of steps of a sequence; longer ones are cut")
+    accumulation: int = option(1, "parts of a step whose gradients are summed, to save memory")
+    hidden: float = option(0.15, "share of the tokens that a masked language model must predict")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

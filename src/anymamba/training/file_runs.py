@@ -9,7 +9,8 @@ from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked, read_json
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.file_config import FileConfig
-from anymamba.training.file_task import FileTask, file_task
+from anymamba.training.file_kinds import file_task
+from anymamba.training.file_task import FileTask
 from anymamba.training.layers import expect_compiler
 from anymamba.training.loop import Trainer, expect_no_run, reopen
 

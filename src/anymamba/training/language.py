@@ -1,41 +1,28 @@
-"""Learning to predict text: the task of `anymamba train`."""
+"""Runs of `anymamba train`: begun in a directory, and continued from their latest checkpoint."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, write_end
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from anymamba.ground.devices import find_device
-from anymamba.ground.files import locked, replacing
+from anymamba.ground.files import locked
 from anymamba.models.activation import warn_if_undecided
-from anymamba.models.cache import LMCache
-from anymamba.models.lm import MambaLM
 from anymamba.models.opening import open_checkpoint
-from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model
-from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
+from anymamba.training.byte_pairs import byte_pair_size
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.config import TrainingConfig
-from anymamba.training.data import Batch, Batches
-from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.file_config import FileConfig
 from anymamba.training.file_runs import begin_files, is_file_run, open_files
+from anymamba.training.language_task import LanguageTask
 from anymamba.training.layers import expect_compiler
 from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
 from anymamba.training.parallel import Workers, is_restarted, joined
-from anymamba.training.report import plot_losses
-from anymamba.training.shards import open_corpus, prepare
-from anymamba.training.sources import Text, find_text
-from anymamba.training.step import batch_nats, carried_from
-from anymamba.training.task import Evaluation, Task
 
 
 def train(
@@ -229,154 +216,3 @@ def settled(config: TrainingConfig) -> TrainingConfig:
     elif config.data.end_token is not None:
         raise ValueError(f"data.end_token = {config.data.end_token}: bytes have no token that ends a document")
     return replace(config, data=replace(config.data, tokenizer=name))
-
-
-class LanguageTask(Task[Batch]):
-    """A language model on text.
-
-    Attributes:
-        held_out: of the last evaluation, if there was one.
-    """
-
-    NAMES = ("held_out_bits_per_byte",)
-    config: TrainingConfig
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        directory: Path,
-        report: Callable[[str], None],
-        *,
-        begun: Path | None = None,
-        workers: Workers | None = None,
-        prepared: bool = False,
-    ) -> None:
-        """Prepare the text of a fresh run, or open that of one that `begun` is a checkpoint of; `config` is settled.
-
-        Of several `workers` the first prepares the text, and to the others it is `prepared`.
-        """
-        self.config, self._directory = config, directory
-        self._workers = workers = workers or Workers()
-        self.held_out: HeldOut | None = None
-        self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
-        shards = Path(config.data.shards) if config.data.shards else directory / "data"
-        if begun is None and not prepared:
-            text = find_text(config.data, report)
-            self._tokenizer = self._make_tokenizer(text, report)
-            self.corpus = prepare(config.data, shards, self._tokenizer, report, text)
-        else:
-            self._tokenizer, self.corpus = self._open_tokenizer(), open_corpus(shards)
-        self._batches = Batches(
-            self.corpus.train,
-            mode=config.data.mode,
-            length=config.batch.length,
-            rows=config.batch.rows,
-            accumulation=config.batch.accumulation,
-            seed=config.seed,
-            reader=workers.reader,
-            readers=workers.readers,
-            neighbours=workers.neighbours,
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """The checksum of the tokenised text."""
-        return self.corpus.checksum
-
-    @property
-    def prompt(self) -> str:
-        """What samples begin with."""
-        if self.config.evaluation.prompt is not None:
-            return self.config.evaluation.prompt
-        return "def " if self.config.data.sources == ("stdlib",) else beginning(self.corpus, self._tokenizer)
-
-    def make_model(self, dtype: torch.dtype) -> MambaLM:
-        """The language model to begin with, or a new one for the tokenizer's vocabulary."""
-        if self._init is None:
-            return MambaLM(self.config.model.lm_config(self._tokenizer.vocab_size), dtype=dtype)
-        model = MambaLM(self._init.config, dtype=dtype)
-        model.load_state_dict(load_model(self._init.directory, dtype=dtype).state_dict())
-        return model
-
-    def batches(self, step: int) -> list[Batch]:
-        """Rows of text."""
-        return self._batches.step(step)
-
-    def cost(
-        self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
-    ) -> tuple[Tensor, LMCache | None]:
-        """Nats, and the state after each row of a stream."""
-        return batch_nats(model, batch, carried, dtype, kept=self.config.data.mode == "stream")
-
-    def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
-        """Score the held-out text, and write a sample."""
-        self.held_out = found = evaluate(model, self.corpus, dtype, self._workers)
-        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbours.items())
-        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
-        text = sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
-        if text and self._workers.leads:
-            samples = self._directory / "samples"
-            samples.mkdir(exist_ok=True)
-            with replacing(samples / f"step-{step:08d}.txt") as temporary:
-                temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-            lines += [f"  | {line}" for line in text.splitlines()]
-        return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
-
-    def write_model(self, model: MambaLM, directory: Path) -> None:
-        """Config, weights and the tokenizer's files, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
-        model.save_pretrained(directory)
-        if self.config.data.tokenizer != "bytes":
-            copy_companions(self._directory, directory)
-
-    def read_model(self, model: MambaLM, tensors: dict[str, Tensor]) -> None:
-        """Set the weights."""
-        model.load_state_dict(tensors)
-
-    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor]:
-        """The states of all streams in one cache, those of all workers."""
-        gathered = [part.with_tensors(map(self._workers.of_readers, part.leaves())) for part in parts]
-        return LMCache.cat(gathered).tensors()
-
-    def carried_from(self, model: MambaLM, tensors: dict[str, Tensor]) -> list[Any]:
-        """The states of each part's streams, as far as this worker reads them."""
-        batch, workers = self.config.batch, self._workers
-        whole = carried_from(model, tensors, batch.tokens // batch.length)
-        size = whole.batch_size // batch.accumulation
-        own = size // workers.readers
-        begins = range(workers.reader * own, whole.batch_size, size)
-        return [whole.rows(slice(begin, begin + own)) for begin in begins]
-
-    def plot(self, directory: Path) -> None:
-        """Draw `loss.png`."""
-        if self.held_out is not None:
-            text = self.corpus.train
-            bytes_per_token = int(text.sizes.sum()) / text.total
-            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
-
-    def _open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, from the file that belongs to the run."""
-        if self.config.data.tokenizer == "bytes":
-            return ByteTokenizer()
-        return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
-
-    def _make_tokenizer(self, text: Text, report: Callable[[str], None]) -> Tokenizer:
-        """Copy the tokenizer's files into the run, or make one; those of a failed attempt with another are removed."""
-        name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
-        if (size := byte_pair_size(name)) is not None:
-            make_byte_pairs(text, size, own)
-            taken = [own.name]
-        elif name != "bytes":
-            taken = [*copy_companions(Path(name).parent, self._directory), own.name]
-            with replacing(own) as temporary:
-                shutil.copyfile(name, temporary)
-        for other in set(COMPANIONS) - set(taken):
-            (self._directory / other).unlink(missing_ok=True)
-        tokenizer = self._open_tokenizer()
-        if isinstance(tokenizer, FileTokenizer):
-            write_end(tokenizer, self._directory)
-            if not tokenizer.end:
-                report(
-                    f"{name}: no token that ends a document is known, so the model will not learn where one ends; name "
-                    "it with --data.end_token TOKEN"
-                )
-        return tokenizer

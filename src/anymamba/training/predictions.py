@@ -13,11 +13,12 @@ from torch import Tensor
 
 from anymamba.ground.files import read_json
 from anymamba.models import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor
-from anymamba.training.file_task import FACTS, FileTask, open_table
+from anymamba.training.file_kinds import TASKS, open_table
+from anymamba.training.file_task import FACTS
 from anymamba.training.sequences import Scale, padded
 from anymamba.training.tables import Table
 
-_MODELS = {name: kind.MODEL for name, kind in FileTask.KINDS.items()}
+_MODELS = {name: kind.MODEL for name, kind in TASKS.items()}
 
 
 class Predictor:

@@ -16,7 +16,7 @@ def option(value: Any, help: str, *, default: str = "", free: bool = False, onwa
     """A field.
 
     Args:
-        value: where nothing is given.
+        value: if nothing is given.
         help: a phrase for the command line.
         default: what a value of None stands for.
         free: it may differ when a run is resumed, because it changes no weight.
@@ -32,9 +32,39 @@ def at_least(section: Any, least: int, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim: int) -> dict[str, Any]:
+    """The family of a model's blocks and the fields of their config, with sizes for those that are left open.
+
+    Args:
+        section: has `d_state`, `headdim` and `block`.
+        family: by its name.
+        width: of the residual stream.
+        d_state: the usual state of a head; a family without heads has 16 in each channel.
+        headdim: the usual width of a head, a power of two; halved until it divides the inner width.
+
+    Raises:
+        ValueError: no such family, or a field that it does not have.
+    """
+    from anymamba.models.families import FAMILIES  # which imports torch
+
+    if family not in FAMILIES:
+        raise ValueError(f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}")
+    known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
+    while 2 * width % headdim:
+        headdim //= 2
+    usual = {"d_state": d_state if "headdim" in known else 16, "headdim": headdim}
+    if strange := [size for size in usual if getattr(section, size) is not None and size not in known]:
+        raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(section, strange[0])}")
+    sizes = {size: getattr(section, size) or default for size, default in usual.items() if size in known}
+    for name in set(section.block) - set(known):
+        if near := hint(name, known):  # the model's own config refuses the others that it does not know
+            raise ValueError(f"model.block.{name}: no such field of {family}{near}")
+    return {"layer": family, **sizes, **section.block}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The language model: another to begin with, or one dial, or its sizes."""
+    """The language model: one to start from, or one dial, or its sizes."""
 
     init: str | None = option(
         None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
@@ -43,14 +73,14 @@ class ModelSection:
     depth: int | None = option(
         None, "the one dial: number of layers; the width is 64 times that, in heads of 64", default="4"
     )
-    n_layer: int | None = option(None, "number of layers, in place of the dial's", default="model.depth")
-    d_model: int | None = option(
-        None, "width of the residual stream, in place of the dial's", default="64 times model.depth"
-    )
+    n_layer: int | None = option(None, "number of layers, in place of model.depth", default="model.depth")
+    d_model: int | None = option(None, "width of the residual stream", default="64 times model.depth")
     d_state: int | None = option(None, "state size of a head", default="64, or 16 for Mamba1's channels")
-    headdim: int | None = option(None, "width of a head", default="64, or a divisor of the width below that")
+    headdim: int | None = option(
+        None, "width of a head", default="64, or a smaller power of two that divides the inner width"
+    )
     d_intermediate: int | None = option(None, "width of an MLP after each block", default="0, no MLP")
-    tie_embeddings: bool | None = option(None, "use the embedding as the head, too", default="true")
+    tie_embeddings: bool | None = option(None, "use the embedding as the head as well", default="true")
     block: dict[str, Any] = field(
         default_factory=dict,
         metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
@@ -67,31 +97,16 @@ class ModelSection:
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
         from anymamba.models.config import MambaLMConfig  # which imports torch
-        from anymamba.models.families import FAMILIES
 
         depth = self.depth or 4
         width = self.d_model or 64 * depth
-        family = self.family or "Mamba3"
-        if family not in FAMILIES:
-            raise ValueError(
-                f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}"
-            )
-        known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
-        divisor = next(p for p in (64, 32, 16, 8, 4, 2, 1) if 2 * width % p == 0)
-        usual = {"d_state": 64 if "headdim" in known else 16, "headdim": divisor}
-        if strange := [size for size in usual if getattr(self, size) is not None and size not in known]:
-            raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(self, strange[0])}")
-        sizes = {size: getattr(self, size) or default for size, default in usual.items() if size in known}
-        for name in set(self.block) - set(known):
-            if near := hint(name, known):  # the model's own config refuses the others that it does not know
-                raise ValueError(f"model.block.{name}: no such field of {family}{near}")
         return MambaLMConfig(
             d_model=width,
             n_layer=self.n_layer or depth,
             vocab_size=vocab_size,
             d_intermediate=self.d_intermediate or 0,
             tie_embeddings=self.tie_embeddings is not False,
-            ssm_cfg={"layer": family, **sizes, **self.block},
+            ssm_cfg=block_fields(self, self.family or "Mamba3", width, d_state=64, headdim=64),
             stack=self.stack,
         )
 
@@ -129,24 +144,24 @@ class DataSection:
 
     sources: tuple[str, ...] = option(("stdlib",), 'files, directories, glob patterns, "-" for stdin, or "stdlib"')
     format: Literal["auto", "text", "jsonl"] = option(
-        "auto", "a document is a whole file, or a line of JSON; auto: a line of files named .jsonl or .ndjson"
+        "auto", "a document is a whole file, or a line of JSON; auto: by the name, .jsonl and .ndjson for lines"
     )
     exclude: tuple[str, ...] = option((), "patterns of files and directories to leave out: '*.log' drafts")
     on_error: Literal["stop", "skip"] = option(
-        "stop", "where files are not text: stop and list them all, or skip and list them"
+        "stop", "if files are not text: stop and list them, or skip and list them"
     )
     tokenizer: str | None = option(
         None,
-        '"bytes", a tokenizer.json, a directory with one, or "bpe:1024" to make one of that many byte pairs',
-        default="that of model.init, or bytes",
+        '"bytes", a tokenizer.json, a directory with one, or "bpe:1024" to train one with that many byte pairs',
+        default="the one of model.init, or bytes",
     )
-    end_token: str | None = option(None, "token that ends a document", default="that of the tokenizer")
+    end_token: str | None = option(None, "token that ends a document", default="the tokenizer's")
     jsonl_field: str = option("text", "field of a JSON line that holds the text")
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
-    held_out: float = option(0.02, "largest share of the text to keep from training")
-    held_out_bytes: int = option(65536, "most bytes of held-out text to evaluate on")
+    held_out: float = option(0.02, "largest share of the text to hold out from training")
+    held_out_bytes: int = option(65536, "largest number of bytes of held-out text to evaluate on")
     shards: str | None = option(None, "directory of the tokenised text", default="data/ in the run's directory")
     shard_tokens: int = option(2**24, "tokens in a shard, roughly")
 
@@ -174,7 +189,7 @@ class OptimiserSection:
     weight_decay: float = option(
         0.1, "weight decay of matrices; dt_bias, A_log, D, norms and biases never decay", onwards=True
     )
-    decay_embeddings: bool = option(False, "decay the embedding and the head, too")
+    decay_embeddings: bool = option(False, "also decay the embedding and the head")
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
     muon_lr: float | None = option(
         None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
@@ -217,9 +232,9 @@ class ScheduleSection:
 class BatchSection:
     """The tokens of a step."""
 
-    tokens: int = option(4096, "tokens of a step")
-    length: int = option(256, "tokens of a row")
-    accumulation: int = option(1, "parts of a step whose gradients are added up, for less memory")
+    tokens: int = option(4096, "tokens per step")
+    length: int = option(256, "tokens per row")
+    accumulation: int = option(1, "parts of a step whose gradients are summed, to save memory")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -244,7 +259,7 @@ class PrecisionSection:
         "float32", "dtype to compute in; bfloat16: autocast, with weights in float32"
     )
     compile: bool = option(False, "have torch compile the layers; needs a C++ compiler")
-    activation_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
+    activation_checkpointing: bool = option(False, "recompute each layer in the backward pass, to save memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +272,7 @@ class ParallelSection:
     shard: int = option(1, "workers that divide the weights between them and read different rows (FSDP)", free=True)
     context: int = option(1, "workers that divide every row between them", free=True)
     reduce: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype in which gradients are added up between workers", onwards=True
+        "float32", "dtype in which gradients are summed between workers", onwards=True
     )
     timeout: int = option(600, "seconds after which a worker that does not answer ends the run", free=True)
 
@@ -271,7 +286,7 @@ class EvaluationSection:
     """What is looked at on the way."""
 
     every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
-    log_every: int = option(10, "steps between lines of progress, where stderr is no terminal", free=True)
+    log_every: int = option(10, "steps between lines of progress, if stderr is not a terminal", free=True)
     tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
     wandb: str | None = option(
         None, "Weights & Biases project to log to (pip install 'anymamba[wandb]')", default="no log", free=True

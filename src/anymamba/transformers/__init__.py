@@ -1,7 +1,7 @@
-"""transformers' own Mamba models, right and fast on a CPU: `model = accelerate(model)`.
+"""transformers' own Mamba models, correct and fast on a CPU: `model = accelerate(model)`.
 
-The class of every mixer is exchanged for a subclass of it whose forward runs on this library's operators, and so are
-those of models that are nothing but mixers and of large projections, for one token at a time. Parameters, names,
+The class of every mixer is replaced by a subclass whose forward runs on this library's operators. The classes of models
+that are nothing but mixers, and of large projections, are replaced too, for single tokens. Parameters, names,
 submodules, caches and configs remain transformers' own, and `restore` undoes it.
 """
 

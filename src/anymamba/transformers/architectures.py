@@ -1,4 +1,4 @@
-"""The architectures of transformers: which mixers there are and in what they differ, and models of nothing else.
+"""The architectures of transformers: its mixers and how they differ, and models that are nothing but mixers.
 
 All mixers of a kind name their sizes alike. What differs is described here, one entry for each mixer; the forwards
 (`mamba1.py`, `mamba2.py`) are shared.
@@ -20,7 +20,7 @@ class Architecture:
         kind: the forward that computes it.
         inner_norms: Mamba-1's RMS norms of dt, B and C.
         scaled: the input is scaled by `ssm_in_multiplier`, and its projection by `mup_vector`.
-        norm_switch: the attribute that says whether there is a norm before `out_proj`; empty where there always is.
+        norm_switch: the attribute that says whether there is a norm before `out_proj`; empty if there always is.
     """
 
     folder: str
@@ -62,9 +62,9 @@ STACKS = {
     "Mamba2Model": Stack(folder="mamba2", prefix="Mamba2"),
 }
 
-# Mixers that have a forward of their own to keep, with the reason.
+# Mixers that keep transformers' own forward, with the reason.
 NOT_COVERED = {
-    "ZambaMambaMixer": "Zamba-1 has several heads, each with inner projections of its own: no kernel has them",
+    "ZambaMambaMixer": "Zamba-1 has several heads, each with its own inner projections, which no kernel supports",
 }
 
 

@@ -20,7 +20,7 @@ class Carried(NamedTuple):
 
 
 def missing(cache: Any, layer: int) -> str:
-    """Why a cache cannot be read and written; empty where it can."""
+    """Why a cache cannot be read and written; empty if it can."""
     if cache is None:
         return ""
     layers = getattr(cache, "layers", ())
@@ -43,7 +43,7 @@ def read(cache: Any, layer: int) -> Carried | None:
 def write(cache: Any, layer: int, carried: Carried) -> None:
     """Replace what the layer carries.
 
-    A whole window is as many inputs as the cache keeps, so adding them leaves these alone.
+    A whole window has as many inputs as the cache keeps, so adding it leaves exactly these.
     """
     cache.update_conv_state(carried.window, layer, conv_kernel_size=carried.window.shape[-1])
     cache.update_recurrent_state(carried.state, layer)

@@ -1,6 +1,6 @@
 """The classes of accelerated modules: each a subclass of the class of transformers whose name it has.
 
-They are made when they are asked for, by the name under which pickles find them: `classes.Mamba2Mixer`.
+They are created on demand, by the name under which pickles find them: `classes.Mamba2Mixer`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     own = own_class(name)
 
-    @functools.wraps(own.forward)  # whose arguments others look at
+    @functools.wraps(own.forward)  # its signature is inspected by others
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
 

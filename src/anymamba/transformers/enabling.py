@@ -14,15 +14,14 @@ from anymamba.transformers.mixer import NormKind
 from anymamba.transformers.swap import accelerate, mixers
 
 _DOORS = ("from_pretrained", "_from_config")
-# What stood at the doors before.
+# The original functions.
 _before: dict[str, Any] = {}
 
 
 def enable(*, packing: bool = True, norm: NormKind = "transformers", check: bool = True) -> None:
     """From now on, accelerate every model that transformers loads or builds from a config.
 
-    Arguments are those of `accelerate`. Models that are there already, and those that are constructed directly, are
-    left alone.
+    The arguments are those of `accelerate`. Existing models, and models that are constructed directly, are left alone.
 
     Raises:
         ImportError: transformers is not installed, or too old.
@@ -38,7 +37,7 @@ def enable(*, packing: bool = True, norm: NormKind = "transformers", check: bool
 
 
 def disable() -> None:
-    """Undo `enable`; models that were accelerated remain so."""
+    """Undo `enable`; models that were accelerated stay accelerated."""
     if not _before:
         return
     from transformers import PreTrainedModel

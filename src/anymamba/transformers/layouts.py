@@ -1,4 +1,4 @@
-"""How the tokens of a batch lie: rows of one length, padded rows, or packed sequences.
+"""How the tokens of a batch are laid out: rows of one length, padded rows, or packed sequences.
 
 A layout lays the tokens of a batch out for the operators, says what each sequence starts from and what its rows end
 with, and puts the outputs back in their places.
@@ -19,7 +19,7 @@ from anymamba.ground.padding import Padding
 from anymamba.transformers.caches import Carried
 from anymamba.transformers.packing import Packing
 
-# A fresh start of so many sequences.
+# A fresh start of this many sequences.
 Fresh = Callable[[int], Carried]
 
 
@@ -77,7 +77,7 @@ class Packed(Layout):
         return x.reshape(1, -1, x.shape[-1])
 
     def start(self, before: Carried | None, fresh: Fresh, rows: int) -> Carried:
-        """Zeros, but for the first sequence of each row."""
+        """Zeros, except for the first sequence of each row."""
         start = fresh(self._packing.sequences)
         if before is None:
             return start
@@ -86,7 +86,7 @@ class Packed(Layout):
         return Carried(start.window.index_copy(0, first, window), start.state.index_copy(0, first, state))
 
     def end(self, after: Carried, start: Carried) -> Carried:
-        """The last sequence of each row; where a row is all padding, what it started from."""
+        """The state after the last sequence of each row; for a row that is all padding, what it started from."""
         first, last, real = self._packing.first, self._packing.last, self._packing.real
         pairs = zip(after, start, strict=True)
         ends = (torch.where(real.view(-1, *[1] * (x.ndim - 1)), x[last], old[first]) for x, old in pairs)
@@ -98,7 +98,7 @@ class Packed(Layout):
 
 
 def mask_of_new_tokens(mask: Any, t: int) -> Tensor | None:
-    """The columns of the mask that belong to the last t tokens, True for real ones; None if all of them are."""
+    """The columns of the mask that belong to the last t tokens, True for real ones; None if all are real."""
     if mask is None:
         return None
     real: Tensor = mask[:, mask.shape[1] - t :].bool()

@@ -79,7 +79,7 @@ class AcceleratedMamba2(AcceleratedMixer):
         return bool(getattr(self, switch)) if switch else True
 
     def _group_size(self) -> int:
-        """Channels that are normed together: transformers' own number, which differs from version to version."""
+        """Channels that are normalised together: transformers' own number, which depends on the version."""
         if self._anymamba.norm == "official" or isinstance(getattr(self.norm, "n_groups", None), int):
             return self.intermediate_size // self.n_groups
         return int(getattr(self.norm, "group_size", self.intermediate_size))
@@ -92,7 +92,7 @@ class AcceleratedMamba2(AcceleratedMixer):
         return float(low), float(high)
 
     def fresh_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A window of x, B and C, and a state a head."""
+        """A window of x, B and C, and a state for each head."""
         return (self.conv_dim, self.conv_kernel_size), (self.num_heads, self.head_dim, self.ssm_state_size)
 
     def projected_width(self) -> int:

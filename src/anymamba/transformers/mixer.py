@@ -32,8 +32,8 @@ class Options:
     """How a mixer is accelerated.
 
     Attributes:
-        norm: "official" norms before `out_proj` over groups of channels, as the published weights were trained; else
-            over what transformers norms over.
+        norm: "official" normalises groups of channels before `out_proj`, as the published weights were trained;
+            otherwise what transformers normalises.
     """
 
     norm: NormKind = "transformers"
@@ -73,7 +73,7 @@ class AcceleratedMixer(nn.Module):
 
         Args:
             hidden_states: inputs.
-            cache_params: transformers' cache, or none.
+            cache_params: transformers' cache, or None.
             attention_mask: (b, t) or more columns, of which the last t count; zero for padding.
             kwargs: `seq_idx` (b, t) changes where a packed sequence begins. Others are transformers' own.
         """
@@ -95,7 +95,7 @@ class AcceleratedMixer(nn.Module):
         return self._sequence(hidden_states, before, layout, cache_params)
 
     def not_covered(self, x: Tensor, cache: Any = None, mask: Any = None) -> str:
-        """Why transformers' own forward must run; empty where ours can."""
+        """Why transformers' own forward must run; empty if ours can."""
         if x.device.type != "cpu":
             return f"the input is on {x.device.type}, not on a CPU"
         if x.ndim != 3 or not x.numel() or x.dtype not in _DTYPES:

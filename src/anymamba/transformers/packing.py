@@ -1,8 +1,8 @@
-"""Packed sequences: where each begins, from what a model was called with, on its way to the mixers.
+"""Packed sequences: where each begins, taken from the arguments of a model and passed to its mixers.
 
-Some models of transformers do not hand their keywords on to their mixers. So a hook at the model's door reads them, and
-the mixers look here. Gradient checkpointing runs layers again when the model has long returned: its function is
-exchanged during the call for one that brings the packing along.
+Some models of transformers do not pass their keywords on to their mixers. So a hook on the model reads them, and the
+mixers look them up here. Gradient checkpointing runs layers again after the model has returned: during the call its
+function is replaced by one that carries the packing along.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Packing:
 
     @property
     def sequences(self) -> int:
-        """How many there are, stretches of padding included."""
+        """How many sequences there are, including stretches of padding."""
         return self.cu_seqlens.shape[0] - 1
 
     @staticmethod
     def of_ids(ids: Tensor, mask: Tensor | None = None) -> Packing:
-        """From numbers (b, t) that change where a sequence begins; padding by itself is a sequence that nobody reads.
+        """From numbers (b, t) that change where a sequence begins; padding is a separate sequence that is not read.
 
         Raises:
             ValueError: not two axes, or a mask of another shape.
@@ -104,7 +104,7 @@ class Packing:
 
 
 def current() -> Packing | None:
-    """The packing of the call that is under way."""
+    """The packing of the current call."""
     if torch.compiler.is_compiling():
         return None
     active = _ACTIVE.get()
@@ -150,7 +150,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             raise ValueError(_NOT_TRACED)
         return
     active = _ACTIVE.get()
-    # A model within a model leaves it to the one outside.
+    # A model within a model leaves this to the outer one.
     packing = active[-1] if active else read_packing(model, args, kwargs)
     if packing is not None and _inner_frames_are_compiled():
         raise ValueError(_NOT_TRACED)
@@ -161,7 +161,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """After it, also where it failed."""
+    """After a model's forward, even if it failed."""
     if torch.compiler.is_compiling():
         return
     active = _ACTIVE.get()
@@ -186,7 +186,7 @@ def read_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return Packing.of_ids(given["seq_idx"], mask[:, -t:] if two_axes else None)
     if isinstance(given.get("cu_seq_lens_q"), Tensor) and b == 1:
         return Packing.of_bounds(given["cu_seq_lens_q"], t)
-    # transformers' attention reads positions the same way: only where there is no mask.
+    # transformers' attention reads positions the same way: only if there is no mask.
     is_read = isinstance(positions, Tensor) and positions.ndim == 2 and mask is None
     return Packing.of_positions(positions, b) if is_read and positions.shape[1] == t else None
 

@@ -1,4 +1,4 @@
-"""What is asked of transformers before its mixers are exchanged: its version, and the same outputs."""
+"""Checks before the mixers of transformers are replaced: its version, and the same outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, tor
 
 
 def require_transformers() -> None:
-    """Raise `ImportError` unless there is a transformers that this package knows."""
+    """Raise `ImportError` unless a supported version of transformers is installed."""
     needs = f"anymamba.transformers needs transformers >= {FLOOR[0]}.{FLOOR[1]}"
     try:
         version = str(import_module("transformers").__version__)
@@ -36,7 +36,7 @@ def require_transformers() -> None:
 
 @torch.no_grad()
 def difference(mixer: AcceleratedMixer) -> str:
-    """How an accelerated mixer differs from transformers' own forward on a few tokens; empty if it does not."""
+    """How an accelerated mixer differs from transformers' own forward on a few tokens; empty if it agrees."""
     weight = mixer.conv1d.weight
     if weight.device.type != "cpu":
         return ""

@@ -24,8 +24,8 @@ class LayerReport:
         accelerated: whether it runs on this library's operators.
         sequence: who computes sequences.
         token: how one token is computed.
-        reason: why something runs otherwise than it could; empty where nothing does.
-        last_fallback: why it last ran transformers' own forward all the same; empty if it never did.
+        reason: why something does not run the fastest way; empty if everything does.
+        last_fallback: why it last fell back to transformers' own forward; empty if it never did.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ModelReport:
         name: of the module.
         model: the class that transformers has for it.
         token: how one token is computed.
-        reason: why not in one call; empty where it is.
+        reason: why not in one call; empty if it is.
     """
 
     name: str
@@ -107,7 +107,7 @@ def report(model: nn.Module) -> Report:
 def _model(name: str, model: nn.Module) -> ModelReport:
     reason = REFUSED.get(model, "it was not accelerated")
     if isinstance(model, AcceleratedStack):
-        reason = "" if "forward" not in model.__dict__ else "somebody has given this module a forward of its own"
+        reason = "" if "forward" not in model.__dict__ else "this module was given its own forward"
         reason = reason or stack.recorded(model).reason
     how = "mixer by mixer" if reason else "one call for all layers"
     return ModelReport(name=name, model=type(model).__name__, token=how, reason=reason)
@@ -120,7 +120,7 @@ def _layer(name: str, mixer: nn.Module) -> LayerReport:
     elif (device := mixer.conv1d.weight.device.type) != "cpu":
         reason = f"its weights are on {device}, not on a CPU"
     elif "forward" in mixer.__dict__:
-        reason = "somebody has given this module a forward of its own"
+        reason = "this module was given its own forward"
     if reason or not isinstance(mixer, AcceleratedMixer):
         return LayerReport(
             name=name, mixer=kind, accelerated=False, sequence="transformers", token="transformers", reason=reason

@@ -1,9 +1,9 @@
-"""One token a row through a whole model of transformers that is nothing but mixers, in one call to the kernels.
+"""One token per row through a whole model of transformers that is nothing but mixers, in one call to the kernels.
 
     r = embeddings[ids]        r <- r + mixer_i(norm_i(r))        y = norm_f(r)
 
-The program advances transformers' own cache in place. Where anything else than such a token is asked for, or a module
-has hooks or adapters, transformers' own forward runs, and calls the mixers one by one.
+The program advances transformers' own cache in place. For any other call, or if a module has hooks or adapters,
+transformers' own forward runs and calls the mixers one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AcceleratedStack(nn.Module):
         return self._output(y.unsqueeze(1).to(self._stream_dtype(x)), given)
 
     def _before(self, given: dict[str, Any]) -> list[Tensor] | None:
-        """What one token a row continues from; None where something else is asked for."""
+        """What one token per row continues from; None for any other call."""
         ids, embedded, mask = given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask")
         source = ids if embedded is None else embedded
         if (ids is None) == (embedded is None) or given.get("cache_params") is None:
@@ -74,7 +74,7 @@ class AcceleratedStack(nn.Module):
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     def _carried(self, cache: Any) -> list[Tensor] | None:
-        """The windows and states of all layers; None where one cannot be read or has not begun."""
+        """The windows and states of all layers; None if one cannot be read or has not begun."""
         found: list[Tensor] = []
         for index in range(len(self.layers)):
             carried = None if caches.missing(cache, index) else caches.read(cache, index)
@@ -105,7 +105,7 @@ class AcceleratedStack(nn.Module):
         for index, name in enumerate(layers._modules):
             layer = program.child(layers, name, block)
             if tuple(layer._modules) != ("norm", "mixer") or layer.mixer.layer_idx != index:
-                program.refuse(f"the parts of layer {index} are others than a norm and its mixer")
+                program.refuse(f"the parts of layer {index} are not a norm and its mixer")
             if not program.number(layer, "residual_in_fp32") and program.dtype != program.wide:
                 program.refuse("the residual stream is narrower than float32")
             if not isinstance(layer.mixer, AcceleratedMixer):

@@ -1,4 +1,4 @@
-"""Exchange the mixers of a model of transformers, and change them back."""
+"""Replace the mixers of a transformers model, and put the originals back."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def accelerate(model: _Model, *, packing: bool = True, norm: NormKind = "transfo
     Args:
         model: a model of transformers, or any module that holds some of its mixers.
         packing: read packed sequences (`seq_idx`, `cu_seq_lens_q`, or `position_ids` that restart where there is no
-            mask) from the arguments of every call, for mixers that transformers does not tell of them.
+            mask) from the arguments of every call, for mixers to which transformers does not pass them.
         norm: what the norm before `out_proj` covers with several groups: "transformers" keeps what the installed
-            version computes, "official" norms each group, as Codestral and others were trained.
+            version computes, "official" normalises each group, as Codestral and others were trained.
         check: compare one mixer of each class with its own forward on a few tokens, and leave those that differ.
 
     Returns:
@@ -56,7 +56,9 @@ def accelerate(model: _Model, *, packing: bool = True, norm: NormKind = "transfo
     devices = {str(p.device.type) for _, mixer in found for p in mixer.parameters()}
     if devices - {"cpu"}:
         found_on = ", ".join(sorted(devices))
-        message = f"accelerate: the mixers are on {found_on}; transformers' own forward runs wherever it is not the CPU"
+        message = (
+            f"accelerate: the mixers are on {found_on}; transformers' own forward runs on every device except the CPU"
+        )
         warnings.warn(message, stacklevel=2)
     for host in _hosts(model):
         packed.remove(host)
@@ -93,7 +95,7 @@ def mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _exchange(found: list[nn.Module], options: Options, check: bool) -> dict[str, str]:
-    """Change the classes; the classes that were refused, and why."""
+    """Change the classes; returns the classes that were refused, and why."""
     refused: dict[str, str] = {}
     checked: set[type[Any]] = set()
     for mixer in found:
@@ -144,7 +146,7 @@ def _change_back(module: Any) -> None:
 
 
 def _hosts(model: nn.Module) -> list[nn.Module]:
-    """The models of transformers that hold an accelerated mixer, at whose doors packed sequences are read."""
+    """The models of transformers that hold an accelerated mixer, whose calls are read for packed sequences."""
     from transformers import PreTrainedModel
 
     return [

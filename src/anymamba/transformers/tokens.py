@@ -1,7 +1,7 @@
-"""One token a row through a mixer in one call to the compiled kernels, in place on transformers' cache.
+"""One token per row through a mixer in one call to the compiled kernels, in place on transformers' cache.
 
 A program is recorded from a mixer when it is first needed, and again when anything it was recorded from has changed:
-a submodule, its hooks, a parameter or where it lies, a number. Where only the outer projections are not plain, as with
+a submodule, its hooks, a parameter or its address, a number. If only the outer projections are not plain, as with
 adapters, they are called as modules, and the program runs what lies between them.
 """
 
@@ -83,14 +83,14 @@ def _record(mixer: AcceleratedMixer) -> Recorded:
 
 
 def may_run(inputs: tuple[Tensor, ...]) -> bool:
-    """Whether programs may run over these: nothing traces, casts, differentiates, checks or watches what is called."""
+    """Whether programs may run on these: nothing traces, casts, differentiates, checks or hooks the call."""
     if kernels_are_off() or is_autocast(inputs[0].device) or finite.is_checked() or any(GLOBAL_HOOKS):
         return False
     return is_plain(inputs)
 
 
 def advance(program: Program, x: Tensor, before: Sequence[Tensor]) -> Tensor | None:
-    """Run over one token (b, d); the cache's own tensors advance. None where the program does not cover them."""
+    """Run over one token (b, d); the cache's own tensors advance. None if the program does not cover them."""
     done = program.run(x, before, in_place=True)
     if done is None:
         return None
@@ -101,7 +101,7 @@ def advance(program: Program, x: Tensor, before: Sequence[Tensor]) -> Tensor | N
 
 
 def step(mixer: AcceleratedMixer, x: Tensor, before: Carried) -> Tensor | None:
-    """One token (b, 1, d) -> (b, 1, d); the cache's tensors advance. None where the operators must run."""
+    """One token (b, 1, d) -> (b, 1, d); the cache's tensors advance. None if the operators must run."""
     if not may_run((x, *before)):
         return None
     found = recorded(mixer)

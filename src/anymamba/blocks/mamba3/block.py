@@ -21,7 +21,7 @@ queries turn), `scan/trapezoid.py` (the recurrence), `scan/rotated.py` (the recu
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -31,39 +31,19 @@ from anymamba.blocks.block import Block, ProjectionPart
 from anymamba.blocks.config import make_config
 from anymamba.blocks.initialisation import initial_dt_bias
 from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
+from anymamba.blocks.mamba3.inputs import RotatedInputs, shared_start
 from anymamba.blocks.modules import GatedRMSNorm, RMSNorm
 from anymamba.ground.context import Context
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.products import project
-from anymamba.ground.sequences import is_padding, last_of, last_sequence
+from anymamba.ground.sequences import is_padding, last_of
 from anymamba.ops.discretise import discretise
 from anymamba.ops.gates import rank_gate
-from anymamba.ops.rotation import combined_rotation, fresh_rotation, rotate, stationary_key, total_rotation
+from anymamba.ops.rotation import fresh_rotation, stationary_key
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
-from anymamba.scan.boundary import carried_state
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.program import Program
-
-
-_OF_TIME = ("x", "k", "q", "rate", "step", "log_decay", "gamma", "kappa")  # have a value for every token
-
-
-class RotatedInputs(NamedTuple):
-    """The tensors of `anymamba.rotated_trapezoid_scan`, in its order."""
-
-    x: Float[Tensor, "b t h p"]
-    k: Float[Tensor, "b t r g n"]
-    q: Float[Tensor, "b t r g n"]
-    k_bias: Float[Tensor, "h r n"]
-    q_bias: Float[Tensor, "h r n"]
-    rate: Float[Tensor, "b t c"]
-    step: Float[Tensor, "b t h"]
-    log_decay: Float[Tensor, "b t h"]
-    gamma: Float[Tensor, "b t h"]
-    kappa: Float[Tensor, "b t h"]
-    D: Float[Tensor, " h"]
-    value_weight: Float[Tensor, "h r p"] | None
 
 
 class Mamba3(Block):
@@ -136,7 +116,7 @@ class Mamba3(Block):
         return {"in_proj": tuple(ProjectionPart(name, rows, name not in ("dt", "A", "trap")) for name, rows in parts)}
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A state, a key, a value and a rotation a head."""
+        """A state, a key, a value and a rotation for each head."""
         c = self.config
         rotation = (c.nheads, c.turns, 4) if c.rotation == "quaternion" else (c.nheads, c.turns)
         shapes = {"ssm": (c.nheads, c.headdim, c.d_state), "k": (c.rank, c.nheads, c.d_state)}
@@ -169,7 +149,7 @@ class Mamba3(Block):
         """The formulas at the top of this file."""
         inputs, z_bthp = self.scan_inputs(x, lengths=lengths)
         if context is not None:
-            cache = self._shared_start(inputs, cache, path, cu_seqlens, context)
+            cache = shared_start(self.config.rotation_kind, inputs, cache, path, cu_seqlens, context)
         y_btrhp, ssm, k, rotation = rotated_trapezoid_scan(
             *inputs,
             state=cache.ssm,
@@ -184,40 +164,8 @@ class Mamba3(Block):
         last_x = last_of(inputs.x, cu_seqlens, lengths, cache.v)
         return self.output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
 
-    def _shared_start(
-        self, inputs: RotatedInputs, starts: Mamba3Cache, path: SsdPath, cu_seqlens: Tensor | None, context: Context
-    ) -> Mamba3Cache:
-        """What the scan starts from, with what the worker before ended with: its last token and rotation, its state."""
-        tail, kind = last_sequence(cu_seqlens), self.config.rotation_kind
-        of_time = {name: getattr(inputs, name)[:, tail] for name in _OF_TIME}
-        last = inputs._replace(**of_time)
-
-        def next_token(*values: Tensor) -> tuple[Tensor, ...]:
-            _, _, turned, k, x, bias, total = values
-            turned = combined_rotation(kind, turned, total)
-            return rotate(kind, k.unsqueeze(1), bias, turned.unsqueeze(1))[:, 0], x, turned
-
-        total = total_rotation(kind, last.rate, last.step, starts.rotation[-1:])
-        own = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
-        k, v, rotation = context.relayed((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
-        rows = slice(None) if cu_seqlens is None else slice(-1, None)
-        own_state = starts.ssm[rows]
-        if context.after:
-            _, own_state, _, _ = rotated_trapezoid_scan(
-                *last,
-                state=torch.zeros_like(own_state),
-                previous_k=k[rows],
-                previous_x=v[rows],
-                start=rotation[rows],
-                rotation=kind,
-                path=path,
-            )
-        kept = last.log_decay.sum(1)[..., None, None]
-        (ssm,) = context.relayed((starts.ssm,), cu_seqlens, (kept, own_state), carried_state)
-        return Mamba3Cache(ssm, k, v, rotation)
-
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
-        """What the scan is given, and the gate that `output` needs; arguments as for `mix`."""
+        """The inputs of the scan, and the gate that `output` needs; arguments as for `mix`."""
         z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(project(self.in_proj, x))
         dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretise(raw, lengths)
         step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
@@ -287,7 +235,7 @@ class Mamba3(Block):
         )
 
     def _turns(self, dt_bth: Tensor, rate_btc: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For how long every head turns at a token, and how fast; a fixed rotation does so whatever the token is."""
+        """For how long every head turns at a token, and how fast; a fixed rotation does not depend on the token."""
         c: Mamba3Config = self.config
         if c.rotation != "fixed":
             return dt_bth, rate_btc

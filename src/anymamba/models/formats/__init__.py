@@ -1,4 +1,4 @@
-"""Checkpoint formats: one adapter each, between the format's config and keys and ours."""
+"""Checkpoint formats: one adapter each, which maps the format's config and keys to ours."""
 
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import Format as Format
@@ -12,11 +12,11 @@ from anymamba.models.formats.transformers import TransformersFormat
 FORMATS: dict[str, Format] = {
     f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat(), OwnFormat())
 }
-READ_ONLY = frozenset({"fla"})  # nobody can ask for these to be written
+READ_ONLY = frozenset({"fla"})  # these cannot be written
 
 
 def usual_format(config: MambaLMConfig) -> str:
-    """The format that a model is written in where none is named: the official one, if it can hold the model."""
+    """The format to write a model in if none is named: the official one, if it can represent the model."""
     return OwnFormat.name if config.stack else OfficialFormat.name
 
 

@@ -53,7 +53,7 @@ def read_float(value: Any) -> Any:
 
 
 def require(where: str, config: MambaLMConfig, wanted: dict[str, Any]) -> None:
-    """Raise unless the config and its blocks have the values that a format cannot express otherwise."""
+    """Raise unless the config and its blocks have the only values that a format can express."""
     expect_plain_stack(where, config)
     block = config.block_config()
     found = {name: getattr(config, name) if hasattr(config, name) else getattr(block, name) for name in wanted}
@@ -63,7 +63,7 @@ def require(where: str, config: MambaLMConfig, wanted: dict[str, Any]) -> None:
 
 
 def expect_plain_stack(where: str, config: MambaLMConfig) -> None:
-    """Raise unless the layers are put together as officially, which is all that other formats can express."""
+    """Raise unless the layers are put together as officially: other formats can express nothing else."""
     if config.stack:
         raise ValueError(
             f'{where} cannot hold this model: it has no {", ".join(config.stack)}; format="anymamba" holds every stack'

@@ -1,6 +1,6 @@
-"""The format of `fla` (flash-linear-attention): `mamba`, `mamba2` and `mamba3` models, read and not written.
+"""The format of `fla` (flash-linear-attention): `mamba`, `mamba2` and `mamba3` models; read only.
 
-Its configs look like those of transformers and have other fields and defaults. Its Mamba-3 has the softplus.
+Its configs look like those of transformers but have other fields and defaults. Its Mamba-3 uses softplus.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import read_float
 
-# fla's name, ours, and the value that fla takes where the file is silent.
+# fla's name, ours, and fla's default.
 _MODEL = (
     ("hidden_size", "d_model", 2048),
     ("num_hidden_layers", "n_layer", 48),
@@ -64,7 +64,7 @@ _BLOCKS: dict[str, tuple[str, tuple[tuple[str, str, Any], ...]]] = {
         ),
     ),
 }
-_IN_FP32 = {"mamba": False, "mamba2": True, "mamba3": True}  # where the file is silent
+_IN_FP32 = {"mamba": False, "mamba2": True, "mamba3": True}  # if the file does not say
 _FIXED = {"norm_eps": 1e-5, "hidden_act": "silu"}
 
 
@@ -76,7 +76,7 @@ class FlaFormat:
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
     def recognises(self, raw: dict[str, Any]) -> bool:
-        """By its field `norm_eps`, which transformers calls otherwise; transformers has no `mamba3`."""
+        """By its field `norm_eps`, which has another name in transformers; transformers has no `mamba3`."""
         kind = raw.get("model_type")
         return "hidden_size" in raw and (kind == "mamba3" or (kind in ("mamba", "mamba2") and "norm_eps" in raw))
 
@@ -105,7 +105,7 @@ class FlaFormat:
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """It is not written."""
-        raise ValueError("the fla format is read, and not written: pass official or transformers")
+        raise ValueError("the fla format can be read but not written; pass official or transformers")
 
     def our_key(self, key: str) -> str:
         """`backbone.embeddings` is our `backbone.embedding`."""

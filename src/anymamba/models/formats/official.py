@@ -2,7 +2,7 @@
 
 config.json has the fields of `MambaConfig`; the weights are model.safetensors (a tied head is left out) or
 pytorch_model.bin. The official Mamba-3 takes any further option and ignores it, so such entries of `ssm_cfg` are kept
-apart and written back; and its file may be silent about the activation of A (`anymamba.models.activation`).
+apart and written back; and its file may not name the activation of A (`anymamba.models.activation`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anymamba.models.activation import FIELD, UNDECIDED
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import expect_plain_stack, read_float
 
-_UNKNOWN = "unknown_ssm_cfg"  # under which entries of `ssm_cfg` are kept that nobody knows
+_UNKNOWN = "unknown_ssm_cfg"  # where unknown entries of `ssm_cfg` are kept
 
 
 class OfficialFormat:
@@ -67,12 +67,12 @@ class OfficialFormat:
 
 
 def _read_mamba3(raw: dict[str, Any]) -> dict[str, Any]:
-    """Set entries of `ssm_cfg` aside that nobody knows, and note whether the activation of A is among those known."""
+    """Set unknown entries of `ssm_cfg` aside, and note whether the activation of A is given."""
     known = {f.name for f in dataclasses.fields(Mamba3Config)} | ignored_options(Mamba3Config) | {"layer"}
     given: dict[str, Any] = raw["ssm_cfg"]
     if unknown := {name: value for name, value in given.items() if name not in known}:
         warnings.warn(
-            f"ssm_cfg has entries that Mamba3 does not know: {', '.join(sorted(unknown))}; they are kept and not used",
+            f"ssm_cfg has entries that Mamba3 does not know: {', '.join(sorted(unknown))}; they are kept but not used",
             stacklevel=4,
         )
         raw = {**raw, "ssm_cfg": {k: v for k, v in given.items() if k in known}, _UNKNOWN: unknown}

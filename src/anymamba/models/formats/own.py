@@ -1,4 +1,4 @@
-"""Our own format: the official one, with a model type of ours and the table `stack` that nobody else knows."""
+"""Our own format: the official one, with our model type and the table `stack`, which other programs do not know."""
 
 from __future__ import annotations
 

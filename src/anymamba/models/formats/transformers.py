@@ -1,6 +1,6 @@
 """The format of `transformers` (`MambaForCausalLM`, `Mamba2ForCausalLM`, `FalconMambaForCausalLM`).
 
-It has config fields and names of its own, and counts its vocabulary with the padding. With more than one group, it
+It has its own config fields and names, and its vocabulary size includes the padding. With more than one group, it
 normalised over all channels at once before version 5.23, where the official block does so group by group; we compute
 what the weights were trained for, the official way.
 """
@@ -15,7 +15,7 @@ import torch
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats.base import read_float, require
 
-# transformers' name, ours, and the value that transformers takes where the file is silent.
+# transformers' name, ours, and transformers' default.
 _Field = tuple[str, str, Any]
 
 

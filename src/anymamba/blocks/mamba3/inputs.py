@@ -1,0 +1,82 @@
+"""Mamba-3: the inputs of its scan, and what it starts from if several workers share a sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anymamba.blocks.mamba3.config import Mamba3Cache
+from anymamba.ground.context import Context
+from anymamba.ground.sequences import last_sequence
+from anymamba.ops.rotation import Rotation, combined_rotation, rotate, total_rotation
+from anymamba.scan import SsdPath, rotated_trapezoid_scan
+from anymamba.scan.boundary import carried_state
+
+_OF_TIME = ("x", "k", "q", "rate", "step", "log_decay", "gamma", "kappa")  # have a value for every token
+
+
+class RotatedInputs(NamedTuple):
+    """The tensors of `anymamba.rotated_trapezoid_scan`, in its order."""
+
+    x: Float[Tensor, "b t h p"]
+    k: Float[Tensor, "b t r g n"]
+    q: Float[Tensor, "b t r g n"]
+    k_bias: Float[Tensor, "h r n"]
+    q_bias: Float[Tensor, "h r n"]
+    rate: Float[Tensor, "b t c"]
+    step: Float[Tensor, "b t h"]
+    log_decay: Float[Tensor, "b t h"]
+    gamma: Float[Tensor, "b t h"]
+    kappa: Float[Tensor, "b t h"]
+    D: Float[Tensor, " h"]
+    value_weight: Float[Tensor, "h r p"] | None
+
+
+def shared_start(
+    kind: Rotation,
+    inputs: RotatedInputs,
+    starts: Mamba3Cache,
+    path: SsdPath,
+    cu_seqlens: Tensor | None,
+    context: Context,
+) -> Mamba3Cache:
+    """What a worker's part of a sequence starts from: the last token, the rotation and the state of the part before it.
+
+    Args:
+        kind: of rotation.
+        inputs: of this worker's scan.
+        starts: what the sequence, or each packed one, starts from.
+        path: the scan's algorithm.
+        cu_seqlens: boundaries of packed sequences.
+        context: this worker's part.
+    """
+    tail = last_sequence(cu_seqlens)
+    of_time = {name: getattr(inputs, name)[:, tail] for name in _OF_TIME}
+    last = inputs._replace(**of_time)
+
+    def next_token(*values: Tensor) -> tuple[Tensor, ...]:
+        _, _, turned, k, x, bias, total = values
+        turned = combined_rotation(kind, turned, total)
+        return rotate(kind, k.unsqueeze(1), bias, turned.unsqueeze(1))[:, 0], x, turned
+
+    total = total_rotation(kind, last.rate, last.step, starts.rotation[-1:])
+    own = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
+    k, v, rotation = context.relayed((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
+    rows = slice(None) if cu_seqlens is None else slice(-1, None)
+    own_state = starts.ssm[rows]
+    if context.after:
+        _, own_state, _, _ = rotated_trapezoid_scan(
+            *last,
+            state=torch.zeros_like(own_state),
+            previous_k=k[rows],
+            previous_x=v[rows],
+            start=rotation[rows],
+            rotation=kind,
+            path=path,
+        )
+    kept = last.log_decay.sum(1)[..., None, None]
+    (ssm,) = context.relayed((starts.ssm,), cu_seqlens, (kept, own_state), carried_state)
+    return Mamba3Cache(ssm, k, v, rotation)
