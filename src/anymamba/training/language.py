@@ -6,21 +6,18 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, write_end
-from anymamba.ground.devices import find_device
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end
 from anymamba.ground.files import locked, replacing
-from anymamba.models.activation import warn_if_undecided
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.opening import open_checkpoint
-from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model
+from anymamba.models.opening import open_checkpoint, read_config
+from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, save_config
 from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.config import TrainingConfig
@@ -28,10 +25,12 @@ from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.file_config import FileConfig
 from anymamba.training.file_runs import begin_files, is_file_run, open_files
-from anymamba.training.layers import expect_compiler
-from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
+from anymamba.training.loop import Callback, Trainer
 from anymamba.training.parallel import Workers, is_restarted, joined
+from anymamba.training.pieces import Piece
+from anymamba.training.reopening import expect_no_run, reopen
 from anymamba.training.report import plot_losses
+from anymamba.training.settling import placed, settled
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.sources import Text, find_text
 from anymamba.training.step import batch_nats, carried_from
@@ -125,7 +124,7 @@ def begin(
     workers = workers or Workers()
     if workers.any(is_restarted()) and workers.any(workers.leads and bool(checkpoints(directory / "checkpoints"))):
         return open_run(directory, {}, report, workers)
-    config, task = workers.together(lambda: settled(_placed(config, workers))), None
+    config, task = workers.together(lambda: settled(placed(config, workers))), None
 
     def make() -> str:
         nonlocal task
@@ -140,33 +139,6 @@ def begin(
     workers.first(make)  # which tokenises the text, once for all
     opened = workers.together(lambda: task or LanguageTask(config, directory, report, workers=workers, prepared=True))
     return Trainer(opened, directory, None, report, workers)
-
-
-def _placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
-    """A config whose rows and layers go together with its mesh, in which the workers take their places.
-
-    Raises:
-        ValueError: they do not.
-    """
-    device = find_device(workers.device_name(config.device), "device =")
-    c, p = config.batch, config.parallel
-    workers.arrange(p, device)
-    if c.rows % (c.accumulation * workers.readers):
-        raise ValueError(
-            f"batch: the rows of a part of a step, {c.rows // c.accumulation} (tokens / length / accumulation), must "
-            f"be a multiple of the workers that divide them, parallel.replicate · shard = {workers.readers}"
-        )
-    if p.context > 1:
-        if config.precision.compile:
-            raise ValueError("precision.compile = true: torch cannot compile layers of a sequence that workers share")
-        own = c.tokens // c.accumulation // workers.readers // p.context
-        least = 1 if config.model.init else getattr(config.model.lm_config(256).block_config(), "d_conv", 1)
-        if own < least:
-            raise ValueError(
-                f"parallel.context = {p.context}: each worker's part of the rows must have {least} tokens or more, "
-                f"got {own}"
-            )
-    return config
 
 
 def open_run(
@@ -186,49 +158,10 @@ def open_run(
     reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), quiet, instead, workers)
 
     def open_task() -> LanguageTask:
-        _placed(reopened.config, workers)
+        placed(reopened.config, workers)
         return LanguageTask(reopened.config, directory, quiet, begun=reopened.checkpoint.path, workers=workers)
 
     return Trainer(workers.together(open_task), directory, reopened, quiet, workers)
-
-
-def settled(config: TrainingConfig) -> TrainingConfig:
-    """A config with the tokenizer that it leaves open, once all that can be checked without reading text is.
-
-    Raises:
-        ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
-    """
-    device, name = find_device(config.device, "device ="), config.data.tokenizer
-    pairs = None if name is None else byte_pair_size(name)
-    if config.precision.compile:
-        expect_compiler(device)
-    if config.model.init is None:
-        config.model.lm_config(256)
-        name = name or "bytes"
-    elif pairs is not None:
-        raise ValueError(
-            f"data.tokenizer = {name}: model.init comes with the tokenizer that its weights were trained with"
-        )
-    else:
-        found = open_checkpoint(config.model.init)
-        if found.weights is not None:
-            raise ValueError(
-                f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; start from the "
-                "model that they were made from"
-            )
-        warn_if_undecided(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")
-        config.model.expect(found.config)
-        tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
-        beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")
-        name = name or beside
-    if pairs is not None:
-        return config
-    if name != "bytes":
-        name = str(Path(name, "tokenizer.json") if Path(name).is_dir() else name)
-        FileTokenizer(name, config.data.end_token)
-    elif config.data.end_token is not None:
-        raise ValueError(f"data.end_token = {config.data.end_token}: bytes have no token that ends a document")
-    return replace(config, data=replace(config.data, tokenizer=name))
 
 
 class LanguageTask(Task[Batch]):
@@ -258,7 +191,8 @@ class LanguageTask(Task[Batch]):
         self.config, self._directory = config, directory
         self._workers = workers = workers or Workers()
         self.held_out: HeldOut | None = None
-        self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
+        self._init = None if config.model.init is None or begun else open_checkpoint(config.model.init)
+        self._begun = None if config.model.init is None or not begun else read_config(begun)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
         if begun is None and not prepared:
             text = find_text(config.data, report)
@@ -293,7 +227,8 @@ class LanguageTask(Task[Batch]):
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """The language model to begin with, or a new one for the tokenizer's vocabulary."""
         if self._init is None:
-            return MambaLM(self.config.model.lm_config(self._tokenizer.vocab_size), dtype=dtype)
+            config = self._begun or self.config.model.lm_config(self._tokenizer.vocab_size)
+            return MambaLM(config, dtype=dtype)
         model = MambaLM(self._init.config, dtype=dtype)
         model.load_state_dict(load_model(self._init.directory, dtype=dtype).state_dict())
         return model
@@ -325,6 +260,14 @@ class LanguageTask(Task[Batch]):
     def write_model(self, model: MambaLM, directory: Path) -> None:
         """Config, weights and the tokenizer's files, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
         model.save_pretrained(directory)
+        self._copy_tokenizer(directory)
+
+    def write_description(self, model: MambaLM, directory: Path) -> None:
+        """Config and the tokenizer's files."""
+        save_config(model, directory)
+        self._copy_tokenizer(directory)
+
+    def _copy_tokenizer(self, directory: Path) -> None:
         if self.config.data.tokenizer != "bytes":
             copy_companions(self._directory, directory)
 
@@ -332,19 +275,24 @@ class LanguageTask(Task[Batch]):
         """Set the weights."""
         model.load_state_dict(tensors)
 
-    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor]:
-        """The states of all streams in one cache, those of all workers."""
-        gathered = [part.with_tensors(map(self._workers.of_readers, part.leaves())) for part in parts]
-        return LMCache.cat(gathered).tensors()
+    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | Piece]:
+        """The states of all streams in one cache, as far as this worker reads them."""
+        found = LMCache.cat(list(parts)).tensors()
+        if self._workers.readers == 1:
+            return dict(found)
+        spans = tuple((rows.start, rows.stop) for rows in self._streams())
+        return {name: Piece(x, spans, self.config.batch.rows) for name, x in found.items()}
 
-    def carried_from(self, model: MambaLM, tensors: dict[str, Tensor]) -> list[Any]:
+    def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
         """The states of each part's streams, as far as this worker reads them."""
+        return list(carried_from(model, tensors, self.config.batch.rows, self._streams()))
+
+    def _streams(self) -> list[slice]:
+        """Which rows of a step this worker reads, those of each part."""
         batch, workers = self.config.batch, self._workers
-        whole = carried_from(model, tensors, batch.tokens // batch.length)
-        size = whole.batch_size // batch.accumulation
+        size = batch.rows // batch.accumulation
         own = size // workers.readers
-        begins = range(workers.reader * own, whole.batch_size, size)
-        return [whole.rows(slice(begin, begin + own)) for begin in begins]
+        return [slice(begin, begin + own) for begin in range(workers.reader * own, batch.rows, size)]
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""

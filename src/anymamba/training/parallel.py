@@ -168,14 +168,6 @@ class Workers:
         """Whether it is so on some worker."""
         return bool(self.sum(torch.tensor(float(here)), "to agree").item()) if self.size > 1 else here
 
-    def of_readers(self, rows: Tensor) -> Tensor:
-        """Rows (r, ...) of all workers that read different ones, in their order."""
-        if self.size == 1:
-            return rows
-        found = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(found, rows.contiguous())
-        return torch.cat(found[:: self.context])
-
     def told(self, here: str) -> str:
         """What one worker says, on all of them: the first that says anything, and which it is."""
         if self.size == 1:
@@ -191,6 +183,20 @@ class Workers:
         said = [store.get(f"{key}/{rank}").decode()[1:] for rank in range(self.size)]
         self.any(False)  # nobody leaves before all have read
         return said
+
+    def mailbox(self) -> tuple[Any, str]:
+        """A connection to the store for a thread, so that the others need not wait for it, and a name for messages."""
+        return _store().clone(), _key()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this worker writes its rows of the weights: one of each copy does."""
+        return self.rank < self.shard * self.context and self.rank % self.context == 0
+
+    @property
+    def place(self) -> int:
+        """Which rows of the weights are here, counted from 0, where they are divided."""
+        return self.rank // self.context % self.shard
 
     def device_name(self, name: str) -> str:
         """The device of this worker, where a config names a kind of them."""
