@@ -48,6 +48,14 @@ def test_any_rows_can_be_read(tmp_path):
             assert torch.equal(rows, WHOLE["a"][begin:end])
 
 
+def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
+    """As of an optimiser before its first step."""
+    files = [tmp_path / file_name("optimiser", place, 2) for place in range(2)]
+    write_pieces(files[0], {"rng": torch.arange(3)})
+    write_pieces(files[1], {})
+    assert list(StoredTensors(files)) == ["rng"]
+
+
 def test_rows_that_are_not_asked_for_are_not_read(tmp_path, monkeypatch):
     files = write(tmp_path)
     found, opened = StoredTensors(files), []

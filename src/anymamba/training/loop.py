@@ -163,6 +163,7 @@ class Trainer(Generic[T]):
         try:
             stopped = False
             while not self.finished and not stopped and not interrupted():
+                self._workers.expect_launcher()
                 row, tokens = self._take_step()
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ T = TypeVar("T")
 _TURNS = itertools.count()
 _EVER = timedelta(days=365)  # as long as it takes to tokenise a text
 _ANSWERS = 5.0  # seconds in which all that are alive have noticed that one is not
+_LOOKS = 5.0  # seconds between two looks whether torchrun is alive
 
 
 class SharedError(ValueError):
@@ -53,7 +55,7 @@ class Workers:
         self.rank, self.size, self.shard, self.context = rank, size, 1, 1
         self.neighbours: Neighbours | None = None
         self._mesh: DeviceMesh | None = None
-        self._doing, self._seconds = "to begin", 600
+        self._doing, self._seconds, self._looked = "to begin", 600, monotonic()
 
     @property
     def leads(self) -> bool:
@@ -208,17 +210,44 @@ class Workers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where a worker does not answer in time, an error that names it in place of one of the connection.
+        """Where a worker does not answer in time or is gone, an error that says so in place of one of the connection.
 
         Raises:
-            TimeoutError: one did not.
+            TimeoutError: one did not answer.
+            ConnectionError: one is gone, or torchrun is.
         """
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or "time" not in str(error).lower():
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]  # without its source
+            if self.size == 1 or not _is_of_connection(error):
                 raise
-            raise TimeoutError(self._missing(str(error).splitlines()[0])) from error
+            if "time" in reason.lower() and self._is_launched():
+                raise TimeoutError(self._missing(reason)) from error
+            raise ConnectionError(self._lost(reason)) from error
+
+    def expect_launcher(self) -> None:
+        """Refuse to continue where torchrun is gone: nobody would start again what fails; looks every few seconds.
+
+        Raises:
+            ConnectionError: it is.
+        """
+        if self.size > 1 and monotonic() - self._looked > _LOOKS:
+            self._looked = monotonic()
+            if not self._is_launched():
+                raise ConnectionError(self._lost("the store does not answer"))
+
+    def _is_launched(self) -> bool:
+        """Whether the store answers, which is torchrun's or that of the first worker."""
+        try:
+            _store().check(["launched"])
+        except RuntimeError:
+            return False
+        return True
+
+    def _lost(self, reason: str) -> str:
+        who = "another worker" if self._is_launched() else "torchrun, or the worker or machine that has its store,"
+        return f"worker {self.rank} of {self.size}: {who} is gone, while this one waited {self._doing} ({reason})"
 
     def doing(self, what: str) -> None:
         """Note what is about to be exchanged, to be named if it never is."""
@@ -285,6 +314,12 @@ def _start(store: Any, rank: int, size: int) -> str:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether an error is one of messages between processes: gloo and nccl have none of their own kind."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "broken pipe")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def is_restarted() -> bool:

@@ -73,7 +73,8 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor | Piece]) -> None:
     pieces = {name: x for name, x in tensors.items() if isinstance(x, Piece)}
     table = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
     content = {name: x.rows if isinstance(x, Piece) else x for name, x in tensors.items()}
-    write_tensors(path, content, {"pieces": json.dumps(table)} if table else {})
+    # A file of nothing at all, as of an optimiser before its first step, could not be read.
+    write_tensors(path, content, {"pieces": json.dumps(table)} if _NUMBERED.fullmatch(path.name) else {})
 
 
 class StoredTensor:

@@ -32,7 +32,7 @@ from anymamba.training.parallel import Workers
 from anymamba.training.pieces import Piece, file_name, write_pieces
 
 Tensors = dict[str, Tensor | Piece]
-_PATIENCE = 10.0  # seconds that a run which has failed waits for what other workers are writing
+_PATIENCE = 5.0  # seconds that a run which has failed waits for what other workers are writing
 
 
 class Part(NamedTuple):
