@@ -89,8 +89,9 @@ def attempt(directory, whole, corpus, mesh, plan):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch += ["--max-restarts", str(len(plan)), "-m", "tests.training.kills", "--worker", directory, whole]
     done = subprocess.run(
-        launch, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=900
-    )
+        launch, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=900,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     expect_same(directory / "run", whole)
     return [json.loads(file.read_text()) for file in sorted(directory.glob("killed-*.json"))]
