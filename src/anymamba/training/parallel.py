@@ -7,6 +7,7 @@ ranks share a sequence. Rows of a step are divided over `replicate · shard`, th
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import re
@@ -31,6 +32,7 @@ T = TypeVar("T")
 _TURNS = itertools.count()
 _EVER = timedelta(days=365)  # as long as it takes to tokenise a text
 _ANSWERS = 5.0  # seconds in which all that are alive have noticed that one is not
+_DROPS = 0.3  # seconds in which a thread of gloo drops the last message
 _LOOKS = 5.0  # seconds between two looks whether torchrun is alive
 
 
@@ -312,8 +314,15 @@ def _start(store: Any, rank: int, size: int) -> str:
 
 
 def _leave() -> None:
+    """Take leave of the others, and of gloo's threads: one that is at work while the interpreter ends would abort it.
+
+    A group joins its threads when nothing refers to it any more, and models that are divided refer to theirs in
+    circles. Where somebody still holds one, its threads get a moment to drop what they have sent.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
+        sleep(_DROPS)
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
