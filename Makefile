@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-transformers test-versions wheels asan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions wheels asan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -50,6 +50,11 @@ test-processors-quick: $(VENV)/.installed
 # On an emulated Arm processor. Needs root and Debian's apt; about 20 minutes a directory. TESTS names some of them.
 test-arm:
 	tests/arm/run.sh $(TESTS)
+
+# Runs of two workers that are killed at random, which torchrun starts again; ten minutes on two cores.
+KILLS ?= 20
+test-kills: $(VENV)/.installed
+	$(BIN)/python -m tests.training.kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 # For x86-64 and, with g++-aarch64-linux-gnu, for 64-bit Arm: both serve every Python.
 wheels: $(VENV)/.installed

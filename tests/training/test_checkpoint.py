@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from anymamba import MambaLM
 from anymamba.ground.files import locked, read_json, read_tensors, write_json
 from anymamba.training import checkpoint as module
+from anymamba.training import pieces
 from anymamba.training.checkpoint import checkpoints, load_latest
 from anymamba.training.language import begin, open_run
 from anymamba.training.loop import train_or_resume
@@ -279,7 +280,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(trainer, tmp_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_tensors", full)
+        patch.setattr(pieces, "write_tensors", full)
         with pytest.raises(OSError, match="No space left"):
             begin(trainer.config, tmp_path / "again", silent).run()
     assert begin(trainer.config, tmp_path / "again", silent).run()

@@ -59,9 +59,10 @@ RUNS = {
 def config_of(fields, mesh):
     corpus = shared_directory("corpus")
     sections = {"precision": {"dtype": "float64"}, "schedule": {"steps": STEPS}, "evaluation": {"sample_tokens": 3}}
+    sections["checkpoints"] = {"every": 2}
     for name, values in fields.items():
         sections[name] = {**sections.get(name, {}), **values} if isinstance(values, dict) else values
-    return tiny(corpus, parallel={"timeout": 60, **mesh}, checkpoints={"every": 2}, **sections)
+    return tiny(corpus, parallel={"timeout": 60, **mesh}, **sections)
 
 
 def workers_of(rank):

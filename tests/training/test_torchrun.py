@@ -1,38 +1,27 @@
-"""A worker that dies: torchrun starts all of them again, and the run ends as if nothing had happened."""
+"""A worker that dies is started again by torchrun; one that hangs, and a launcher that is gone, end the run."""
 
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import monotonic, sleep
 
 import pytest
 from torch.distributed import HashStore
 
-from anymamba.training import TrainingConfig, parallel, train
+from anymamba.training import parallel
 from anymamba.training.checkpoint import checkpoints
+from anymamba.training.language import open_run
 from tests.training.cases import tiny, write_corpus
+from tests.training.kills import attempt
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-
-
-def worker(directory, config):
-    """Train twice, the second time killed after step 3; what torchrun runs."""
-    os.fsync = lambda descriptor: None
-    config = TrainingConfig.from_dict(json.loads(Path(config).read_text()))
-    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first_life:
-        train(config, Path(directory) / "whole", report=str)
-
-    def die(row):
-        if row.step == 3 and first_life:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train(config, Path(directory) / "killed", callbacks=[die], report=str)
 
 
 def test_workers_that_are_started_again_meet_whoever_comes_first():
@@ -52,27 +41,103 @@ def test_workers_that_are_started_again_meet_whoever_comes_first():
     assert len(set(names)) == 3
 
 
-def test_a_killed_worker_is_started_again_and_the_run_ends_in_the_same_bits(tmp_path):
-    config = tiny(
-        write_corpus(tmp_path / "corpus"),
-        data={"mode": "stream"},
-        parallel={"context": 2},
-        schedule={"steps": 5},
-        evaluation={"every": 0, "sample_tokens": 0},
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch += ["--max-restarts", "1", "-m", "tests.training.test_torchrun", tmp_path, tmp_path / "config.json"]
-    done = subprocess.run(
-        launch, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert "exitcode: -9" in done.stderr
-    (whole, *_), (killed, *_) = (checkpoints(tmp_path / name / "checkpoints") for name in ("whole", "killed"))
-    assert whole.name == killed.name == "step-00000005"
-    for path in whole.glob("*.safetensors"):
-        assert path.read_bytes() == (killed / path.name).read_bytes(), path.name
+def test_killed_workers_are_started_again_and_the_run_ends_in_the_same_bits(tmp_path):
+    """One of them while it writes its part of a checkpoint, the other while the whole is given its name."""
+    plan = [(1, "operation", 9, 0.01), (0, "operation", 40, 0.01)]
+    corpus = write_corpus(tmp_path / "corpus")
+    deaths = attempt(tmp_path / "run", tmp_path / "whole", corpus, "shard", plan)
+    assert [death["saving"] for death in deaths] == [True, True]
 
 
-if __name__ == "__main__":
-    worker(*sys.argv[1:])
+class Launched:
+    """A run of two workers that torchrun has started, which would take for ever."""
+
+    def __init__(self, directory, timeout):
+        config = tiny(
+            write_corpus(directory / "corpus"),
+            parallel={"shard": 2, "timeout": timeout},
+            schedule={"steps": 10**6},
+            evaluation={"every": 0},
+            checkpoints={"every": 10},
+        )
+        (directory / "config.toml").write_text(tables(config.to_dict()))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        launch += ["-m", "anymamba", "train", directory / "config.toml", "--out", directory / "run"]
+        self.said, self.checkpoints = directory / "said.txt", directory / "run/checkpoints"
+        with self.said.open("w") as file:
+            self.agent = subprocess.Popen(launch, stdout=file, stderr=file, cwd=Path(__file__).parents[2])
+
+    def __enter__(self):
+        self.until(lambda: any(int(path.name[5:]) >= 20 for path in checkpoints(self.checkpoints)))
+        self.workers = children(self.agent.pid)
+        assert len(self.workers) == 2
+        return self
+
+    def __exit__(self, *_):
+        for process in (*self.workers, self.agent.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.agent.wait()
+
+    def until(self, holds):
+        end = monotonic() + 300
+        while not holds():
+            assert monotonic() < end, self.said.read_text()
+            sleep(0.1)
+
+    def lines(self):
+        return [line for line in self.said.read_text().splitlines() if line.startswith("anymamba: ")]
+
+
+def children(process):
+    """The processes that a process has started and that are alive, in the order of their ranks."""
+    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ranks = {pid: dict(x.partition("=")[::2] for x in environment(pid)).get("RANK") for pid in found}
+    return [int(pid) for pid in sorted(found, key=lambda pid: ranks[pid] or "") if ranks[pid]]
+
+
+def environment(process):
+    return Path(f"/proc/{process}/environ").read_text().split("\0")
+
+
+def is_alive(process):
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def tables(values):
+    """Tables as TOML."""
+    lines = [f"{name} = {json.dumps(x)}" for name, x in values.items() if not isinstance(x, dict) and x is not None]
+    for name, section in values.items():
+        if isinstance(section, dict):
+            lines += [f"[{name}]", *(f"{key} = {json.dumps(x)}" for key, x in section.items() if x is not None)]
+    return "\n".join(lines)
+
+
+def expect_whole(launched, tmp_path):
+    """What a run that has failed leaves is a good checkpoint, from which one process continues."""
+    trainer = open_run(tmp_path / "run", {"parallel.shard": "1"}, pytest.fail)
+    assert trainer.step >= 20
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
+    with Launched(tmp_path, timeout=3) as launched:
+        os.kill(launched.workers[1], signal.SIGSTOP)
+        launched.until(launched.lines)
+        assert re.match(
+            r"anymamba: worker 0 of 2 waited 3 s to .* \(parallel.timeout\); no answer from worker 1 ",
+            launched.lines()[0],
+        ), launched.lines()
+        launched.until(lambda: not is_alive(launched.workers[0]))
+    expect_whole(launched, tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_workers_whose_launcher_is_gone_end_with_a_line(tmp_path):
+    with Launched(tmp_path, timeout=60) as launched:
+        launched.agent.kill()
+        launched.until(lambda: not any(map(is_alive, launched.workers)))
+        assert any("torchrun, or the worker or machine that has its store, is gone" in x for x in launched.lines())
+        assert "Traceback" not in launched.said.read_text()
+    expect_whole(launched, tmp_path)

@@ -98,6 +98,16 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
     return Checkpoint(directory, adapter, config, files, tensors, weights, computed_in)
 
 
+def read_config(directory: Path) -> MambaLMConfig:
+    """The config of a model in a directory, whether or not its weights are there.
+
+    Raises:
+        ValueError: there is none, or its format is unknown.
+    """
+    config = _read_config(directory)[1]
+    return dataclasses.replace(config, extra=read_format(config.extra)[2])
+
+
 def _expected(
     directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]], weights: WeightFormat | None
 ) -> dict[str, tuple[int, ...]]:
@@ -178,7 +188,7 @@ def _found_instead(directory: Path, raws: dict[str, Any]) -> str:
         return f"a model of type {kind}, which anymamba predict and SequenceModel.from_pretrained open"
     if raws:
         return f"a config of an unknown kind in {', '.join(sorted(raws))}"
-    if checkpoints := sorted(directory.glob("checkpoints/step-*/config.json")):
+    if checkpoints := sorted(directory.glob("checkpoints/step-*/model.safetensors")):
         return f"a run that is not finished; its latest checkpoint opens as a model: {checkpoints[-1].parent}"
     return "no config.json or params.json"
 

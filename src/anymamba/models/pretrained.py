@@ -103,11 +103,21 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | 
     """
     adapter, target = format_named(format or usual_format(model.config)), Path(directory)
     tensors = {adapter.their_key(name): x for name, x in _stored_state(model, adapter).items()}
-    raw = {**adapter.write_config(model.config, model.dtype), **written_format(model)}
+    raw = _written_config(model, adapter)
     expect_no_other(target, adapter)
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target / adapter.weight_files[0], {key: x.cpu() for key, x in tensors.items()}, {"format": "pt"})
     write_json(target / adapter.config_files[0], raw)
+
+
+def save_config(model: MambaLM, directory: Path) -> None:
+    """Write the config alone, for weights that are written in another way."""
+    adapter = format_named(usual_format(model.config))
+    write_json(directory / adapter.config_files[0], _written_config(model, adapter))
+
+
+def _written_config(model: MambaLM, adapter: Format) -> dict[str, Any]:
+    return {**adapter.write_config(model.config, model.dtype), **written_format(model)}
 
 
 def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:

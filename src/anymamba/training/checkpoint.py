@@ -5,6 +5,8 @@ every file and of itself. Others are removed only after that, so that a good one
 
     step-00000100/  model.safetensors and what else the task writes (config.json: `MambaLM.from_pretrained` opens it),
                     optimiser.safetensors, carried.safetensors (streams), training.json
+
+Workers that divide tensors between them write numbered files, each with its own rows (`pieces`).
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anymamba.ground.files import digest_file, read_json, read_tensors, write_json, write_tensors
+from anymamba.ground.files import digest_file, read_json, write_json
+from anymamba.training.parallel import Workers
+from anymamba.training.pieces import StoredTensors, files_of, is_divided
 
 _MANIFEST = "training.json"
-_VERSION = 2
+_VERSION, _DIVIDED = 2, 3  # the second has files with pieces of tensors
 _NAME = re.compile("step-[0-9]{8,}")
 _FIELDS = {"step": int, "tokens": int, "config": dict, "data": str, "solved": bool, "files": dict}  # of the manifest
 
@@ -40,7 +45,7 @@ class RunState(NamedTuple):
         changes: of the config since the run began: the steps after which, and the values before and after, by name.
         data: fingerprint of what it learns from.
         solved: the task was found solved, so that the run is finished before its last step.
-        model: parameters by name.
+        model: parameters by name, not yet read.
         optimiser: its state by name.
         rng: state of torch's generator.
         carried: the state of each stream, if there are any.
@@ -53,64 +58,95 @@ class RunState(NamedTuple):
     changes: list[dict[str, Any]]
     data: str
     solved: bool
-    model: dict[str, Tensor]
-    optimiser: dict[str, Tensor]
+    model: StoredTensors
+    optimiser: StoredTensors
     rng: Tensor
-    carried: dict[str, Tensor] | None
+    carried: StoredTensors | None
+
+    def close(self) -> None:
+        """Close the files, once all that is needed has been read."""
+        for tensors in (self.model, self.optimiser, self.carried):
+            if tensors is not None:
+                tensors.close()
 
 
-def save_checkpoint(
-    directory: Path,
-    write_model: Callable[[Path], None],
-    optimiser: dict[str, Tensor],
-    carried: dict[str, Tensor] | None,
-    *,
-    step: int,
-    tokens: int,
-    config: dict[str, Any],
-    changes: list[dict[str, Any]],
-    data: str,
-    solved: bool,
-    before: int,
-    keep: int,
-) -> Path:
-    """Write a checkpoint, and then remove those that no longer count, and of the others all but the latest `keep`.
+class Facts(NamedTuple):
+    """What the manifest of a checkpoint says: the attributes of `RunState` that are not tensors."""
 
-    `before` is the step of the one that the run wrote or was resumed from last, -1 if there is none. Those after it do
-    not count: they are damaged, or the run would have been resumed from them.
+    step: int
+    tokens: int
+    data: str
+    solved: bool
+    config: dict[str, Any]
+    changes: list[dict[str, Any]]
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return directory / f"step-{step:08d}"
+
+
+def begin_checkpoint(directory: Path, step: int) -> Path:
+    """A temporary directory for the files of a checkpoint.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    target = checkpoint_path(directory, step)
+    with keeping_others(target):
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(directory)
+        temporary = directory / f".{target.name}.{os.getpid()}.tmp"
+        temporary.mkdir()
+    return temporary
+
+
+def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *, before: int, keep: int) -> Path:
+    """Give a checkpoint its name, and then remove those that no longer count, and of the others all but `keep`.
+
+    Args:
+        temporary: its directory, with all files but the manifest.
+        facts: for the manifest.
+        digests: of files that other workers wrote, which have brought them to the disk.
+        before: the step of the one that the run wrote or was resumed from last, -1 if there is none. Those after it do
+            not count: they are damaged, or the run would have been resumed from them.
+        keep: how many of the latest.
 
     Raises:
         OSError: it cannot be written; those before it are as they were.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    target = directory / f"step-{step:08d}"
-    temporary = directory / f".{target.name}.{os.getpid()}.tmp"
-    _remove_unfinished(directory)
-    try:
-        temporary.mkdir()
-        write_model(temporary)
-        write_tensors(temporary / "optimiser.safetensors", {**optimiser, "rng": torch.get_rng_state()}, {})
-        if carried is not None:
-            write_tensors(temporary / "carried.safetensors", carried, {})
-        files = {path.name: digest_file(path) for path in sorted(temporary.iterdir())}
-        values = {"step": step, "tokens": tokens, "data": data, "solved": solved, "config": config, "changes": changes}
-        _write_manifest(temporary, {"version": _VERSION, **values, "files": files})
+    directory = temporary.parent
+    target = checkpoint_path(directory, facts.step)
+    with keeping_others(target):
+        found = sorted(path.name for path in temporary.iterdir())
+        files = {name: digests.get(name) or digest_file(temporary / name) for name in found}
+        version = _DIVIDED if is_divided(found) else _VERSION
+        _write_manifest(temporary, {"version": version, **facts._asdict(), "files": files})
         for path in temporary.iterdir():
-            _bring_to_disk(path)
-        _bring_to_disk(temporary)
+            bring_to_disk(path)
+        bring_to_disk(temporary)
         if target.exists():  # a damaged one, or the same
             shutil.rmtree(target)
         temporary.rename(target)
-        _bring_to_disk(directory)
-    except OSError as error:
-        raise OSError(f"{target}: cannot be written, those before it are kept ({error})") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        bring_to_disk(directory)
     others = [path for path in checkpoints(directory) if path != target]
     good = [path for path in others if _step(path) <= before]
     for path in [path for path in others if path not in good] + good[keep - 1 :]:
         shutil.rmtree(path)
     return target
+
+
+@contextmanager
+def keeping_others(target: Path) -> Iterator[None]:
+    """Where a checkpoint cannot be written, an error that names it.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{target}: cannot be written, those before it are kept ({error})") from error
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -119,20 +155,26 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
-def load_latest(directory: Path, report: Callable[[str], None]) -> RunState:
+def load_latest(directory: Path, report: Callable[[str], None], workers: Workers | None = None) -> RunState:
     """The latest whole checkpoint in a run's directory of them; `report` receives a line for each that is damaged.
 
     Raises:
         ValueError: there is none.
     """
-    found = checkpoints(directory)
-    for path in found:
+    workers = workers or Workers()
+    found = json.loads(workers.first(lambda: json.dumps([path.name for path in checkpoints(directory)])))
+    for name in found:
         try:
-            return load_checkpoint(path)
+            return workers.together(lambda name=name: load_checkpoint(directory / name, workers))  # type: ignore[misc]
         except ValueError as error:  # noqa: PERF203
             report(f"{error}; going back to the checkpoint before it")
-    if found:
-        raise ValueError(f"{directory}: expected a checkpoint to resume from, found {len(found)}, all damaged")
+    workers.together(lambda: _refuse(directory, len(found)))
+    raise AssertionError("unreachable")
+
+
+def _refuse(directory: Path, damaged: int) -> None:
+    if damaged:
+        raise ValueError(f"{directory}: expected a checkpoint to resume from, found {damaged}, all damaged")
     run = directory.parent
     raise ValueError(
         f"{run}: no such directory"
@@ -142,28 +184,35 @@ def load_latest(directory: Path, report: Callable[[str], None]) -> RunState:
     )
 
 
-def load_checkpoint(path: Path) -> RunState:
-    """Read a checkpoint, checking every byte.
+def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
+    """Open a checkpoint, checking every byte; several workers check some of the files each.
 
     Raises:
         ValueError: it is damaged.
     """
-    manifest = _read_manifest(path)
-    if manifest.get("version") != _VERSION:
-        raise ValueError(f"{path}: expected a checkpoint of version {_VERSION}, got {manifest.get('version')}")
+    manifest, workers = _read_manifest(path), workers or Workers()
     for name, kind in _FIELDS.items():
         if type(value := manifest.get(name)) is not kind:
             raise ValueError(f"{path}: damaged: {_MANIFEST} should have a {kind.__name__} {name}, got {value!r:.60}")
     if manifest["step"] != _step(path):
         raise ValueError(f"{path}: damaged: {_MANIFEST} should be of the step in the name, got {manifest['step']}")
-    files = manifest["files"]
-    for name in {*files, "model.safetensors", "optimiser.safetensors"}:
-        if (found := digest_file(path / name)) != files.get(name):
-            raise ValueError(f"{path}: damaged: {name} should have the checksum {files.get(name)}, got {found}")
-    optimiser = read_tensors(path / "optimiser.safetensors")
-    rng, now = optimiser.pop("rng", torch.empty(0)), torch.get_rng_state()
-    if rng.shape != now.shape or rng.dtype != now.dtype:
+    files, version = manifest["files"], manifest.get("version")
+    if version != (expected := _DIVIDED if is_divided(list(files)) else _VERSION):
+        raise ValueError(f"{path}: expected a checkpoint of version {expected}, got {version}")
+    for name in sorted(files)[workers.rank :: workers.size]:
+        if (found := digest_file(path / name)) != files[name]:
+            raise ValueError(f"{path}: damaged: {name} should have the checksum {files[name]}, got {found}")
+    try:
+        model, optimiser, carried = (_stored(path, kind, list(files)) for kind in ("model", "optimiser", "carried"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+    if model is None or optimiser is None:
+        raise ValueError(f"{path}: damaged: {_MANIFEST} should list the files of model and optimiser, got {[*files]}")
+    rng, now = optimiser.pop("rng"), torch.get_rng_state()
+    if rng is None or rng.shape != now.shape or rng.dtype != now.dtype:
         raise ValueError(f"{path}: damaged: optimiser.safetensors should hold the state of torch's generator")
+    state = rng[...]
+    optimiser.close()
     return RunState(
         path,
         manifest["step"],
@@ -172,17 +221,23 @@ def load_checkpoint(path: Path) -> RunState:
         manifest.get("changes", []),
         manifest["data"],
         manifest["solved"],
-        read_tensors(path / "model.safetensors"),
+        model,
         optimiser,
-        rng,
-        read_tensors(path / "carried.safetensors") if "carried.safetensors" in files else None,
+        state,
+        carried,
     )
+
+
+def _stored(path: Path, kind: str, names: list[str]) -> StoredTensors | None:
+    """The tensors of a kind, if there are any."""
+    files = files_of(kind, names)
+    return StoredTensors([path / name for name in files]) if files else None
 
 
 def amend_checkpoint(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
     """Give a checkpoint another config, from which the run continues however often it is stopped; all or nothing."""
     _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes})
-    _bring_to_disk(path)
+    bring_to_disk(path)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -211,7 +266,7 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _bring_to_disk(path: Path) -> None:
+def bring_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a directory, would survive a power cut."""
     if path.is_dir() and os.name == "nt":  # directories cannot be opened there
         return

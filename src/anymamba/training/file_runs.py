@@ -12,7 +12,8 @@ from anymamba.training.file_config import FileConfig
 from anymamba.training.file_kinds import file_task
 from anymamba.training.file_task import FileTask
 from anymamba.training.layers import expect_compiler
-from anymamba.training.loop import Trainer, expect_no_run, reopen
+from anymamba.training.loop import Trainer
+from anymamba.training.reopening import expect_no_run, reopen
 
 
 def begin_files(config: FileConfig, directory: Path, report: Callable[[str], None]) -> Trainer[FileTask]:

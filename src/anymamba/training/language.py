@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
-from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked
-from anymamba.models.activation import warn_if_undecided
-from anymamba.models.opening import open_checkpoint
-from anymamba.training.byte_pairs import byte_pair_size
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.config import TrainingConfig
 from anymamba.training.file_config import FileConfig
 from anymamba.training.file_runs import begin_files, is_file_run, open_files
 from anymamba.training.language_task import LanguageTask
-from anymamba.training.layers import expect_compiler
-from anymamba.training.loop import Callback, Trainer, expect_no_run, reopen
+from anymamba.training.loop import Callback, Trainer
 from anymamba.training.parallel import Workers, is_restarted, joined
+from anymamba.training.reopening import expect_no_run, reopen
+from anymamba.training.settling import placed, settled
 
 
 def train(
@@ -112,7 +107,7 @@ def begin(
     workers = workers or Workers()
     if workers.any(is_restarted()) and workers.any(workers.leads and bool(checkpoints(directory / "checkpoints"))):
         return open_run(directory, {}, report, workers)
-    config, task = workers.together(lambda: settled(_placed(config, workers))), None
+    config, task = workers.together(lambda: settled(placed(config, workers))), None
 
     def make() -> str:
         nonlocal task
@@ -127,33 +122,6 @@ def begin(
     workers.first(make)  # which tokenises the text, once for all
     opened = workers.together(lambda: task or LanguageTask(config, directory, report, workers=workers, prepared=True))
     return Trainer(opened, directory, None, report, workers)
-
-
-def _placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
-    """A config whose rows and layers go together with its mesh, in which the workers take their places.
-
-    Raises:
-        ValueError: they do not.
-    """
-    device = find_device(workers.device_name(config.device), "device =")
-    c, p = config.batch, config.parallel
-    workers.arrange(p, device)
-    if c.rows % (c.accumulation * workers.readers):
-        raise ValueError(
-            f"batch: the rows of a part of a step, {c.rows // c.accumulation} (tokens / length / accumulation), must "
-            f"be a multiple of the workers that divide them, parallel.replicate · shard = {workers.readers}"
-        )
-    if p.context > 1:
-        if config.precision.compile:
-            raise ValueError("precision.compile = true: torch cannot compile layers of a sequence that workers share")
-        own = c.tokens // c.accumulation // workers.readers // p.context
-        least = 1 if config.model.init else getattr(config.model.lm_config(256).block_config(), "d_conv", 1)
-        if own < least:
-            raise ValueError(
-                f"parallel.context = {p.context}: each worker's part of the rows must have {least} tokens or more, "
-                f"got {own}"
-            )
-    return config
 
 
 def open_run(
@@ -173,46 +141,7 @@ def open_run(
     reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), quiet, instead, workers)
 
     def open_task() -> LanguageTask:
-        _placed(reopened.config, workers)
+        placed(reopened.config, workers)
         return LanguageTask(reopened.config, directory, quiet, begun=reopened.checkpoint.path, workers=workers)
 
     return Trainer(workers.together(open_task), directory, reopened, quiet, workers)
-
-
-def settled(config: TrainingConfig) -> TrainingConfig:
-    """A config with the tokenizer that it leaves open, once all that can be checked without reading text is.
-
-    Raises:
-        ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
-    """
-    device, name = find_device(config.device, "device ="), config.data.tokenizer
-    pairs = None if name is None else byte_pair_size(name)
-    if config.precision.compile:
-        expect_compiler(device)
-    if config.model.init is None:
-        config.model.lm_config(256)
-        name = name or "bytes"
-    elif pairs is not None:
-        raise ValueError(
-            f"data.tokenizer = {name}: model.init comes with the tokenizer that its weights were trained with"
-        )
-    else:
-        found = open_checkpoint(config.model.init)
-        if found.weights is not None:
-            raise ValueError(
-                f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; start from the "
-                "model that they were made from"
-            )
-        warn_if_undecided(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")
-        config.model.expect(found.config)
-        tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
-        beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")
-        name = name or beside
-    if pairs is not None:
-        return config
-    if name != "bytes":
-        name = str(Path(name, "tokenizer.json") if Path(name).is_dir() else name)
-        FileTokenizer(name, config.data.end_token)
-    elif config.data.end_token is not None:
-        raise ValueError(f"data.end_token = {config.data.end_token}: bytes have no token that ends a document")
-    return replace(config, data=replace(config.data, tokenizer=name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokeniz
 from anymamba.ground.files import replacing
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.opening import open_checkpoint
-from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model
+from anymamba.models.opening import open_checkpoint, read_config
+from anymamba.models.pretrained import COMPANIONS, copy_companions, load_model, save_config
 from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
 from anymamba.training.config import TrainingConfig
 from anymamba.training.data import Batch, Batches
 from anymamba.training.evaluation import HeldOut, beginning, evaluate, sample
 from anymamba.training.parallel import Workers
+from anymamba.training.pieces import Piece
 from anymamba.training.report import plot_losses
 from anymamba.training.shards import open_corpus, prepare
 from anymamba.training.sources import Text, find_text
@@ -55,7 +56,8 @@ class LanguageTask(Task[Batch]):
         self.config, self._directory = config, directory
         self._workers = workers = workers or Workers()
         self.held_out: HeldOut | None = None
-        self._init = None if config.model.init is None else open_checkpoint(begun or config.model.init)
+        self._init = None if config.model.init is None or begun else open_checkpoint(config.model.init)
+        self._begun = None if config.model.init is None or not begun else read_config(begun)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
         if begun is None and not prepared:
             text = find_text(config.data, report)
@@ -90,7 +92,8 @@ class LanguageTask(Task[Batch]):
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """The language model to begin with, or a new one for the tokenizer's vocabulary."""
         if self._init is None:
-            return MambaLM(self.config.model.lm_config(self._tokenizer.vocab_size), dtype=dtype)
+            config = self._begun or self.config.model.lm_config(self._tokenizer.vocab_size)
+            return MambaLM(config, dtype=dtype)
         model = MambaLM(self._init.config, dtype=dtype)
         model.load_state_dict(load_model(self._init.directory, dtype=dtype).state_dict())
         return model
@@ -122,6 +125,14 @@ class LanguageTask(Task[Batch]):
     def write_model(self, model: MambaLM, directory: Path) -> None:
         """Config, weights and the tokenizer's files, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
         model.save_pretrained(directory)
+        self._copy_tokenizer(directory)
+
+    def write_description(self, model: MambaLM, directory: Path) -> None:
+        """Config and the tokenizer's files."""
+        save_config(model, directory)
+        self._copy_tokenizer(directory)
+
+    def _copy_tokenizer(self, directory: Path) -> None:
         if self.config.data.tokenizer != "bytes":
             copy_companions(self._directory, directory)
 
@@ -129,19 +140,24 @@ class LanguageTask(Task[Batch]):
         """Set the weights."""
         model.load_state_dict(tensors)
 
-    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor]:
-        """The states of all streams in one cache, those of all workers."""
-        gathered = [part.with_tensors(map(self._workers.of_readers, part.leaves())) for part in parts]
-        return LMCache.cat(gathered).tensors()
+    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | Piece]:
+        """The states of all streams in one cache, as far as this worker reads them."""
+        found = LMCache.cat(list(parts)).tensors()
+        if self._workers.readers == 1:
+            return dict(found)
+        spans = tuple((rows.start, rows.stop) for rows in self._streams())
+        return {name: Piece(x, spans, self.config.batch.rows) for name, x in found.items()}
 
-    def carried_from(self, model: MambaLM, tensors: dict[str, Tensor]) -> list[Any]:
+    def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
         """The states of each part's streams, as far as this worker reads them."""
+        return list(carried_from(model, tensors, self.config.batch.rows, self._streams()))
+
+    def _streams(self) -> list[slice]:
+        """Which rows of a step this worker reads, those of each part."""
         batch, workers = self.config.batch, self._workers
-        whole = carried_from(model, tensors, batch.tokens // batch.length)
-        size = whole.batch_size // batch.accumulation
+        size = batch.rows // batch.accumulation
         own = size // workers.readers
-        begins = range(workers.reader * own, whole.batch_size, size)
-        return [whole.rows(slice(begin, begin + own)) for begin in begins]
+        return [slice(begin, begin + own) for begin in range(workers.reader * own, batch.rows, size)]
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""

@@ -6,7 +6,6 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -17,128 +16,33 @@ from torch import Tensor
 from anymamba.ground.devices import find_device
 from anymamba.ground.files import locked
 from anymamba.ground.interrupts import interrupts
-from anymamba.training.checkpoint import (
-    RunState,
-    amend_checkpoint,
-    checkpoints,
-    load_checkpoint,
-    load_latest,
-    save_checkpoint,
-)
-from anymamba.training.config import RunConfig
+from anymamba.training.checkpoint import Facts, RunState, amend_checkpoint, checkpoints
 from anymamba.training.display import Display
 from anymamba.training.layers import compile_layers, recompute_layers
 from anymamba.training.logs import Log, open_logs
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate
 from anymamba.training.parallel import Workers
+from anymamba.training.reopening import Reopened, expect_no_run, reopen
 from anymamba.training.report import MetricsTable, Row, can_plot
-from anymamba.training.sections import ScheduleSection
-from anymamba.training.shares import add_up, divide, expect_all_parts, gathered, put_away, skeleton
+from anymamba.training.saving import Part, Saver, Tensors, copied, own_file
+from anymamba.training.shares import (
+    add_up,
+    divide,
+    expect_all_parts,
+    fill,
+    filled,
+    gathered,
+    pieces,
+    put_away,
+    skeleton,
+)
 from anymamba.training.step import first_non_finite
 from anymamba.training.task import Evaluation, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 
 Callback = Callable[[Row], object]
-C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T", bound=Task[Any])
-
-
-def expect_no_run(directory: Path) -> None:
-    """Refuse a directory that has a run, or a model or metrics that a run would replace.
-
-    Raises:
-        ValueError: it has.
-    """
-    if checkpoints(directory / "checkpoints"):
-        raise ValueError(
-            f"{directory}: there is a run already; continue it with --resume {directory}, or name another directory"
-        )
-    if found := [name for name in _RESULTS if (directory / name).exists()]:
-        raise ValueError(
-            f"{directory}: expected a directory without a run or a model, found {', '.join(found)} and no checkpoints "
-            "to resume from; name another directory, or remove them"
-        )
-
-
-@dataclass(frozen=True)
-class Reopened(Generic[C]):
-    """A run to continue.
-
-    Attributes:
-        checkpoint: the latest good one.
-        config: to continue with.
-        changes: of the config, before and after, by name: they count from the next step on.
-    """
-
-    checkpoint: RunState
-    config: C
-    changes: dict[str, tuple[Any, Any]]
-
-
-def reopen(
-    directory: Path,
-    kind: type[C],
-    wanted: Callable[[C], C],
-    report: Callable[[str], None],
-    instead: str = "",
-    workers: Workers | None = None,
-) -> Reopened[C]:
-    """Open a run at its latest good checkpoint.
-
-    A config may differ in what changes no weight, in what may change on the way (learning rates among them), and in its
-    schedule where that gives the steps taken the rates that they had.
-
-    Args:
-        directory: of the run.
-        kind: of its config.
-        wanted: the config to continue with, given that of the run.
-        report: receives a line for each damaged checkpoint and each change.
-        instead: what may be done where the config differs in more.
-        workers: that open it together.
-
-    Raises:
-        ValueError: there is no checkpoint, another process is at work on the run, or the config differs in more.
-    """
-    checkpoint = _latest(directory, report, workers or Workers())
-    began = kind.from_dict(checkpoint.config, str(directory))
-    config, step = wanted(began), checkpoint.step
-    changes, fields = began.changed(config), kind.fields_by_name()
-    keeps_rates = _has_rates_of(began.schedule, config.schedule, step)
-    refused = [
-        f"{name} (was {was!r}, got {new!r})"
-        for name, (was, new) in changes.items()
-        if not fields[name].metadata.get("onwards") and not (name.startswith("schedule.") and keeps_rates)
-    ]
-    if refused:
-        why = "" if keeps_rates else f"; the {step} steps taken would have had other learning rates"
-        why = f"; {step} steps have been taken" if config.schedule.steps < step else why
-        raise ValueError(
-            f"{directory}: a run continues with the config it started with; changed: {', '.join(refused)}{why}{instead}"
-        )
-    for name, (was, new) in changes.items():
-        report(f"{name} changes from {was} to {new} after step {step}")
-    return Reopened(checkpoint, config, changes)
-
-
-def _latest(directory: Path, report: Callable[[str], None], workers: Workers) -> RunState:
-    """The latest good checkpoint: the first worker finds it, and all read it."""
-    found: list[RunState] = []
-
-    def find() -> str:
-        with locked(directory):
-            found.append(load_latest(directory / "checkpoints", report))
-        return str(found[0].path)
-
-    path = workers.first(find)
-    return workers.together(lambda: found[0] if found else load_checkpoint(Path(path)))
-
-
-def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> bool:
-    """Whether the steps taken have the rates in a new schedule that they had in the old one."""
-    rates = (learning_rate(step, 1.0, old) == learning_rate(step, 1.0, new) for step in range(steps))
-    return new.steps >= steps and (new == old or all(rates))
 
 
 def train_or_resume(task: T, directory: Path, report: Callable[[str], None]) -> Trainer[T]:
@@ -195,10 +99,8 @@ class Trainer(Generic[T]):
         self.model.to(self._device)
         self._saved, self.changes = -1, list[dict[str, Any]]()
         self._amended: Path | None = None  # a checkpoint whose config is to be replaced
-        if checkpoint is not None:
-            with _naming(checkpoint):
-                task.read_model(self.model, checkpoint.model)
-        self._plain = self.model if workers.shard == 1 else skeleton(self.model)  # as files have it
+        self._saver = Saver(directory / "checkpoints", workers, config.parallel.timeout)
+        self._plain = self.model if workers.size == 1 else skeleton(self.model)  # as files have it
         if workers.shard > 1:
             divide(self.model, workers, config.parallel.reduce)
         self.optimiser = Optimiser(self.model, config.optimiser)
@@ -230,7 +132,8 @@ class Trainer(Generic[T]):
             ValueError: another process is at work on the run, or a new one would replace what is there.
         """
         workers, lock = self._workers, ExitStack()
-        with lock, workers.watched(), interrupts(signal.SIGINT, signal.SIGTERM) as interrupted:
+        # The saver waits for its thread after the other workers have been told what happened.
+        with lock, interrupts(signal.SIGINT, signal.SIGTERM) as interrupted, self._saver, workers.watched():
             workers.together(lambda: self._enter(lock))
             self._train(lambda: workers.any(interrupted()), list(callbacks), shown)
             self.save()
@@ -260,6 +163,7 @@ class Trainer(Generic[T]):
         try:
             stopped = False
             while not self.finished and not stopped and not interrupted():
+                self._workers.expect_launcher()
                 row, tokens = self._take_step()
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):
@@ -269,10 +173,10 @@ class Trainer(Generic[T]):
                 if row.evaluated and can_plot() and leads:
                     self.task.plot(self.directory)
                 if self._due(c.checkpoints.every):
-                    self.save()
+                    self.save(wait=False)
                 for callback in callbacks if leads else ():
                     stopped |= callback(row) is True
-                stopped = self._workers.any(stopped)
+                stopped = self._workers.any(stopped or self._saver.failed)
         except FloatingPointError:
             self.save()
             raise
@@ -284,45 +188,48 @@ class Trainer(Generic[T]):
     def _table(self) -> MetricsTable:
         return MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
 
-    def save(self) -> None:
-        """Write a checkpoint of the state as it is, if it has not been written."""
-        if self._saved == self.step:
-            return
-        model, optimiser = self._whole_model(), self.optimiser.tensors()
-        carried = self.task.carried_tensors(self._carried) if self._carried else None
+    def save(self, *, wait: bool = True) -> None:
+        """Write a checkpoint of the state as it is, if it has not been written.
 
-        def write() -> None:
-            if not self._workers.leads:
-                return
-            save_checkpoint(
-                self.directory / "checkpoints",
-                lambda directory: self.task.write_model(model, directory),
-                optimiser,
-                carried,
-                step=self.step,
-                tokens=self.tokens,
-                config=self.config.to_dict(),
-                changes=self.changes,
-                data=self.task.fingerprint,
-                solved=self.solved,
-                before=self._saved,
-                keep=self.config.checkpoints.keep,
-            )
+        Several workers `wait` until it is there, or write it in the background.
 
-        self._workers.together(write)
-        self._saved = self.step
+        Raises:
+            OSError: it cannot be written, or the one before it could not; in one process.
+            SharedError: the same on some worker; the message names it and the file.
+        """
+        if self._saved != self.step:
+            self._saver.finish()  # before the copies of the next one are made
+            c = self.config
+            facts = Facts(self.step, self.tokens, self.task.fingerprint, self.solved, c.to_dict(), list(self.changes))
+            self._saver.start(self._part(), facts, before=self._saved, keep=c.checkpoints.keep)
+            self._saved = self.step
+        if wait:
+            self._saver.finish()
+
+    def _part(self) -> Part:
+        """What this worker writes of a checkpoint; a copy, where steps are taken meanwhile."""
+        workers, task, files = self._workers, self.task, dict[str, Tensors]()
+        kept: Callable[[Tensors], Tensors] = copied if workers.size > 1 else lambda tensors: tensors
+        model = self._plain
+        if workers.writes:
+            state: Tensors = {**self.optimiser.tensors(), "rng": torch.get_rng_state()}
+            files |= own_file("optimiser", workers.place, workers.shard, kept(state))
+            if workers.shard > 1:
+                files |= own_file("model", workers.place, workers.shard, kept(pieces(self.model)))
+            elif workers.size > 1:
+                model = filled(model, kept(pieces(self.model)))
+        if self._carried and workers.rank % workers.context == 0:
+            files |= own_file("carried", workers.reader, workers.readers, kept(task.carried_tensors(self._carried)))
+        write = task.write_model if workers.shard == 1 else task.write_description
+        return Part(files, lambda directory: write(model, directory) if workers.leads else None)
 
     def _write_model(self, directory: Path) -> None:
-        model = self._whole_model()
-        self._workers.together(lambda: self.task.write_model(model, directory) if self._workers.leads else None)
-
-    def _whole_model(self) -> Any:
-        """The model as files have it; where workers have divided it between them, it is gathered."""
-        if self._plain is not self.model:
-            tensors = gathered(self.model)
-            if self._workers.leads:
-                self._plain.load_state_dict(tensors, assign=True)
-        return self._plain
+        """Write the model as one; where workers have divided it between them, the first gathers it."""
+        workers, model = self._workers, self.model
+        if workers.shard > 1:
+            tensors = gathered(self.model, workers.leads)
+            model = filled(self._plain, tensors) if workers.leads else model
+        workers.together(lambda: self.task.write_model(model, directory) if workers.leads else None)
 
     def _take_step(self) -> tuple[Row, int]:
         """The metrics of a step, and the tokens that it read."""
@@ -403,9 +310,14 @@ class Trainer(Generic[T]):
             self.changes.append({"step": checkpoint.step, **values})
             self._amended = checkpoint.path
         with _naming(checkpoint):
+            if self._workers.shard == 1:
+                self.task.read_model(self.model, checkpoint.model.whole())
+            else:
+                fill(self.model, checkpoint.model)
             self.optimiser.restore(checkpoint.optimiser)
             if checkpoint.carried is not None:
                 self._carried = self.task.carried_from(self.model, checkpoint.carried)
+        checkpoint.close()
         torch.set_rng_state(checkpoint.rng)
         self.step, self.tokens, self._saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.solved = checkpoint.solved

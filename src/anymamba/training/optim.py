@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from anymamba.models.lm import MambaLM
 from anymamba.training.muon import Muon
 from anymamba.training.parallel import Workers
+from anymamba.training.pieces import Piece
 from anymamba.training.sections import OptimiserSection, ScheduleSection
 from anymamba.training.shares import Share, local
 
@@ -195,25 +196,28 @@ class Optimiser:
         for part, _, _ in self._parts:
             part.grad = None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | Piece]:
         """The state by name: "backbone.norm_f.weight.exp_avg", "backbone.layers.0.mixer.in_proj.weight[x].momentum".
 
-        What workers have divided between them is gathered: all of them take part.
+        Of what workers have divided between them, the rows that lie here.
         """
         return {
-            f"{name}.{key}": x if key == "step" or name not in self._shares else self._shares[name].whole(x)
+            f"{name}.{key}": x if key == "step" or name not in self._shares else self._shares[name].piece(x)
             for name, (tensor, states) in self._owned.items()
             for key, x in states.get(tensor, {}).items()
         }
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `tensors`.
+    def restore(self, tensors: Mapping[str, Any]) -> None:
+        """Set the state, of which only the rows that lie here are read.
+
+        Args:
+            tensors: all rows by name, as `tensors` of one process gives them or as a checkpoint has them.
 
         Raises:
             KeyError: there is no such parameter.
             ValueError: a state lacks a part, or one has another shape or dtype than the parameter.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, Any]] = {}
         for key, x in tensors.items():
             name, _, field = key.rpartition(".")
             found.setdefault(name, {})[field] = x
@@ -228,7 +232,7 @@ class Optimiser:
                 if (x.dtype, tuple(x.shape)) != kind:
                     wanted, got = (f"{dtype} of shape {size}" for dtype, size in (kind, (x.dtype, tuple(x.shape))))
                     raise ValueError(f"{name}.{field} must be {wanted}, got {got}")
-                own = x if field == "step" or share is None else x[share.here]
+                own = x[...] if field == "step" or share is None else x[share.here]
                 states[tensor][field] = own.to(tensor.device, copy=True)
 
 

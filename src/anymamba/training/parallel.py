@@ -7,8 +7,10 @@ ranks share a sequence. Rows of a step are divided over `replicate · shard`, th
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,8 @@ T = TypeVar("T")
 _TURNS = itertools.count()
 _EVER = timedelta(days=365)  # as long as it takes to tokenise a text
 _ANSWERS = 5.0  # seconds in which all that are alive have noticed that one is not
+_DROPS = 0.3  # seconds in which a thread of gloo drops the last message
+_LOOKS = 5.0  # seconds between two looks whether torchrun is alive
 
 
 class SharedError(ValueError):
@@ -54,7 +58,7 @@ class Workers:
         self.rank, self.size, self.shard, self.context = rank, size, 1, 1
         self.neighbours: Neighbours | None = None
         self._mesh: DeviceMesh | None = None
-        self._doing, self._seconds = "to begin", 600
+        self._doing, self._seconds, self._looked = "to begin", 600, monotonic()
 
     @property
     def leads(self) -> bool:
@@ -169,14 +173,6 @@ class Workers:
         """Whether it is so on some worker."""
         return bool(self.sum(torch.tensor(float(here)), "to agree").item()) if self.size > 1 else here
 
-    def of_readers(self, rows: Tensor) -> Tensor:
-        """Rows (r, ...) of all workers that read different ones, in their order."""
-        if self.size == 1:
-            return rows
-        found = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(found, rows.contiguous())
-        return torch.cat(found[:: self.context])
-
     def told(self, here: str) -> str:
         """What one worker says, on all of them: the first that says anything, and which it is."""
         if self.size == 1:
@@ -193,6 +189,20 @@ class Workers:
         self.any(False)  # nobody leaves before all have read
         return said
 
+    def mailbox(self) -> tuple[Any, str]:
+        """A connection to the store for a thread, so that the others need not wait for it, and a name for messages."""
+        return _store().clone(), _key()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this worker writes its rows of the weights: one of each copy does."""
+        return self.rank < self.shard * self.context and self.rank % self.context == 0
+
+    @property
+    def place(self) -> int:
+        """Which rows of the weights are here, counted from 0, where they are divided."""
+        return self.rank // self.context % self.shard
+
     def device_name(self, name: str) -> str:
         """The device of this worker, where a config names a kind of them."""
         return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
@@ -203,17 +213,44 @@ class Workers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where a worker does not answer in time, an error that names it in place of one of the connection.
+        """Where a worker does not answer in time or is gone, an error that says so in place of one of the connection.
 
         Raises:
-            TimeoutError: one did not.
+            TimeoutError: one did not answer.
+            ConnectionError: one is gone, or torchrun is.
         """
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or "time" not in str(error).lower():
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]  # without its source
+            if self.size == 1 or not _is_of_connection(error):
                 raise
-            raise TimeoutError(self._missing(str(error).splitlines()[0])) from error
+            if "time" in reason.lower() and self._is_launched():
+                raise TimeoutError(self._missing(reason)) from error
+            raise ConnectionError(self._lost(reason)) from error
+
+    def expect_launcher(self) -> None:
+        """Refuse to continue where torchrun is gone: nobody would start again what fails; looks every few seconds.
+
+        Raises:
+            ConnectionError: it is.
+        """
+        if self.size > 1 and monotonic() - self._looked > _LOOKS:
+            self._looked = monotonic()
+            if not self._is_launched():
+                raise ConnectionError(self._lost("the store does not answer"))
+
+    def _is_launched(self) -> bool:
+        """Whether the store answers, which is torchrun's or that of the first worker."""
+        try:
+            _store().check(["launched"])
+        except RuntimeError:
+            return False
+        return True
+
+    def _lost(self, reason: str) -> str:
+        who = "another worker" if self._is_launched() else "torchrun, or the worker or machine that has its store,"
+        return f"worker {self.rank} of {self.size}: {who} is gone, while this one waited {self._doing} ({reason})"
 
     def doing(self, what: str) -> None:
         """Note what is about to be exchanged, to be named if it never is."""
@@ -281,8 +318,21 @@ def _start(store: Any, rank: int, size: int) -> str:
 
 
 def _leave() -> None:
+    """Take leave of the others, and of gloo's threads: one that is at work while the interpreter ends would abort it.
+
+    A group joins its threads when nothing refers to it any more, and models that are divided refer to theirs in
+    circles. Where somebody still holds one, its threads get a moment to drop what they have sent.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
+        sleep(_DROPS)
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether an error is one of messages between processes: gloo and nccl have none of their own kind."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "broken pipe")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def is_restarted() -> bool:

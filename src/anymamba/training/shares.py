@@ -2,13 +2,13 @@
 
 `fully_shard` (FSDP2) divides the rows of every parameter over the workers of a mesh, puts those of a layer together
 when it is computed, and adds up gradients where their rows lie. An optimiser moves the rows that lie here; where it
-needs a whole matrix, or a checkpoint does, the rows are gathered.
+needs a whole matrix, or the finished model does, the rows are gathered; a checkpoint has pieces.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from anymamba.ground.states import expect_names
 from anymamba.models.layers import ResidualLayer
 from anymamba.training.parallel import Workers
+from anymamba.training.pieces import Piece
 
 Reduction = Literal["float32", "bfloat16"]
 _BUCKET = 2**23  # numbers of a gradient that are sent at once: 32 MiB in float32
@@ -52,6 +54,10 @@ class Share(NamedTuple):
     def here(self) -> slice:
         """The rows that lie here."""
         return slice(self.bounds[self.place], self.bounds[self.place + 1])
+
+    def piece(self, rows: Tensor) -> Piece:
+        """The rows that lie here, for a file."""
+        return Piece(rows, ((self.here.start, self.here.stop),), self.bounds[-1])
 
     def whole(self, rows: Tensor) -> Tensor:
         """All rows, from those that lie here; every worker of the group takes part."""
@@ -88,17 +94,63 @@ def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy without values, to be filled by `gathered`."""
-    return copy.deepcopy(model).to("meta")
+    """A copy without values."""
+    held = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(x): _valueless(x) for x in held})
 
 
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights by name, on every worker."""
-    found = {}
-    for name, x in model.state_dict().items():
-        share = Share.of(x, 0, len(x)) if _is_divided(x) else None
-        found[name] = x.detach() if share is None else share.whole(local(x))
+def _valueless(x: Tensor) -> Tensor:
+    found = torch.empty_like(x, device="meta")
+    return nn.Parameter(found, x.requires_grad) if isinstance(x, nn.Parameter) else found
+
+
+def filled(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
+    """A copy of a skeleton, with values that it shares."""
+    found = copy.deepcopy(model)
+    found.load_state_dict(tensors, assign=True)
     return found
+
+
+def gathered(model: nn.Module, wanted: bool) -> dict[str, Tensor]:
+    """The whole weights by name, where they are `wanted`; every worker takes part, and needs one of them at a time."""
+    found = {}
+    for name, x in _state(model).items():
+        share = Share.of(x, 0, len(x)) if _is_divided(x) else None
+        whole = x.detach() if share is None else share.whole(local(x))
+        if wanted:
+            found[name] = whole
+    return found
+
+
+def pieces(model: nn.Module) -> dict[str, Tensor | Piece]:
+    """The weights by name, those that are divided as the rows that lie here."""
+    shares = {name: Share.of(x, 0, len(x)) if _is_divided(x) else None for name, x in _state(model).items()}
+    held = {name: local(x).detach() for name, x in _state(model).items()}
+    return {name: x if (share := shares[name]) is None else share.piece(x) for name, x in held.items()}
+
+
+def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Set the weights that lie here, from all of them; the others are not read.
+
+    Raises:
+        ValueError: they are those of another model.
+    """
+    held = _state(model)
+    expect_names("model", stored, held)
+    for name, x in held.items():
+        if tuple(stored[name].shape) != tuple(x.shape):
+            raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")
+        share = Share.of(x, 0, len(x)) if _is_divided(x) else None
+        local(x).detach().copy_(stored[name][...] if share is None else stored[name][share.here])
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """What a file has of a model, each tensor under its first name."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, x in state.items():
+        first.setdefault(id(x), name)
+    return {name: state[name] for name in first.values()}
 
 
 def put_away(model: nn.Module) -> None:

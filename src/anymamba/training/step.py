@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -64,19 +64,19 @@ def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
     return found.with_tensors(neighbours.chosen(x, here) for x in found.leaves())
 
 
-def carried_from(model: MambaLM, tensors: dict[str, Tensor], streams: int) -> LMCache:
-    """The states of streams, from their tensors by name.
+def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts: Iterable[slice]) -> list[LMCache]:
+    """The states of some streams, from the tensors of all by name; the others are not read.
 
     Raises:
         ValueError: the tensors of other streams or of another model.
     """
-    fresh = model.init_cache(streams)
+    fresh = model.init_cache(1)
     expected = fresh.tensors()
     expect_names("carried", tensors, expected)
     for name, x in expected.items():
-        if tensors[name].shape != x.shape:
-            raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(tensors[name].shape)}")
-    return fresh.with_tensors(tensors[name].to(model.device) for name in expected)
+        if tuple(tensors[name].shape) != (shape := (streams, *x.shape[1:])):
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
+    return [fresh.with_tensors(tensors[name][rows].to(model.device) for name in expected) for rows in parts]
 
 
 def first_non_finite(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anymamba.ground.files import write_tensors
 from anymamba.training.config import RunConfig
+from anymamba.training.pieces import Piece
 
 B = TypeVar("B", bound="StepBatch")
 
@@ -93,16 +94,19 @@ class Task(ABC, Generic[B]):
         """Write `model.safetensors`, and what else belongs to the model."""
         write_tensors(directory / "model.safetensors", model.state_dict(), {})
 
+    def write_description(self, model: Any, directory: Path) -> None:
+        """Write what else `write_model` writes, where workers write the weights in pieces."""
+
     def read_model(self, model: Any, tensors: dict[str, Tensor]) -> None:
         """Set the weights to those of `model.safetensors`."""
         model.load_state_dict(tensors)
 
-    def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor]:
-        """The carried states of all parts as tensors by name."""
+    def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor | Piece]:
+        """The carried states of all parts as tensors by name; where workers have different ones, the rows from here."""
         raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is saved")
 
-    def carried_from(self, model: Any, tensors: dict[str, Tensor]) -> list[Any]:
-        """The inverse of `carried_tensors`."""
+    def carried_from(self, model: Any, tensors: Mapping[str, Any]) -> list[Any]:
+        """The inverse of `carried_tensors`, from all rows, which `tensors[name][begin:end]` reads."""
         raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is restored")
 
     def plot(self, directory: Path) -> None:

@@ -1,0 +1,153 @@
+"""Runs of two workers that are killed at random: torchrun starts them again, and they end as if nothing had happened.
+
+A worker is killed by itself with SIGKILL, at the n-th operation on the file system, which falls into a save more often
+than not, or after a random time, which falls anywhere. Saves are slowed down, so that steps are taken meanwhile.
+
+    python -m tests.training.kills --kills 20 --seed 1
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from anymamba.training import TrainingConfig, train
+from anymamba.training.checkpoint import checkpoints
+from anymamba.training.report import read_metrics
+from tests.training.cases import tiny, write_corpus
+from tests.training.killing import OPERATIONS
+
+MESHES = {"replicate": {"replicate": 2}, "shard": {"shard": 2}, "context": {"context": 2}}
+RESTARTS = 4
+
+
+def arm(directory, how, amount, slow, note):
+    """Let this process kill itself, and say where it was, at an operation on a file of `directory`, or after a time."""
+    lock, left = threading.Lock(), amount
+
+    def die(where):
+        with lock:
+            saving = any(thread.name == "checkpoint" for thread in threading.enumerate())
+            note.write_text(json.dumps({"how": how, "where": where, "saving": saving}))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def count(event, arguments):
+        nonlocal left
+        if event not in OPERATIONS or str(directory) not in str(arguments[0]):
+            return
+        if threading.current_thread().name == "checkpoint":
+            time.sleep(slow)
+        if how == "operation":
+            left -= 1
+            if left < 0:
+                die(f"{event} {Path(str(arguments[0])).name}")
+
+    sys.addaudithook(count)
+    if how == "time":
+        timer = threading.Timer(amount, die, ("after a time",))
+        timer.daemon = True
+        timer.start()
+
+
+def worker(directory, whole):
+    """Train undisturbed into `whole`, unless that is there, and then into `directory`/run; what torchrun runs."""
+    os.fsync = lambda descriptor: None
+    directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))
+    plan = json.loads((directory / "plan.json").read_text())
+    if life == 0 and not (whole / "model.safetensors").exists():
+        began = time.perf_counter()
+        train(config, whole, report=str)
+        (whole / "seconds.json").write_text(json.dumps(time.perf_counter() - began))
+    rank, how, amount, slow = plan[life] if life < len(plan) else (-1, "", 0, 0.0)
+    if rank == int(os.environ["RANK"]):
+        amount = amount * json.loads((whole / "seconds.json").read_text()) if how == "time" else amount
+        arm(directory / "run", how, amount, slow, directory / f"killed-{life}.json")
+    train(config, directory / "run", report=str)
+
+
+def attempt(directory, whole, corpus, mesh, plan):
+    """One run on a mesh that is killed as planned, a kill in each of its lives; where it was killed."""
+    directory.mkdir()
+    config = tiny(
+        corpus,
+        data={"mode": "stream"},
+        optimiser={"kind": "muon"},
+        parallel={**MESHES[mesh], "timeout": 120},
+        schedule={"steps": 14},
+        evaluation={"every": 7, "sample_tokens": 0},
+    )
+    (directory / "config.json").write_text(json.dumps(config.to_dict()))
+    (directory / "plan.json").write_text(json.dumps(plan))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["--max-restarts", str(len(plan)), "-m", "tests.training.kills", "--worker", directory, whole]
+    done = subprocess.run(
+        launch, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=900,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expect_same(directory / "run", whole)
+    return [json.loads(file.read_text()) for file in sorted(directory.glob("killed-*.json"))]
+
+
+def expect_same(killed, whole):
+    """Everything that a run leaves is there, byte for byte."""
+    (latest, *_), (expected, *_) = (checkpoints(run / "checkpoints") for run in (killed, whole))
+    assert latest.name == expected.name
+    assert sorted(path.name for path in latest.iterdir()) == sorted(path.name for path in expected.iterdir())
+    for path in [*expected.glob("*.safetensors"), whole / "model.safetensors"]:
+        other = killed / path.relative_to(whole)
+        assert path.read_bytes() == other.read_bytes(), other
+    rows = [
+        [(row.step, row.tokens, row.loss, row.evaluated) for row in read_metrics(run / "metrics.csv")]
+        for run in (killed, whole)
+    ]
+    assert rows[0] == rows[1]
+    assert not list((killed / "checkpoints").glob(".*"))
+
+
+def drawn(chance, mesh):
+    """Who is killed in each life, how, and when: at which operation, or after which share of the time of a run."""
+    found = []
+    for _ in range(RESTARTS):
+        rank = chance.randrange(2)
+        writes = rank == 0 or mesh == "shard"  # otherwise there are no operations to count
+        how = chance.choice(["operation", "operation", "time"]) if writes else "time"
+        amount = chance.randrange(60 if rank == 0 else 30) if how == "operation" else chance.uniform(0.0, 0.8)
+        found.append((rank, how, amount, chance.choice([0.0, 0.005, 0.02])))
+    return found
+
+
+def main(kills, seed):
+    """Kill until it is enough; every run is compared with the one on the same mesh that nobody killed."""
+    chance, found = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as name:
+        corpus, runs = write_corpus(Path(name) / "corpus"), 0
+        while len(found) < kills:
+            mesh = chance.choice(list(MESHES))
+            whole = Path(name) / f"whole-{mesh}"
+            deaths = attempt(Path(name) / f"run{runs}", whole, corpus, mesh, drawn(chance, mesh))
+            runs += 1
+            found += deaths
+            print(f"{mesh}: {len(deaths)} kills, the same bytes; {len(found)} of {kills}", flush=True)
+    saving = sum(death["saving"] for death in found)
+    print(f"seed {seed}: {len(found)} kills in {runs} runs, {saving} of them while a checkpoint was being written")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--worker", nargs=2, default=None)
+    given = parser.parse_args()
+    if given.worker:
+        worker(*given.worker)
+    else:
+        main(given.kills, random.randrange(10**6) if given.seed is None else given.seed)

@@ -1,0 +1,154 @@
+"""Tensors in pieces: any rows can be read from them, and files that do not go together are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from anymamba.training.pieces import Piece, StoredTensors, file_name, files_of, is_divided, write_pieces
+
+WHOLE = {"a": torch.arange(21.0).view(7, 3), "b": torch.arange(5.0, dtype=torch.float64), "count": torch.tensor(3.0)}
+# Awkward: several runs of rows in a file, out of order, one row, and a tensor that one file has all of.
+SPANS = {"a": [((4, 6), (0, 1)), ((1, 4), (6, 7))], "b": [((0, 5),), ()]}
+
+
+def write(directory, spans=SPANS, **changed):
+    """Two files; `changed` replaces what their headers say of a tensor."""
+    files = []
+    for place in range(2):
+        pieces = {"count": WHOLE["count"]} if place == 0 else {}
+        for name, both in spans.items():
+            if both[place]:
+                rows = torch.cat([WHOLE[name][begin:end] for begin, end in both[place]])
+                pieces[name] = Piece(rows, both[place], len(WHOLE[name]))
+        files.append(directory / file_name("model", place, 2))
+        write_pieces(files[-1], pieces)
+    if changed:
+        tensors = {name: x.rows if isinstance(x, Piece) else x for name, x in pieces.items()}
+        said = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
+        save_file(tensors, files[-1], metadata={"pieces": json.dumps({**said, **changed})})
+    return files
+
+
+def test_what_was_written_in_pieces_is_read_whole(tmp_path):
+    found = StoredTensors(write(tmp_path))
+    assert sorted(found) == sorted(WHOLE)
+    for name, x in found.whole().items():
+        assert torch.equal(x, WHOLE[name])
+        assert x.dtype == found[name].dtype == WHOLE[name].dtype
+
+
+def test_any_rows_can_be_read(tmp_path):
+    found = StoredTensors(write(tmp_path))["a"]
+    for begin in range(8):
+        for end in range(begin, 8):
+            rows = found[begin:end]
+            assert rows.shape == (end - begin, 3)
+            assert torch.equal(rows, WHOLE["a"][begin:end])
+
+
+def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
+    """As of an optimiser before its first step."""
+    files = [tmp_path / file_name("optimiser", place, 2) for place in range(2)]
+    write_pieces(files[0], {"rng": torch.arange(3)})
+    write_pieces(files[1], {})
+    assert list(StoredTensors(files)) == ["rng"]
+
+
+def test_rows_that_are_not_asked_for_are_not_read(tmp_path, monkeypatch):
+    files = write(tmp_path)
+    found, opened = StoredTensors(files), []
+    file = StoredTensors.file
+    monkeypatch.setattr(StoredTensors, "file", lambda self, path: opened.append(path) or file(self, path))
+    assert torch.equal(found["a"][4:6], WHOLE["a"][4:6])
+    assert opened == files[:1]
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path):
+    files = write(tmp_path)
+    stored = StoredTensors(files)
+    found = stored["b"][...], stored["count"][...]
+    stored.close()
+    for file in files:
+        file.write_bytes(bytes(file.stat().st_size))
+    assert torch.equal(found[0], WHOLE["b"])
+    assert torch.equal(found[1], WHOLE["count"])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        3,
+        {},
+        {"rows": 7},
+        {"rows": "7", "spans": [[1, 4], [6, 7]]},
+        {"rows": 7, "spans": []},
+        {"rows": 7, "spans": [[1, 4]]},
+        {"rows": 7, "spans": [[1, 4], [6, 8]]},
+        {"rows": 7, "spans": [[1, 4], [7, 6]]},
+        {"rows": 7, "spans": [[-1, 2], [6, 7]]},
+        {"rows": 7, "spans": [[1, 4], [6.0, 7]]},
+        {"rows": 7, "spans": [[1, 4], [6]]},
+        {"rows": 7, "spans": [[1, 4], [True, 2]]},
+    ],
+    ids=str,
+)
+def test_a_header_that_does_not_say_which_rows_are_there_is_refused(tmp_path, entry):
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors should say which rows of a "):
+        StoredTensors(write(tmp_path, a=entry))
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (
+            {"rows": 7, "spans": [[0, 3], [6, 7]]},
+            "each of the 7 rows of a should be in one file, got 0 to 1 in model-0",
+        ),
+        ({"rows": 7, "spans": [[1, 4], [5, 6]]}, "each of the 7 rows of a should be in one file"),
+        ({"rows": 8, "spans": [[1, 4], [6, 7]]}, r"rows of a as torch.float32 of shape \(7, 3\), got .* \(8, 3\)"),
+    ],
+)
+def test_rows_that_overlap_or_are_missing_are_refused(tmp_path, entry, words):
+    with pytest.raises(ValueError, match=words):
+        StoredTensors(write(tmp_path, a=entry))
+
+
+def test_files_that_do_not_go_together_are_refused(tmp_path):
+    files = write(tmp_path)
+    with pytest.raises(ValueError, match="each of the 7 rows of a"):
+        StoredTensors(files[:1])
+    with pytest.raises(ValueError, match="each of the 7 rows of a"):
+        StoredTensors([*files, files[1]])
+    write_pieces(files[1], {"a": Piece(torch.zeros(4, 2), SPANS["a"][1], 7)})
+    with pytest.raises(ValueError, match=r"of shape \(7, 3\), got torch.float32 of shape \(7, 2\)"):
+        StoredTensors(files)
+    write_pieces(files[1], {"a": Piece(torch.zeros(4, 3).half(), SPANS["a"][1], 7)})
+    with pytest.raises(ValueError, match=r"torch.float32 of shape \(7, 3\), got torch.float16"):
+        StoredTensors(files)
+    write_pieces(files[1], {"a": Piece(WHOLE["a"][[1, 2, 3, 6]], SPANS["a"][1], 7), "count": WHOLE["count"]})
+    with pytest.raises(ValueError, match="count should be in one file, got 2"):
+        StoredTensors(files)
+    save_file({"x": torch.zeros(1)}, files[0], metadata={"pieces": "[3]"})
+    with pytest.raises(ValueError, match="should say which rows it has as a JSON object, got list"):
+        StoredTensors(files[:1])
+
+
+def test_the_numbers_of_files_must_be_complete():
+    numbered = [file_name("model", place, 3) for place in range(3)]
+    assert files_of("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"]) == numbered
+    assert files_of("model", ["model.safetensors", "optimiser.safetensors"]) == ["model.safetensors"]
+    assert files_of("carried", numbered) == []
+    assert is_divided(numbered)
+    assert not is_divided(["model.safetensors", "training.json"])
+    for wrong in (
+        numbered[1:],
+        [*numbered, "model.safetensors"],
+        [*numbered, "model-00001-of-00002.safetensors"],
+        ["model-00001-of-00001.safetensors"],
+        ["model-00000-of-00000.safetensors"],
+    ):
+        with pytest.raises(ValueError, match="should be one file, or all of those that workers wrote, got model"):
+            files_of("model", wrong)

@@ -1,0 +1,185 @@
+"""Checkpoints of several workers are read by any number of them; what is wrong with one is named."""
+
+import functools
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from anymamba.ground.files import digest_file, open_tensors, read_json, write_json
+from anymamba.training import TrainingConfig
+from anymamba.training import checkpoint as module
+from anymamba.training.checkpoint import checkpoints, load_latest
+from anymamba.training.language import begin, open_run
+from anymamba.training.pieces import StoredTensor
+from tests.training.cases import silent
+from tests.training.test_parallel import (
+    MUON,
+    PARTS,
+    STREAM,
+    alone,
+    assert_same_run,
+    config_of,
+    resume_case,
+    workers_of,
+)
+from tests.training.test_saving import names_in, replaced, trained
+from tests.workers import run_cases, shared_directory
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+
+
+def cut(path):
+    file = path / "optimiser-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(path):
+    file = path / "carried-00001-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def remove(path):
+    (path / "model-00002-of-00002.safetensors").unlink()
+
+
+def of_another(path):
+    name = "model-00001-of-00002.safetensors"
+    shutil.copyfile(checkpoints(path.parent)[1] / name, path / name)
+
+
+def sign(path, files):
+    """Write a manifest with the right checksums, as a forger would."""
+    manifest = {**read_json(path / "training.json"), "files": {name: digest_file(path / name) for name in files}}
+    manifest.pop("checksum")
+    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+
+
+def unlisted(path):
+    sign(path, [name for name in names_in(path) if name not in ("training.json", "model-00002-of-00002.safetensors")])
+
+
+def other_rows(path, change=lambda entry: {**entry, "spans": [[b + 1, e + 1] for b, e in entry["spans"]]}):
+    file = path / "model-00002-of-00002.safetensors"
+    with open_tensors(file) as opened:
+        table = json.loads(opened.metadata()["pieces"])
+    name = "backbone.embedding.weight"
+    save_file(load_file(file), file, metadata={"pieces": json.dumps({**table, name: change(table[name])})})
+    sign(path, [name for name in names_in(path) if name != "training.json"])
+
+
+def same_rows(path):
+    other_rows(path, lambda entry: {**entry, "spans": [[b - 1, e - 1] for b, e in entry["spans"]]})
+
+
+def more_rows(path):
+    other_rows(path, lambda entry: {**entry, "rows": entry["rows"] + 1})
+
+
+DAMAGES = {
+    cut: "optimiser-00002-of-00002.safetensors should have the checksum",
+    flip: "carried-00001-of-00002.safetensors should have the checksum",
+    remove: "model-00002-of-00002.safetensors should have the checksum .* got missing",
+    of_another: "model-00001-of-00002.safetensors should have the checksum",
+    unlisted: "model should be one file, or all of those that workers wrote, got model-00001-of-00002.safetensors",
+    other_rows: "model-00002-of-00002.safetensors should say which rows of backbone.embedding.weight",
+    same_rows: "each of the 256 rows of backbone.embedding.weight should be in one file",
+    more_rows: r"model-00002-of-00002.safetensors should have rows of backbone.embedding.weight as .*\(256, 16\)",
+}
+
+
+def damage_case(rank):
+    """Whatever is wrong with a piece is named; all workers use the checkpoint before it, and so does one process."""
+    trained(rank, "sound", STREAM, {"shard": 2})
+    for damage, words in DAMAGES.items():
+        directory = shared_directory(f"damaged by {damage.__name__}")
+        if rank == 0:
+            shutil.copytree(shared_directory("sound"), directory)
+            damage(checkpoints(directory / "checkpoints")[0])
+        dist.barrier()
+        told = []
+        assert open_run(directory, {}, told.append, workers_of(rank)).step == 2
+        assert len(told) == (1 if rank == 0 else 0)
+        if rank == 0:
+            assert load_latest(directory / "checkpoints", told.append).step == 2
+            for line in told:
+                pattern = rf"step-00000004: damaged: {words}.*; going back to the checkpoint before it"
+                assert re.search(pattern, line), (line, words)
+        dist.barrier()
+
+
+def own_rows_case(rank):
+    """Who resumes on a mesh that divides the weights reads no more than its own rows, and what is not divided."""
+    fields = STREAM | MUON
+    trained(rank, "half", fields, {}, stop=3)
+    read = []
+
+    def counting(get):
+        def counted(stored, rows):
+            found = get(stored, rows)
+            read.append(found.numel())
+            return found
+
+        return counted
+
+    with replaced(StoredTensor, "__getitem__", counting):
+        trainer = open_run(shared_directory("half"), {"parallel.shard": "2"}, silent, workers_of(rank))
+    path = checkpoints(shared_directory("half") / "checkpoints")[0]
+    total = sum(x.numel() for file in path.glob("*.safetensors") for x in load_file(file).values())
+    assert sum(read) < 0.7 * total, (sum(read), total)
+    trainer.run(shown=False)
+    if rank == 0:
+        assert_same_run(shared_directory("half"), alone(rank, fields))
+    else:
+        alone(rank, fields)
+    dist.barrier()
+
+
+def init_case(rank):
+    """A run that began with another model's weights continues from pieces, without that model."""
+    trained(rank, "first", {}, {"shard": 2})
+    config = {"model": {"init": str(shared_directory("moved"))}, "schedule": {"steps": 4}}
+    if rank == 0:
+        shared_directory("moved").mkdir()
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(shared_directory("first") / name, shared_directory("moved") / name)
+    dist.barrier()
+    values = {**config_of({}, {"shard": 2}).to_dict(), **config}
+    directory = shared_directory("second")
+    trainer = begin(TrainingConfig.from_dict(values), directory, silent, workers_of(rank))
+    trainer.run([lambda row: row.step == 3], shown=False)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(shared_directory("moved"))
+    dist.barrier()
+    assert open_run(directory, {}, silent, workers_of(rank)).run(shown=False)
+    dist.barrier()
+
+
+WORKER_CASES = {
+    2: {"damage": damage_case, "own rows": own_rows_case, "begun with a model": init_case},
+    4: {
+        "resumed, hybrid to shards": functools.partial(
+            resume_case, name="d", fields=STREAM | PARTS | MUON, first={"replicate": 2, "shard": 2}, then={"shard": 4}
+        ),
+        "resumed, shards to hybrid": functools.partial(
+            resume_case, name="e", fields=STREAM | PARTS | MUON, first={"shard": 4}, then={"shard": 2, "context": 2}
+        ),
+    },
+}
+
+
+@functools.cache
+def said(size):
+    return run_cases(__name__, size)
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+def test_workers_read_what_others_wrote(size, name):
+    assert not said(size)[name], said(size)[name]

@@ -1,0 +1,226 @@
+"""Checkpoints of several workers: each writes its own rows, in the background; all of it is there, or none."""
+
+import functools
+import resource
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from anymamba import MambaLM
+from anymamba.training.checkpoint import Facts, checkpoints
+from anymamba.training.language import begin, open_run
+from anymamba.training.parallel import SharedError
+from anymamba.training.pieces import StoredTensors
+from anymamba.training.saving import Part, Saver
+from tests.training.cases import silent
+from tests.training.test_parallel import (
+    MUON,
+    PARTS,
+    STREAM,
+    config_of,
+    prepare,
+    workers_of,
+)
+from tests.workers import run_cases, shared_directory
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+
+
+def trained(rank, name, fields, mesh, stop=None):
+    """A run of several workers, perhaps stopped, and its checkpoints, the latest first."""
+    prepare(rank)
+    directory = shared_directory(name)
+    trainer = begin(config_of(fields, mesh), directory, silent, workers_of(rank))
+    trainer.run([lambda row: row.step == stop], shown=False)
+    dist.barrier()
+    return trainer, checkpoints(directory / "checkpoints")
+
+
+def names_in(path):
+    return sorted(file.name for file in path.iterdir())
+
+
+@contextmanager
+def replaced(owner, name, make):
+    """A method is another, made from it, during the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def format_case(rank):
+    """Workers that divide tensors write their own rows of them; where there is nothing to divide, one file is whole."""
+    _, (path, *_) = trained(rank, "divided", STREAM | MUON, {"shard": 2})
+    numbered = [f"{kind}-0000{i}-of-00002.safetensors" for kind in ("carried", "model", "optimiser") for i in (1, 2)]
+    assert names_in(path) == sorted([*numbered, "config.json", "training.json"])
+    for name in numbered:
+        rows = {key: len(x) for key, x in load_file(path / name).items() if x.ndim and key != "rng"}
+        kind = StoredTensors([path / other for other in numbered if other.split("-")[0] == name.split("-")[0]])
+        assert rows
+        assert sum(rows.values()) <= 0.6 * sum(kind[key].shape[0] for key in kind if kind[key].shape and key != "rng")
+    whole = StoredTensors([path / name for name in numbered if name.startswith("model")]).whole()
+    final = load_file(path.parents[1] / "model.safetensors")
+    assert sorted(final) == sorted(whole)
+    assert all(torch.equal(final[key], whole[key]) for key in final)
+    for mesh in ({}, {"context": 2}):
+        _, (path, *_) = trained(rank, f"whole{'-'.join(mesh)}", {}, mesh)
+        assert names_in(path) == ["config.json", "model.safetensors", "optimiser.safetensors", "training.json"]
+        MambaLM.from_pretrained(path)
+        _, (path, *_) = trained(rank, f"streams{'-'.join(mesh)}", STREAM, mesh)
+        carried = ["carried.safetensors"] if mesh else numbered[:2]
+        assert [name for name in names_in(path) if "carried" in name] == carried
+    dist.barrier()
+
+
+def background_case(rank, mesh):
+    """Steps are taken while a slow disk writes, with the bits of a run that saves once, at its end."""
+    fields, when = STREAM | PARTS | MUON | {"checkpoints": {"every": 1, "keep": 9}}, []
+    once = fields | {"checkpoints": {"every": 0}}
+    _, (expected, *_) = trained(rank, f"once{'-'.join(mesh)}", once, mesh)
+
+    def slow(write):
+        def written(part, directory):
+            began = trainer.step
+            time.sleep(0.3)
+            write(part, directory)
+            when.append((began, trainer.step))
+
+        return written
+
+    directory = shared_directory(f"often{'-'.join(mesh)}")
+    trainer = begin(config_of(fields, mesh), directory, silent, workers_of(rank))
+    with replaced(Part, "write", slow):
+        trainer.run(shown=False)
+    dist.barrier()
+    assert [int(path.name[5:]) for path in checkpoints(directory / "checkpoints")] == [4, 3, 2, 1, 0]
+    assert any(end > begin for begin, end in when), when
+    (path, *_) = checkpoints(directory / "checkpoints")
+    for name in names_in(expected):
+        if name.endswith(".safetensors"):
+            assert (path / name).read_bytes() == (expected / name).read_bytes(), name
+    dist.barrier()
+
+
+def on_a_full_disk(write):
+    """No file that this process writes meanwhile can have more than 2,000 bytes."""
+
+    def written(part, directory):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        try:
+            write(part, directory)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return written
+
+
+def full_disk_case(rank, victim):
+    """A worker that cannot write ends all, with its name and the file's; what was there stays and is resumed from."""
+    prepare(rank)
+    directory = shared_directory(f"full{victim}")
+    config = config_of(STREAM | {"checkpoints": {"every": 1, "keep": 9}}, {"shard": 2})
+    trainer = begin(config, directory, silent, workers_of(rank))
+    trainer.run([lambda row: row.step == 2], shown=False)
+    again = open_run(directory, {}, silent, workers_of(rank))
+    name = f"optimiser-0000{victim + 1}-of-00002.safetensors"
+    words = rf"^worker {victim} of 2: \S*step-00000003: cannot be written, .* File too large: \S*/{name}'"
+    again._take_step()
+    disk = replaced(Part, "write", on_a_full_disk) if rank == victim else nullcontext()
+    with pytest.raises(SharedError, match=words), disk:
+        again.save()
+    dist.barrier()
+    assert [path.name for path in checkpoints(directory / "checkpoints")] == [f"step-0000000{i}" for i in (2, 1, 0)]
+    assert not list((directory / "checkpoints").glob(".*"))
+    dist.barrier()
+    last = open_run(directory, {}, silent, workers_of(rank))
+    assert last.step == 2
+    assert last.run(shown=False)
+    dist.barrier()
+
+
+def failed_in_the_background_case(rank):
+    """A write that fails while steps are taken ends the run at the next step."""
+    prepare(rank)
+    directory = shared_directory("fails")
+    config = config_of({"schedule": {"steps": 500}, "checkpoints": {"every": 2}}, {"shard": 2})
+    trainer = begin(config, directory, silent, workers_of(rank))
+    trainer.save()
+
+    def failing(write):
+        def written(part, place):
+            if rank == 1:
+                raise OSError(28, "No space left on device", str(place / "model-00002-of-00002.safetensors"))
+            write(part, place)
+
+        return written
+
+    words = r"worker 1 of 2: .*step-00000002: .*No space left.*model-00002-of"
+    with pytest.raises(SharedError, match=words), replaced(Part, "write", failing):
+        trainer.run(shown=False)
+    assert 2 <= trainer.step <= 4
+    dist.barrier()
+    assert [path.name for path in checkpoints(directory / "checkpoints")] == ["step-00000000"]
+    assert not list((directory / "checkpoints").glob(".*"))
+    dist.barrier()
+
+
+FACTS = Facts(7, 0, "data", False, {}, [])
+
+
+def silent_worker_case(rank):
+    """A worker that says nothing of its part in time has failed, and is named."""
+    directory = shared_directory("silent")
+    saver = Saver(directory, workers_of(rank), 0.3)
+    part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, lambda _: time.sleep(2 * rank))
+    saver.start(part, FACTS, before=-1, keep=2)
+    with pytest.raises(SharedError, match=r"worker 1 of 2: .*step-00000007: cannot be written, .*no answer"):
+        saver.finish()
+    assert checkpoints(directory) == []
+    dist.barrier()
+
+
+def error_meanwhile_case(rank):
+    """An error that no other worker knows of waits for what is being written."""
+    directory = shared_directory("meanwhile")
+    saver = Saver(directory, workers_of(rank), 30)
+    part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
+    saver.start(part, FACTS, before=-1, keep=2)
+    with pytest.raises(ZeroDivisionError), saver:
+        1 / 0  # noqa: B018
+    dist.barrier()
+    assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
+    assert not list(directory.glob(".*"))
+    dist.barrier()
+
+
+WORKER_CASES = {
+    2: {
+        "format": format_case,
+        "in the background, shard": functools.partial(background_case, mesh={"shard": 2}),
+        "in the background, context": functools.partial(background_case, mesh={"context": 2}),
+        "full disk of the first": functools.partial(full_disk_case, victim=0),
+        "full disk of the second": functools.partial(full_disk_case, victim=1),
+        "failed in the background": failed_in_the_background_case,
+        "silent worker": silent_worker_case,
+        "error meanwhile": error_meanwhile_case,
+    }
+}
+
+
+@functools.cache
+def said(size):
+    return run_cases(__name__, size)
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
+def test_workers_save_as_one(size, name):
+    assert not said(size)[name], said(size)[name]
