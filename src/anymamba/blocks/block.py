@@ -24,7 +24,8 @@ from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
 from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
-from anymamba.kernels.cpu.program import OUTPUT, Program, Recording
+from anymamba.kernels.cpu.program import OUTPUT, Program
+from anymamba.kernels.cpu.recording import Recording
 from anymamba.scan import SsdPath
 
 # Not attributes of the blocks: a recording is neither copied nor saved with its block.

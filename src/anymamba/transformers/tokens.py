@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from anymamba.ground import finite
 from anymamba.ground.numerics import is_autocast
 from anymamba.ground.operators import is_plain, kernels_are_off
-from anymamba.kernels.cpu.program import Program, Recording
+from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.cpu.recording import Recording
 from anymamba.kernels.cpu.watched import GLOBAL_HOOKS
 from anymamba.transformers.caches import Carried
 
