@@ -7,13 +7,13 @@ has served other contenders holds memory which would hide what this one needs.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
+from anymamba.ground.allocator import return_freed_memory
 from benchmarks.harness import Contender
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def measure_here(contender: Contender) -> int:
     contender.tiny()()
     call = contender.setup()
     gc.collect()
-    _return_freed_memory()
+    return_freed_memory()  # so that the call cannot use it uncounted
     reset_high_water_mark()
     before = high_water_mark()
     call()
@@ -66,10 +66,3 @@ def reset_high_water_mark() -> None:
             clear_refs.write_text("5")
         except PermissionError:
             print("memory: /proc/self/clear_refs is not writable, figures may be too small", file=sys.stderr)
-
-
-def _return_freed_memory() -> None:
-    """Hand what the allocator keeps of freed memory back to the system, so that the call cannot use it uncounted."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import inspect
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from anymamba import GenerationState, LMCache, MambaLM, generate, stream
 from anymamba.generation import Sampling, start
+from anymamba.kernels.cpu import library
 from anymamba.models import LMOutput
 from tests.models.cases import FAMILIES, GOLDEN, golden, small_lm
 from tests.models.test_lm_cache import bad_rows_cases, rows_cases
@@ -221,6 +223,28 @@ def test_a_state_moves_to_a_model_of_another_dtype():
     assert {x.dtype for x in state.cache.tensors().values()} == {torch.float32}
     assert wide.generate(None, 3, cache=state.to("cpu")).tokens.shape == (2, 3)
     assert not state.detach().logits.requires_grad
+
+
+@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+def test_the_state_that_a_prompt_arrived_at_is_there_once():
+    """Nobody else holds it, so the steps after it write to the same memory."""
+    tokens = stream(small_lm(), prompts(5)[0], 3)
+    before = [x.data_ptr() for x in tokens._state.cache.leaves()]
+    list(tokens)
+    assert [x.data_ptr() for x in tokens._state.cache.leaves()] == before
+
+
+def test_what_a_prompt_continues_from_stays_as_it_is_even_if_a_model_hands_it_on(monkeypatch):
+    model, ids = small_lm(), prompts(5)[0]
+    cache = model(ids).cache
+    before = [x.clone() for x in cache.leaves()]
+
+    def handing_on(model, ids, cache, **options):
+        return start(model, ids, cache, **options)._replace(cache=cache)
+
+    monkeypatch.setattr(import_module("anymamba.generation.generate"), "start", handing_on)
+    generate(model, ids, 4, cache=cache)
+    assert all(torch.equal(x, y) for x, y in zip(cache.leaves(), before, strict=True))
 
 
 def test_a_bare_cache_goes_on_with_a_prompt():

@@ -1,5 +1,6 @@
 """Freed memory that is kept is not cleared again, and freed memory that is shared is not kept by every thread."""
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -109,6 +110,27 @@ def test_kept_memory_is_not_cleared_again():
         pytest.skip("another C library, or malloc has settings of its own")
     assert pages < 48 * 2**20 / resource.getpagesize() / 20
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+
+
+HOLES = """
+import re, sys, torch
+from anymamba.ground.allocator import return_freed_memory
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+taken = [torch.ones(2**14) for _ in range(1024)]  # 64 KiB each: parts of the heap
+del taken[::2], taken[:-1]  # the last holds the end of the heap
+before = resident()
+return_freed_memory()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_freed_memory_below_some_that_is_taken_is_given_back():
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("another C library")
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 0.8 * 2**26
 
 
 def test_settings_of_the_environment_come_first(monkeypatch):

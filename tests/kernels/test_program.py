@@ -10,7 +10,8 @@ from torch import nn
 from anymamba import Mamba1, Mamba2, Mamba3, check_finite
 from anymamba.ground.operators import kernels_off
 from anymamba.kernels.cpu import library
-from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, NotCovered, Program, Recording
+from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, NotCovered, Program
+from anymamba.kernels.cpu.recording import Recording
 from tests.blocks.families import OPTIONS, make_block, random_cache
 from tests.support import FLOOR, assert_near, in_another_process
 

@@ -214,10 +214,12 @@ def private_bytes():
 def resident_bytes(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-MambaLM.from_pretrained(sys.argv[2])  # what the first call loads besides weights
+for weights in (None, "int8", "int4"):
+    MambaLM.from_pretrained(sys.argv[2], weights=weights)  # what the first call loads besides weights
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak
 before, resident = private_bytes(), resident_bytes("VmRSS")
-model = MambaLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[3]), mapped=sys.argv[4] == "mapped")
+options = {"mapped": True} if sys.argv[4] == "mapped" else {} if sys.argv[4] == "read" else {"weights": sys.argv[4]}
+model = MambaLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[3]), **options)
 print(private_bytes() - before, resident_bytes("VmHWM") - resident, sum(p.nbytes for p in model.parameters()))
 """
 
@@ -234,6 +236,33 @@ def test_loading_takes_the_memory_of_the_weights_once_and_mapped_ones_take_none(
     assert peak < (0.3 if how == "mapped" else 1.2) * weights + 2**23  # the largest tensor, when it is converted
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("format", ["bfloat16", "int8", "int4"])
+def test_loading_in_fewer_bits_takes_the_memory_of_the_narrow_weights_once(format, tmp_path):
+    """The largest weight of the file alone, 48 MiB, would be more than all of them in four bits."""
+    MambaLM(d_model=512, n_layer=8, vocab_size=24000, ssm_cfg={"layer": "Mamba2"}).save_pretrained(tmp_path / "large")
+    small_lm().save_pretrained(tmp_path / "small")
+    command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "small", "float32", format]
+    kept, peak, weights = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert kept < 1.2 * weights
+    assert peak < 1.2 * weights + 2**23  # what narrowing some rows takes
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_the_parts_of_a_tensor_are_its_rows(directory, suffix, rows):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    if suffix != "safetensors":
+        file = directory / "pytorch_model.bin"
+        torch.save(tensors, file, _use_new_zipfile_serialization=suffix == "bin")
+    name = next(name for name, x in tensors.items() if x.ndim == 2)
+    with weight_file(file) as opened:
+        parts = [part.clone() for part in opened.parts(name, torch.float64, None, rows)]
+    assert [len(part) for part in parts[:-1]] == [rows] * (len(parts) - 1)
+    assert torch.equal(torch.cat(parts), tensors[name].double())
+
+
 def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
     with weight_file(directory / "model.safetensors") as file:
         os.truncate(file.path, file.path.stat().st_size - 1)
@@ -241,6 +270,8 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
             last, dtype = name, stored.dtype
         with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
             file.read(last, dtype, mapped=False)
+        with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
+            list(file.parts(last, dtype, None, 2))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])

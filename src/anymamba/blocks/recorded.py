@@ -10,7 +10,8 @@ from torch import Tensor
 
 from anymamba.ground import finite
 from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
-from anymamba.kernels.cpu.program import OUTPUT, Recording
+from anymamba.kernels.cpu.program import OUTPUT
+from anymamba.kernels.cpu.recording import Recording
 
 if TYPE_CHECKING:
     from anymamba.blocks.block import Block

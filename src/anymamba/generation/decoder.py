@@ -9,7 +9,7 @@ from torch import Tensor
 from anymamba.ground import finite
 from anymamba.ground.numerics import is_autocast, state_dtype
 from anymamba.ground.operators import is_observed, kernels_are_off
-from anymamba.kernels.cpu.program import Recording
+from anymamba.kernels.cpu.recording import Recording
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 

@@ -66,14 +66,15 @@ class TokenStream:
         max_new_tokens: int,
         sampling: Sampling,
         stop: list[tuple[int, ...]],
+        owned: bool = False,
     ) -> None:
-        """Start from a state; the arguments are the checked ones of `stream`."""
+        """Start from a state; the arguments are the checked ones of `stream`. `owned`: nothing else uses the state."""
         self._model, self._decoder, self._state, self._sampling = model, Decoder(model), state, sampling
         self._seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         self._batch_size, self._left, self._stop = state.batch_size, max_new_tokens, stop
         self._rows = list(range(state.batch_size))
         self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
-        self._owned = False  # nothing else uses the state's cache
+        self._owned = owned  # nothing else uses the state's cache
         self._intact = True  # no exception came between changes that belong together
         self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
         self._longest_stop = max(map(len, stop), default=0)
@@ -220,7 +221,18 @@ def stream(
     state = start(model, input_ids, cache, mask=mask, segment_len=segment_len)
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
     state = state._replace(keys=torch.tensor(keys, dtype=torch.int64))
-    return TokenStream(model, state, max_new_tokens=max_new_tokens, sampling=chosen, stop=sequences)
+    # What a prompt arrives at is ours alone: the first step need not keep it beside its own result.
+    owned = input_ids is not None and not _share_memory(state.cache, cache)
+    return TokenStream(model, state, max_new_tokens=max_new_tokens, sampling=chosen, stop=sequences, owned=owned)
+
+
+def _share_memory(new: LMCache, given: LMCache | GenerationState | None) -> bool:
+    """Whether a tensor of a new cache lies in the memory of what was given."""
+    given = given.cache if isinstance(given, GenerationState) else given
+    if given is None:
+        return False
+    storages = {x.untyped_storage().data_ptr() for x in given.leaves()}
+    return any(x.untyped_storage().data_ptr() in storages for x in new.leaves())
 
 
 def generate(

@@ -11,6 +11,12 @@ _LARGEST_KEPT, _MOST_KEPT = 2**28, 2**30  # bytes
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
+def return_freed_memory() -> None:
+    """Give the memory of freed tensors back to the system, holes between others included, where glibc can."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def keep_freed_memory() -> bool:
     """Have the process keep up to 1 GiB of freed memory for its next tensors, in blocks of up to 256 MiB each.
 

@@ -7,6 +7,7 @@ or added. Quantised tensors (Q8_0, Q4_0, ...) are read as float32.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -142,6 +143,10 @@ class GgufFile:
             raise ValueError(f"{self.path}: {name} is stored as {kind}, which cannot be read") from error
         x = x.reshape(self._shape(name, shape))
         return (torch.log(-x.double()) if name.endswith(".ssm_a") else x).to(device, dtype)
+
+    def parts(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
+        """The rows of one tensor, so many at a time."""
+        yield from self.read(name, dtype, device, mapped=False).split(rows)
 
 
 def _kind(tensor: Any) -> str:

@@ -6,16 +6,17 @@ Mamba-1's projection to step sizes, whose results go through an exponential.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from anymamba.blocks.narrow import NarrowEmbedding, NarrowLinear
 from anymamba.ground.narrow import FORMATS, NarrowWeight, WeightFormat, expect_format
 from anymamba.models.lm import MambaLM
 from anymamba.models.tying import HEAD
-from anymamba.ops.narrow import narrow
+from anymamba.ops.narrow import narrow_rows, rows_at_once
 
 METHOD = "anymamba"  # in the config of a checkpoint
 _FIELD = "quantization_config"
@@ -66,28 +67,31 @@ def narrow_model(model: MambaLM, format: WeightFormat) -> MambaLM:
     plain = model.state_dict()
     if model.is_tied:
         del plain[HEAD]
-    state = dict(narrowed_weights(plain.items(), narrow_names(model), format))
+    state: dict[str, Tensor] = {}
+    wanted = set(narrow_names(model))
+    for name, x in plain.items():
+        if name in wanted:
+            state |= narrowed_weight(name, x.detach().split(rows_at_once(x.shape[1])), x.shape, format, x.device)
+        else:
+            state[name] = x
     make_room(model, format)
     model.load_state_dict(state, assign=True)
     return model
 
 
-def narrowed_weights(
-    tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], format: WeightFormat
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, with those of `names` as codes and scales, one after another."""
-    wanted = set(names)
-    for name, x in tensors:
-        if name not in wanted:
-            yield name, x
-            continue
-        try:
-            codes, scales, _ = narrow(x, format)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        yield name, codes
-        if scales is not None:
-            yield scales_of(name), scales
+def narrowed_weight(
+    name: str, parts: Iterable[Tensor], shape: Sequence[int], format: WeightFormat, device: torch.device | None
+) -> dict[str, Tensor]:
+    """The codes and scales of a weight, which comes some rows at a time, by their names.
+
+    Raises:
+        ValueError: values that the format cannot hold; the message names the weight.
+    """
+    try:
+        codes, scales, _ = narrow_rows(parts, shape[0], shape[1], format, device)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return {name: codes} if scales is None else {name: codes, scales_of(name): scales}
 
 
 def scales_of(weight: str) -> str:

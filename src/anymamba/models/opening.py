@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from anymamba.models.activation import with_block_options
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format
 from anymamba.models.hub import fetch, is_repository_id
-from anymamba.models.narrow import read_format, scales_of
+from anymamba.models.narrow import narrowed_weight, read_format, scales_of
 from anymamba.models.skeleton import expected_shapes
 from anymamba.models.tying import EMBEDDING, HEAD
 from anymamba.models.weights import (
@@ -31,6 +31,7 @@ from anymamba.models.weights import (
     read_entries,
     weight_file,
 )
+from anymamba.ops.narrow import rows_at_once
 
 # Up to this many, what a config asks for is listed and compared with the files, however little they hold.
 _FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
@@ -250,12 +251,23 @@ def read_named(
 
 
 def read_each(
-    checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], *, mapped: bool, device: torch.device | None
+    checkpoint: Checkpoint,
+    dtypes: dict[str, torch.dtype],
+    *,
+    mapped: bool,
+    device: torch.device | None,
+    narrowed: Collection[str] = (),
+    format: WeightFormat | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """One after another, file by file."""
+    """One after another, file by file; those of `narrowed` as codes and scales of `format`, read rows by rows."""
     for path in checkpoint.files:
         with weight_file(path) as file:
             for name, dtype in dtypes.items():
-                where, key, _ = checkpoint.tensors[name]
-                if where == path:
+                where, key, (shape, _) = checkpoint.tensors[name]
+                if where != path:
+                    continue
+                if format is not None and name in narrowed:
+                    parts = file.parts(key, dtype, device, rows_at_once(shape[1]))
+                    yield from narrowed_weight(name, parts, shape, format, device).items()
+                else:
                     yield name, file.read(key, dtype, device, mapped=mapped)

@@ -19,7 +19,6 @@ from anymamba.models.formats import FORMATS, Format, format_named, usual_format
 from anymamba.models.lm import MambaLM
 from anymamba.models.narrow import (
     narrow_names,
-    narrowed_weights,
     scales_of,
     weight_format,
     written_format,
@@ -69,8 +68,8 @@ def load_model(
         _check_tied(checkpoint)
         targets.pop(HEAD)
         targets.pop(scales_of(HEAD), None)
-    each = read_each(checkpoint, targets, mapped=mapped, device=torch.device(device))
-    state = dict(each if format is None else narrowed_weights(each, narrowed, format))
+    where = torch.device(device)
+    state = dict(read_each(checkpoint, targets, mapped=mapped, device=where, narrowed=set(narrowed), format=format))
     if not mapped:
         warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)

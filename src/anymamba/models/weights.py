@@ -82,13 +82,26 @@ class SafetensorsFile:
         begin, end = entry["data_offsets"]
         stored, on_cpu = _READABLE[entry["dtype"]], device is None or device.type == "cpu"
         raw = torch.empty(end - begin, dtype=torch.uint8) if on_cpu and stored == dtype else self._scratch(end - begin)
+        self._fill(raw, name, begin)
+        return raw.view(stored).view(entry["shape"]).to(device, dtype)
+
+    def parts(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
+        """The rows of one tensor, so many at a time; each part may lie in the memory of the one before it."""
+        entry = self._header[name]
+        (begin, end), shape, stored = entry["data_offsets"], entry["shape"], _READABLE[entry["dtype"]]
+        row_bytes = (end - begin) // max(1, shape[0])
+        for start in range(0, shape[0], rows):
+            count = min(rows, shape[0] - start)
+            raw = self._scratch(count * row_bytes)
+            self._fill(raw, name, begin + start * row_bytes)
+            yield raw.view(stored).view(count, *shape[1:]).to(device, dtype)
+
+    def _fill(self, raw: Tensor, name: str, begin: int) -> None:
+        """Read bytes from `begin` on, counted from the end of the header."""
         self._bytes.seek(self._start + begin)
         found = self._bytes.readinto(raw.numpy().data)
-        if found != end - begin:
-            raise ValueError(
-                f"{self.path}: {name} should have {end - begin} bytes, got {found}: the file was cut short"
-            )
-        return raw.view(stored).view(entry["shape"]).to(device, dtype)
+        if found != len(raw):
+            raise ValueError(f"{self.path}: {name} should have {len(raw)} bytes, got {found}: the file was cut short")
 
     def _scratch(self, size: int) -> Tensor:
         """One buffer for all conversions and moves, outside malloc, whose gaps would stay allocated."""
@@ -167,9 +180,24 @@ class PickleFile:
             del self._tensors[name]
         elif not mapped and self._copied.too_many(view.nbytes):
             del view
-            self.__exit__()
-            self.__enter__()
+            self._map_again()
         return tensor
+
+    def parts(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
+        """The rows of one tensor, so many at a time."""
+        for start in range(0, self._tensors[name].shape[0], rows):
+            view = self._tensors[name].detach()[start : start + rows]
+            yield view.to(device, dtype).contiguous()
+            if self._is_mapped and self._copied.too_many(view.nbytes):
+                del view
+                self._map_again()
+        if not self._is_mapped:
+            del self._tensors[name]
+
+    def _map_again(self) -> None:
+        """Let go of the pages that were read."""
+        self.__exit__()
+        self.__enter__()
 
 
 def _is_named_tensor(entry: tuple[Any, Any]) -> bool:

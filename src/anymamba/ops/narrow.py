@@ -7,16 +7,20 @@ Letters: m rows of activations, o outputs, i inputs, g groups of inputs, s input
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.ground.narrow import CODES, GROUPS, Narrow, WeightFormat, expect_format, expect_stored
+from anymamba.ground.allocator import return_freed_memory
+from anymamba.ground.narrow import CODES, GROUPS, Narrow, WeightFormat, expect_format, expect_stored, stored_parts
 from anymamba.ground.numerics import state_dtype
 from anymamba.ground.operators import Implementation, Operator
 
-_AT_ONCE = 2**20  # weights that are narrowed together
+_AT_ONCE = 2**17  # weights that are narrowed together: what that takes beside them is a few MiB
+_PARTS_BETWEEN = 16  # after so many, the holes that they left are given back
 # Scales that are tried for four bits, relative to the one that just covers the group: clipping its largest weight a
 # little leaves less error in all others.
 _FRACTIONS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
@@ -31,16 +35,58 @@ def narrow(weight: Float[Tensor, "o i"], format: WeightFormat) -> Narrow:
     Raises:
         ValueError: an unknown format, or values that it cannot hold: infinite, NaN, or beyond float16.
     """
+    out, width = weight.shape
+    return narrow_rows(weight.detach().split(rows_at_once(width)), out, width, format, weight.device)
+
+
+def rows_at_once(width: int) -> int:
+    """How many rows of a weight are narrowed together."""
+    return max(1, _AT_ONCE // max(1, width))
+
+
+def narrow_rows(
+    parts: Iterable[Float[Tensor, "_ i"]],
+    out: int,
+    width: int,
+    format: WeightFormat,
+    device: torch.device | str | None = None,
+) -> Narrow:
+    """`narrow` of a weight (out, width) that comes some rows at a time, so that it is never there as a whole.
+
+    Args:
+        parts: its rows in their order; each part is done with before the next is asked for.
+        out: rows of the weight.
+        width: columns of the weight.
+        format: what it is stored in.
+        device: where.
+
+    Raises:
+        ValueError: an unknown format, or values that it cannot hold: infinite, NaN, or beyond float16.
+    """
     expect_format("narrow", format)
-    if format not in GROUPS:
-        codes = weight.detach().to(CODES[format])
-        if not torch.isfinite(codes).all():
-            raise ValueError(f"narrow: {format} cannot hold weights that are not finite, or beyond its largest number")
-        return Narrow(codes, None, weight.shape[1])
-    size, rows = GROUPS[format], max(1, _AT_ONCE // max(1, weight.shape[1]))
-    parts = [_codes(part, format, size) for part in weight.detach().split(rows)]
-    codes, scales = (torch.cat(x) for x in zip(*parts, strict=True))
-    return Narrow(codes, scales, weight.shape[1])
+    stored = {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in stored_parts(format, out, width).items()
+    }
+    start = 0
+    for number, part in enumerate(parts, 1):
+        for name, rows in _narrow_part(part, format).items():
+            stored[name][start : start + len(part)] = rows
+        start += len(part)
+        if number % _PARTS_BETWEEN == 0:
+            return_freed_memory()
+    return_freed_memory()
+    assert start == out, f"expected {out} rows, got {start}"
+    return Narrow(stored["weight"], stored.get("scales"), width)
+
+
+def _narrow_part(weight_oi: Tensor, format: WeightFormat) -> dict[str, Tensor]:
+    if format in GROUPS:
+        return dict(zip(("weight", "scales"), _codes(weight_oi, format, GROUPS[format]), strict=True))
+    codes = weight_oi.to(CODES[format])
+    if not torch.isfinite(codes).all():
+        raise ValueError(f"narrow: {format} cannot hold weights that are not finite, or beyond its largest number")
+    return {"weight": codes}
 
 
 def narrow_linear(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.ground.products import linear
-from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, Program, Recording
+from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, Program
+from anymamba.kernels.cpu.recording import Recording
 from anymamba.transformers import tokens
 
 # A matrix of fewer numbers stays in a cache of the processor, where torch's product is as fast.

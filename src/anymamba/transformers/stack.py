@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from anymamba.kernels.cpu.program import MAX_ROWS, Program, Recording
+from anymamba.kernels.cpu.program import MAX_ROWS, Program
+from anymamba.kernels.cpu.recording import Recording
 from anymamba.transformers import caches, tokens
 from anymamba.transformers.architectures import Stack, of_folder, own_class
 from anymamba.transformers.layouts import mask_of_new_tokens

@@ -18,7 +18,8 @@ from anymamba.ground import finite
 from anymamba.ground.modules import GLOBAL_HOOKS
 from anymamba.ground.numerics import is_autocast
 from anymamba.ground.operators import is_plain, kernels_are_off
-from anymamba.kernels.cpu.program import Program, Recording
+from anymamba.kernels.cpu.program import Program
+from anymamba.kernels.cpu.recording import Recording
 from anymamba.transformers.caches import Carried
 
 if TYPE_CHECKING:
