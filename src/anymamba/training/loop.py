@@ -99,7 +99,7 @@ class Trainer(Generic[T]):
         self.model.to(self._device)
         self._saved, self.changes = -1, list[dict[str, Any]]()
         self._amended: Path | None = None  # a checkpoint whose config is to be replaced
-        self._saver = Saver(directory / "checkpoints", workers, config.parallel.timeout)
+        self._saver = Saver(directory / "checkpoints", workers, float(config.parallel.timeout))
         self._plain = self.model if workers.size == 1 else skeleton(self.model)  # as files have it
         if workers.shard > 1:
             divide(self.model, workers, config.parallel.reduce)
