@@ -4,10 +4,10 @@ python -m benchmarks.serving throughput --model mamba2-130m --clients 1 8 32 64
 python -m benchmarks.serving turns --model mamba2-130m
 python -m benchmarks.serving memory
 
-The server is a process of its own with two threads, and its clients share the two cores with it. A client asks for 64
+The server is a separate process with two threads, and its clients share the two cores with it. A client asks for 64
 tokens after a prompt of 64, and again when it has them. `generate` gets as many such prompts as there are clients and
 reads them as one batch, or one by one, as the server has to for exactness; then it decodes all rows together. The three
-take turns, and a ratio is that of their medians.
+take turns, and a ratio is the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SEGMENT_LEN = 256
 
 @contextmanager
 def serving(directory: str, *options: str) -> Iterator[Target]:
-    """A server of a model, in a process of its own."""
+    """A server of a model, in a separate process."""
     command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", "2", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -80,7 +80,7 @@ def saved(model: MambaLM) -> Iterator[str]:
 
 
 def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -> float:
-    """Tokens a second that `generate` writes in so many rows at once, whose prompts it reads together or one by one."""
+    """Tokens per second that `generate` writes in this many rows at once, with prompts read together or one by one."""
     ids_bt = torch.randint(model.config.vocab_size, (rows, READ), generator=torch.Generator().manual_seed(seed))
     began = time.perf_counter()
     if one_by_one:
@@ -92,7 +92,7 @@ def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -
 
 
 def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> dict[str, Any]:
-    """So many clients, each of which asks `waves` times."""
+    """This many clients, each of which sends `waves` requests."""
     plan = Plan(
         requests=clients * waves,
         seconds=None,
@@ -113,7 +113,7 @@ def load(target: Target, model: Model, clients: int, waves: int, seed: int) -> d
 
 
 def throughput(name: str, clients: list[int], rounds: int, waves: int) -> None:
-    """Tokens a second written by the server, and by `generate` with as many rows."""
+    """Tokens per second written by the server, and by `generate` with as many rows."""
     model = our_model(name)
     print(f"| {name}: clients | server, tokens/s | generate | ratio | prompts one by one | ratio | first token, p50 |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
@@ -177,7 +177,7 @@ def resident(target: Target) -> int:
 
 
 def open_conversations(target: Target, vocab_size: int, count: int, tokens: int) -> None:
-    """Sessions that have read so many tokens and written a few."""
+    """Sessions that have read this many tokens and written a few."""
     chance = random.Random(tokens)
     for i in range(count):
         ids = [chance.randrange(vocab_size) for _ in range(tokens)]
@@ -193,7 +193,7 @@ def open_conversations(target: Target, vocab_size: int, count: int, tokens: int)
 
 
 def memory(count: int, long: int, short: int) -> None:
-    """Memory of a server with so many long conversations open, and of one with as many short ones."""
+    """Memory of a server with this many long conversations open, and of one with as many short ones."""
     model, found = MambaLM(TWO_SMALL_LAYERS).eval(), {}
     for tokens in (short, long):
         with saved(model) as directory, serving(directory, "--request-seconds", "3600") as target:
