@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.generation import our_model_with, prompt, stepping
 from benchmarks.harness import Call, Case, Contender
 
-TOKENS = 40  # of a call: long enough for the system to settle who runs where
-_LIVES = 600  # seconds, if nobody ends it
+TOKENS = 40  # of a call: long enough for the scheduler to settle
+_LIVES = 600  # seconds, if it is not ended earlier
 _SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 
 

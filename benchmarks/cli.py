@@ -37,7 +37,7 @@ loops of torch's threads slow a call down up to a hundred times. OMP_WAIT_POLICY
 and is written to the JSON file; it is not the default because users of torch do not run with it.
 
 columns of the table (Markdown, on standard output):
-  median ms   wall-clock milliseconds a call, contenders interleaved in one process
+  median ms   wall-clock milliseconds per call, contenders interleaved in one process
   spread ms   the smallest and the largest sample
   ratio       median relative to the case's baseline
   peak MiB    the most memory a call holds above its parameters and inputs, from a fresh process
@@ -76,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return EXIT_USAGE
     if options.keep_freed_memory and not keep_freed_memory():
-        print(f"{parser.prog}: --keep-freed-memory needs glibc without settings of its own", file=sys.stderr)
+        print(
+            f"{parser.prog}: --keep-freed-memory needs glibc, and no malloc settings in the environment",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
     if options.processor_time and options.threads != 1:
         print(f"{parser.prog}: --processor-time needs --threads 1, got {options.threads}", file=sys.stderr)
@@ -210,12 +213,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep-freed-memory",
         action="store_true",
-        help="time all contenders as in the anymamba command: no page of memory is cleared for them again",
+        help="time all contenders as in the anymamba command, with freed memory kept instead of cleared again",
     )
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="time what a single thread takes of the processor, not the clock: for a machine that others use too",
+        help="time the processor time of a single thread, not the wall clock: for a machine that others use too",
     )
     parser.add_argument("--quick", action=_Quick, nargs=0, help="the same as --repeats 3 --skip-heavy --no-memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine to FILE")

@@ -1,6 +1,6 @@
 """The cases of generation: whole models of the mamba2-130m and mamba3-187m shapes with random weights.
 
-Mamba-2 stands beside transformers on the same weights; Mamba-3, which transformers has not, beside our Mamba-2.
+Mamba-2 is compared with transformers on the same weights; Mamba-3, which transformers lacks, with our Mamba-2.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ MODULES = "anymamba, module by module"
 
 
 def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
-    """One token a row after a prompt; each call continues from the cache that the one before it left."""
+    """One token per row after a prompt; each call continues from the cache of the one before it."""
     ids_bt, ids_b = prompt(batch, t), prompt(batch, 1)[:, 0]
     if library == "transformers":
         theirs = transformers_model(config, small)
@@ -147,7 +147,7 @@ def our_model_with(weights: str, small: bool = False) -> MambaLM:
 
 
 def set_up_decode_with(weights: str, batch: int, small: bool = False) -> Call:
-    """One token a row."""
+    """One token per row."""
     return stepping(our_model_with(weights, small), prompt(batch, 64), prompt(batch, 1)[:, 0])
 
 
@@ -259,7 +259,7 @@ def first_token_case() -> Case:
 
 
 def long_prompt_case(config: str) -> Case:
-    """A million tokens in one prompt and in many: a ratio of one says that time grows with length and no more."""
+    """A million tokens in one prompt and in many: a ratio of one says that time is linear in the length."""
     contenders = tuple(
         Contender(
             name=f"prompts of {t}",

@@ -34,7 +34,7 @@ def read_growth(path: Path) -> tuple[dict[int, float], int]:
 
 
 def plot_growth(times: dict[int, float], baseline: int, target: Path) -> None:
-    """Time in all, and microseconds a token with the band that counts as linear."""
+    """Total time, and microseconds per token with the band that counts as linear."""
     import matplotlib.pyplot as plt  # slow, and an extra
 
     lengths = sorted(times)
@@ -45,7 +45,7 @@ def plot_growth(times: dict[int, float], baseline: int, target: Path) -> None:
     total.set(xlabel="tokens", ylabel="milliseconds", title="a block, forward")
     rate.semilogx(lengths, per_token, "o-", base=2)
     rate.axhspan((1 - BAND) * level, (1 + BAND) * level, alpha=0.2, label=f"±{BAND:.0%} of {baseline} tokens")
-    rate.set(xlabel="tokens", ylabel="microseconds a token", ylim=(0, 1.6 * max(per_token)), title="of that, a token")
+    rate.set(xlabel="tokens", ylabel="microseconds per token", ylim=(0, 1.6 * max(per_token)), title="of that, a token")
     rate.legend()
     with replacing(target) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

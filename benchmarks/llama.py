@@ -1,7 +1,7 @@
 """Generation beside llama.cpp: the mamba2-130m shape with the same random weights, through a GGUF file of each format.
 
-Its formats are compared with ours of as many bits. Their codes differ, and with them the logits, so only those of
-float32 are compared.
+Its formats are compared with ours of the same number of bits. Their codes differ, and with them the logits, so only
+those of float32 are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.generation import our_model, prompt, set_up_decode_with, set_up_
 from benchmarks.harness import Call, Case, Contender
 
 FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-_CONTEXT = 16384  # tokens that a call may take in all before it begins anew
+_CONTEXT = 16384  # total tokens of a context before it starts again
 _NAMES = {
     "norm.weight": "attn_norm.weight",
     "mixer.in_proj.weight": "ssm_in.weight",
@@ -40,13 +40,13 @@ _AS_MATRIX = ("ssm_in.weight", "ssm_out.weight", "token_embd.weight")
 
 @cache
 def directory() -> tempfile.TemporaryDirectory[str]:
-    """For the files, as long as this process lives."""
+    """A directory for the files, as long as this process lives."""
     return tempfile.TemporaryDirectory()
 
 
 @cache
 def gguf_file(format: str, small: bool) -> Path:
-    """Our model as llama.cpp reads it; its tokens have names that nobody looks at."""
+    """Our model as llama.cpp reads it; its tokens have arbitrary names."""
     gguf = import_module("gguf")
     model = our_model("mamba2-130m", small)
     config, block = model.config, model.config.block_config()

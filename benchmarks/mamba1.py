@@ -97,5 +97,5 @@ def step_case() -> Case:
     return Case(name="mamba1/step", contenders=contenders, baseline="anymamba")
 
 
-# A training step of transformers at 2,048 tokens was not done within five minutes.
+# A training step of transformers at 2,048 tokens did not finish within five minutes.
 CASES = (block_case("forward", 2048), block_case("forward+backward", 512), step_case())

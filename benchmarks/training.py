@@ -77,7 +77,7 @@ def set_up_step(name: str, t: int, small: bool = False) -> Call:
     model, loss_of = build(name, small)
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    for p in model.parameters():  # zero gradients and no decay change no weight
+    for p in model.parameters():  # zero gradients without decay leave the weights unchanged
         p.grad = torch.zeros_like(p)
     for group in optimiser.param_groups:
         group["weight_decay"] = 0.0
@@ -112,7 +112,7 @@ def step_case(t: int) -> Case:
 
 
 def start_run(**sections: Any) -> Trainer[LanguageTask]:
-    """A run on random words, in a directory of its own."""
+    """A run on random words, in its own directory."""
     directory = Path(tempfile.mkdtemp(prefix="anymamba-benchmark-"))
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(97, 123, (_CORPUS_BYTES,), generator=generator, dtype=torch.uint8)
@@ -127,7 +127,7 @@ def start_run(**sections: Any) -> Trainer[LanguageTask]:
 
 
 def set_up_trainer(bare: bool, small: bool = False) -> Call:
-    """Steps of a run; `bare`: forward, backward and optimiser alone, on batches that are there already."""
+    """Steps of a run; `bare`: forward, backward and optimiser alone, on batches that already exist."""
     trainer = start_run(model={"depth": 1 if small else 4})
     trainer.save()
     if bare:

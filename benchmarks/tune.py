@@ -3,8 +3,8 @@
     python -m benchmarks.tune
     python -m benchmarks.tune --tiles 8x2 12x2 --chunk-rows 64 96 --rounds 9
 
-Every tile shape is a library of its own, built from the sources with cmake into a temporary folder. The libraries are
-measured in turns, each in a process of its own; the result is a table and the constants to write into the sources.
+Every tile shape is a separate library, built from the sources with cmake in a temporary folder. The libraries are
+measured in turn, each in its own process; the result is a table and the constants to write into the sources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TILES = {
 }
 CHUNK_ROWS = (32, 48, 64, 96, 128)
 AGREEMENT = 1e-4  # of the sizes of all results, relative
-NOISE = 0.03  # a gain below it is none
+NOISE = 0.03  # a smaller gain does not count
 
 
 class Choice(NamedTuple):
@@ -56,7 +56,7 @@ def parse_tile(text: str) -> str:
     """
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdigit() and 1 <= int(part) <= 16 for part in parts):
-        raise argparse.ArgumentTypeError(f"a tile is rows x vectors from 1 to 16, as 8x2, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a tile is rows x vectors from 1 to 16, such as 8x2, got {text!r}")
     return text
 
 
@@ -115,7 +115,7 @@ def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
 
 
 def best(found: dict[Choice, Measured], present: Choice) -> Choice:
-    """The fastest forward and backward, or the present choice where that is as fast but for noise."""
+    """The fastest forward and backward, or the present choice if it is as fast except for noise."""
     fastest = min(found, key=lambda choice: found[choice].both)
     if present in found and found[present].both <= (1 + NOISE) * found[fastest].both:
         return present
@@ -152,7 +152,7 @@ def main() -> int:
     from benchmarks.machine import Neighbours
 
     if LIBRARY.handle is None:
-        parser.error(f"the kernels must be there, but: {LIBRARY.reason}")
+        parser.error(f"the kernels must be built, but: {LIBRARY.reason}")
     tiles = options.tiles or TILES[LIBRARY.isa]
     samples: dict[Choice, list[Measured]] = defaultdict(list)
     neighbours = Neighbours()

@@ -1,4 +1,4 @@
-"""What the examples share: a command, runs that begin or continue, a table and a picture of what came of them."""
+"""What the examples share: a command, runs that begin or continue, and a table and a picture of the results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ExampleConfig(RunConfig):
     threads: int | None = option(1, "CPU threads; the model is too small for more")
 
     def run(self: C, seed: int, steps: int | None) -> C:
-        """With a seed, and with as many steps; None: those it has."""
+        """With this seed and number of steps; None keeps the config's number."""
         schedule = self.schedule if steps is None else replace(self.schedule, steps=steps)
         return replace(self, seed=seed, schedule=schedule)
 
@@ -58,8 +58,8 @@ class Finished(Generic[T]):
     Attributes:
         task: what was learnt.
         model: ready to be judged.
-        steps: that were taken.
-        seconds: that they took.
+        steps: the number taken.
+        seconds: the time they took.
         parameters: of the model.
         directory: of the run.
     """
@@ -85,7 +85,7 @@ class Given(NamedTuple):
 
     Attributes:
         seeds: of the runs.
-        steps: of each; None: as many as the example usually takes.
+        steps: of each run; None for the example's usual number.
         out: directory of the runs and results.
         choices: the example's own options, by name.
     """
@@ -128,11 +128,11 @@ def command(
         about: its documentation, whose first line is shown.
         body: trains, judges and writes.
         arguments: of the command line; None: those of the process.
-        seeds: of the runs, where none are given; one: the command takes one.
+        seeds: of the runs, if none are given; with a single one, the command takes one.
         options: further ones, as argparse takes them, by name.
 
     Returns:
-        The exit code: 130 if a run was interrupted; a mistake of the user's exits with 2 and a line.
+        The exit code: 130 if a run was interrupted; a user's mistake exits with 2 and one line.
     """
     parser = argparse.ArgumentParser(prog=f"python -m examples.{module}", description=about.split("\n")[0])
     for name, facts in (options or {}).items():
@@ -185,7 +185,7 @@ def file_config(
     batch: dict[str, int],
     optimiser: dict[str, float],
 ) -> FileConfig:
-    """A run on files, of as many steps where none are given, which is judged every hundred."""
+    """A run on files with this default number of steps, evaluated every hundred."""
     return FileConfig.from_dict(
         {
             "task": task,

@@ -56,7 +56,7 @@ class WordReader(nn.Module):
         sizes = {"d_state": config.d_state, "headdim": config.headdim, "dt_min": 0.1, "dt_max": 1.0}
         block = {"layer": "Mamba3", "rotation": config.rotation, "rope_fraction": 1.0, "a_activation": "softplus"}
         stack: dict[str, Any] = {"d_model": config.d_model, "n_layer": config.n_layer, "ssm_cfg": {**block, **sizes}}
-        # An element is a turn and its opposite, which no linear map knows both of.
+        # An element is a turn and its opposite; no linear map recognises both.
         stack["d_intermediate"] = config.d_intermediate
         self.model = LatentModel(input_size=TOKENS, output_size=len(ELEMENTS), stack=stack)
 

@@ -1,6 +1,6 @@
-"""Words in two generators of A5, the even permutations of five things, and the products of their beginnings.
+"""Words in two generators of A5, the even permutations of five things, and the product after each token.
 
-Letters: b words, t = 1 + n: a token to begin with, then n generators.
+Letters: b words, t = 1 + n: a start token, then n generators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Learning to draw digits again from a few numbers."""
+"""Learning to redraw digits from a few numbers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from examples.runs import ExampleConfig, Sizes
 class AutoencoderSection(Sizes):
     """The model, and the images of a step."""
 
-    code: int = option(16, "numbers that an image goes through")
+    code: int = option(16, "numbers that encode an image")
     family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
-    n_layer: int = option(2, "layers of encoder and decoder each, two a pair")
+    n_layer: int = option(2, "layers of the encoder and of the decoder, two per pair")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -43,7 +43,7 @@ class AutoencoderConfig(ExampleConfig):
 
 
 class AutoencoderTask(LabelledTask):
-    """The binary cross entropy of pixels; nothing is chosen by the test images."""
+    """The binary cross entropy of pixels; the test images decide nothing."""
 
     NAMES = ("validation_error",)
     config: AutoencoderConfig
@@ -86,5 +86,5 @@ def drawn(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def mean_squared_error(found: Tensor, expected: Tensor) -> float:
-    """Of all pixels."""
+    """The mean squared error of all pixels."""
     return (found - expected).square().mean().item()

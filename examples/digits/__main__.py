@@ -1,4 +1,4 @@
-"""Train a small model to report handwritten digits that it reads pixel by pixel.
+"""Train a small model to recognise handwritten digits that it reads pixel by pixel.
 
     python -m examples.digits --family mamba2|mamba3 [--seed 0] [--out runs/digits]
 
@@ -23,7 +23,7 @@ ROWS, COLUMNS = 6, 12
 
 
 def plot(figure: Any, images: Labelled, predicted: Tensor) -> None:
-    """Images with what the model takes them for; mistakes come first, in red, with the truth after a slash."""
+    """Images with the model's predictions; mistakes come first, in red, with the truth after a slash."""
     wrong = (predicted != images.labels).int()
     for place, i in enumerate(wrong.argsort(descending=True, stable=True)[: ROWS * COLUMNS].tolist()):
         axes = figure.add_subplot(ROWS, COLUMNS, place + 1)
@@ -36,7 +36,7 @@ def plot(figure: Any, images: Labelled, predicted: Tensor) -> None:
 
 
 def run(given: Given) -> None:
-    """Train, and report the test images."""
+    """Train, and recognise the test images."""
     family, (seed,) = given.choices["family"], given.seeds
     config = DigitsConfig(digits=DigitsSection(family=_FAMILIES[family])).run(seed, given.steps)
     found = given.trained(DigitsTask(config, load_digits()), family)

@@ -1,4 +1,4 @@
-"""The 1797 handwritten digits of 8 x 8 pixels that scikit-learn brings along, in a fixed split.
+"""The 1797 handwritten digits of 8 x 8 pixels that come with scikit-learn, in a fixed split.
 
 Letters: b images, t = 64 pixels in reading order.
 """
@@ -42,7 +42,7 @@ def load_digits() -> Digits:
 
 
 def shifted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Each image (b, t) moved by up to one pixel in each direction; what comes in from outside is 0."""
+    """Each image (b, t) shifted by up to one pixel in each direction; new pixels are 0."""
     framed = np.pad(images.reshape(-1, SIDE, SIDE), ((0, 0), (1, 1), (1, 1)))
     windows = np.lib.stride_tricks.sliding_window_view(framed, (SIDE, SIDE), axis=(1, 2))
     down, right = rng.integers(3, size=(2, len(images)))

@@ -1,4 +1,4 @@
-"""Learning to report digits from their pixels, one after another."""
+"""Learning to recognise digits from their pixels, one after another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DigitsConfig(ExampleConfig):
 
 
 class PixelReader(nn.Module):
-    """Residual layers over the pixels, each of them one number, and a head on what the last one leaves."""
+    """Residual layers over the pixels, one number each, and a head on the last output."""
 
     def __init__(self, config: DigitsSection) -> None:
         """Create the parameters."""
@@ -62,7 +62,7 @@ class PixelReader(nn.Module):
 
 
 class DigitsTask(LabelledTask):
-    """Classification of the digits; nothing is chosen by the test images."""
+    """Classification of the digits; the test images decide nothing."""
 
     NAMES = ("validation_accuracy",)
     config: DigitsConfig
@@ -81,7 +81,7 @@ class DigitsTask(LabelledTask):
         return PixelReader(self.config.digits).to(dtype)
 
     def batches(self, step: int) -> list[Labelled]:
-        """Images, half of them moved by up to one pixel."""
+        """Images, half of them shifted by up to one pixel."""
         rng = np.random.default_rng([self.config.seed, step])
         images, labels = self.digits.training
         rows = torch.from_numpy(rng.choice(len(labels), self.config.digits.rows))

@@ -1,1 +1,1 @@
-"""Modular addition: a model that has long known its examples by heart begins to understand."""
+"""Modular addition: a model that memorised its examples long ago begins to generalise."""

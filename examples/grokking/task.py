@@ -1,4 +1,4 @@
-"""Learning to add modulo a prime from some of all sums, far beyond the point where those are known by heart.
+"""Learning to add modulo a prime from some of all sums, far beyond the point where those are memorised.
 
 Letters: b sums, t = k numbers, p the modulus; of a matrix or of states x: Σ their covariance.
 
@@ -34,9 +34,9 @@ LOOKED_AT = 512  # sums whose states are compared
 class GrokkingSection:
     """The sums, and the model."""
 
-    modulus: int = option(47, "p, of the sums")
-    terms: int = option(2, "k, numbers that are added")
-    share: float = option(0.5, "of all sums that is trained on")
+    modulus: int = option(47, "p, the modulus of the sums")
+    terms: int = option(2, "k, how many numbers are added")
+    share: float = option(0.5, "share of all sums that is trained on")
     d_model: int = option(64, "width of the residual stream")
     d_state: int = option(32, "state size of the one head")
 

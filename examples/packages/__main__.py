@@ -22,7 +22,7 @@ from examples.runs import Given, command, file_config, labels_of, markdown, repo
 
 
 def by_words(training: list[Chunk], test: list[Chunk], characters: bool) -> list[str]:
-    """What TF-IDF of words, or of up to four characters, and logistic regression say.
+    """The predictions of TF-IDF of words, or of up to four characters, and logistic regression.
 
     Raises:
         ValueError: scikit-learn is not installed.
@@ -41,7 +41,7 @@ def by_words(training: list[Chunk], test: list[Chunk], characters: bool) -> list
 
 
 def accuracy(found: list[str], test: list[Chunk]) -> float:
-    """The share that is right."""
+    """The share of correct predictions."""
     return sum(a == chunk.package for a, chunk in zip(found, test, strict=True)) / len(test)
 
 
@@ -89,7 +89,7 @@ def run(given: Given) -> None:
     rows.append([name, found.parameters, f"{100 * share:.1f} %", f"{found.seconds:.0f}"])
     given.draw("packages", (6.5, 6), lambda figure: plot(figure, said, test))
     sizes = f"{len(training)} pieces to train on, {len(test)} to judge by, of {len(PACKAGES)} packages"
-    table = markdown(["", "parameters", "right, of pieces of other files", "seconds"], rows)
+    table = markdown(["", "parameters", "accuracy on pieces of other files", "seconds"], rows)
     given.write("packages", f"{table}\n{sizes}\n")
 
 

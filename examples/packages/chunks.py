@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 
 def read_chunks(packages: Sequence[str] = PACKAGES, most: int = MOST) -> tuple[list[Chunk], list[Chunk]]:
-    """Pieces to train on, and pieces of other files to judge by: of every fifth file of a package.
+    """Pieces for training, and pieces of other files for testing: of every fifth file of a package.
 
     Raises:
         ValueError: a package has no files here.
@@ -43,7 +43,7 @@ def read_chunks(packages: Sequence[str] = PACKAGES, most: int = MOST) -> tuple[l
 
 
 def _cut(path: Path, package: str) -> list[Chunk]:
-    """A file in pieces that begin with a line; names of packages in it do not count."""
+    """A file in pieces that begin at a line; the packages' names are removed."""
     text = path.read_text(encoding="utf-8", errors="ignore")
     for name in PACKAGES:
         text = text.replace(name, "_")

@@ -61,7 +61,7 @@ def config_of(given: Given) -> FileConfig:
 
 
 def plot(figure: Any, images: np.ndarray, labels: list[str], said: list[str]) -> None:
-    """Images as they are, and as they are read, with what the model says."""
+    """Images as they are, and as they are read, with the model's predictions."""
     for k in range(SHOWN):
         for row, pixels in enumerate((images[k], images[k][order_of_pixels()])):
             axes = figure.add_subplot(2, SHOWN, row * SHOWN + k + 1)
@@ -72,7 +72,7 @@ def plot(figure: Any, images: np.ndarray, labels: list[str], said: list[str]) ->
 
 
 def run(given: Given) -> None:
-    """Train, and report the test images."""
+    """Train, and recognise the test images."""
     digits, (seed,) = load_digits(), given.seeds
     given.out.mkdir(parents=True, exist_ok=True)
     for part, name in ((digits.training, "training"), (digits.test, "test")):

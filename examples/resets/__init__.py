@@ -1,1 +1,1 @@
-"""The smallest tasks that need a selective decay, a rotation, and a rotation that does not commute."""
+"""The smallest tasks that need a selective decay, a rotation, and rotations that do not commute."""

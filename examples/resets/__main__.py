@@ -1,4 +1,4 @@
-"""Train the smallest models that need a selective decay, a rotation, or one that does not commute.
+"""Train the smallest models that need a selective decay, a rotation, or rotations that do not commute.
 
     python -m examples.resets --task majority|rotor|spinor [--seeds 0 1 2] [--out runs/resets]
 

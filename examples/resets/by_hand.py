@@ -1,4 +1,4 @@
-"""Weights that solve the reset tasks, written down: what there is to be found by training.
+"""Hand-written weights that solve the reset tasks: what training can find.
 
 Symbols are embedded with a root mean square of 1, which the norm leaves alone, and affinely independent, so that each
 channel of the block's projection can take any three values on them. Then:

@@ -1,4 +1,4 @@
-"""What the runs of a task come to: a table of accuracies, and a plot of them against the length of the streams."""
+"""The results of a task's runs: a table of accuracies, and a plot of them against the length of the streams."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def table(task: str, outcomes: list[Outcome]) -> str:
 
 
 def _percents(accuracies: dict[str, float]) -> list[str]:
-    """Rounded down, so that 100 means without a mistake."""
+    """Rounded down, so that 100 means no mistake."""
     return ["100" if x == 1 else f"{np.floor(1000 * x) / 10:.1f}" for x in accuracies.values()]
 
 

@@ -288,7 +288,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(trainer, tmp_
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
 class TestTwoProcesses:
-    message = "run: another process is at work on this run; wait until it ends, or name another"
+    message = "run: another process is using this run; wait until it ends, or name another directory"
 
     def test_the_second_is_refused_and_changes_nothing(self, trainer):
         second = open_run(trainer.directory, {}, silent)

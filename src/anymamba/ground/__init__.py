@@ -1,1 +1,1 @@
-"""The ground floor: what every other room uses, and what itself imports none of them."""
+"""The ground floor: every other room uses it, and it imports none of them."""

@@ -21,11 +21,11 @@ def keep_freed_memory() -> bool:
     """Have the process keep up to 1 GiB of freed memory for its next tensors, in blocks of up to 256 MiB each.
 
     glibc gives a large tensor's memory back to the system as soon as it is freed, and the system clears every page when
-    it is taken again: several percent of a training step. This is a setting of the whole process, so that it is for
-    programs to call, once, and not for libraries. The `anymamba` command does.
+    it is taken again: several percent of a training step. This is a setting of the whole process, so programs should
+    call it once, and libraries should not. The `anymamba` command does.
 
     Returns:
-        Whether it is so now: False with another C library, or where the environment has settings for malloc.
+        Whether it took effect: False with another C library, or if the environment has settings for malloc.
     """
     return _set(_SETTINGS, {_M_MMAP_THRESHOLD: _LARGEST_KEPT, _M_TRIM_THRESHOLD: _MOST_KEPT})
 

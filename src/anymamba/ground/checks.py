@@ -1,4 +1,4 @@
-"""What is asked of inputs, with errors that say what was expected and what came.
+"""Checks of inputs, with errors that say what was expected and what was given.
 
 Shapes are stated once, in the annotations of a function; `checked` reads them from there.
 """
@@ -26,7 +26,7 @@ Sizes = dict[str, int]
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Raise unless the arguments are tensors of the shapes that the annotations of `function` state.
 
-    A letter stands for one size throughout a call. Axes before a `*` or `...` are not looked at.
+    A letter stands for one size throughout a call. Axes before a `*` or `...` are not checked.
     """
     hints = typing.get_type_hints(function)
     names = list(inspect.signature(function).parameters)
@@ -116,9 +116,9 @@ def expect_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], w
     Args:
         where: the function.
         first: the name of `x`, which must hold floating-point numbers.
-        x: what the others are held against.
-        alike: tensors of the same dtype by name; None is passed over.
-        wide: tensors of the states' dtype by name; None is passed over.
+        x: what the others are compared with.
+        alike: tensors of the same dtype by name; None is skipped.
+        wide: tensors of the states' dtype by name; None is skipped.
     """
     if not x.dtype.is_floating_point:
         raise TypeError(f"{where}: {first} must be of a floating-point dtype, got {x.dtype}")
@@ -129,7 +129,7 @@ def expect_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], w
 
 
 def expect_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
-    """Raise unless a parameter, where there is one, holds floating-point numbers on the device of `like`, in memory."""
+    """Raise unless a parameter, if given, holds floating-point numbers on the device of `like`, in memory."""
     if x is None:
         return
     if not x.dtype.is_floating_point:
@@ -146,7 +146,7 @@ def expect_memory(where: str, name: str, x: Tensor | None) -> None:
 
 
 def expect_alone(where: str, name: str, **others: Any) -> None:
-    """Raise `ValueError` if an argument came with others that exclude it."""
+    """Raise `ValueError` if an argument was given with others that exclude it."""
     if also := [other for other, value in others.items() if value is not None]:
         raise ValueError(f"{where}: {name} and {' and '.join(others)} exclude each other, got also {', '.join(also)}")
 
@@ -158,13 +158,13 @@ def expect_steps(where: str, t: int) -> None:
 
 
 def expect_at_most_zero(where: str, name: str, x: Tensor, why: str = "") -> None:
-    """Raise `ValueError` unless no number of `x` is positive, where looking is cheap."""
+    """Raise `ValueError` if a number of `x` is positive, where looking is cheap."""
     if values_are_cheap(x) and x.numel() and (largest := x.detach().max().item()) > 0:
         raise ValueError(f"{where}: {name} must never be positive{why}, got up to {largest:.6g}")
 
 
 def values_are_cheap(x: Tensor) -> bool:
-    """Whether looking at values costs no device synchronisation and breaks no graph: eager, on the CPU."""
+    """Whether looking at values needs no device synchronisation and does not break a graph: eager mode, on the CPU."""
     return x.device.type == "cpu" and not is_observed()
 
 
@@ -191,7 +191,7 @@ def check_cu_seqlens(where: str, cu_seqlens: Any, batch: int, t: int, device: to
 def initial_state_or_zeros(
     where: str, state: Tensor | None, like: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None
 ) -> Tensor:
-    """The initial states (z, *shape), one for each row of `like` or packed sequence; zeros where none were given."""
+    """The initial states (z, *shape), one for each row of `like` or packed sequence; zeros if none were given."""
     rows = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     wide = state_dtype(like.dtype)
     if state is None:

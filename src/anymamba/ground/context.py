@@ -1,4 +1,4 @@
-"""A sequence that several workers share, each a part of it: what crosses from one part into the next.
+"""A sequence that several workers share, each with a part of it: what crosses from one part into the next.
 
 Worker 0 holds the first tokens, worker 1 those after them, and so on. What a block carries from one token to the next
 crosses a boundary, and nothing else does: a window, a key, a rotation, a state. So the bytes that are sent depend on
@@ -36,11 +36,11 @@ class Neighbours:
         self.sent = 0
 
     def part(self, length: int) -> tuple[int, int]:
-        """Begin and end of this worker's part of as many tokens."""
+        """Begin and end of this worker's part of that many tokens."""
         return self.place * length // self.size, (self.place + 1) * length // self.size
 
     def send(self, values: Values, forward: bool) -> Any:
-        """Begin to send values to the worker after this one, or before; what to wait for."""
+        """Start to send values to the worker after this one, or before; returns what to wait for."""
         import torch.distributed as dist
 
         message = _packed(values)
@@ -94,7 +94,7 @@ class Context(NamedTuple):
             cu_seqlens: boundaries of packed sequences, z + 1 of them; without, z rows, all of which continue.
             own: what the last sequence does with them here, (1, ...) each, or (z, ...) without boundaries.
             carry: start values (1 or z, ...) and `own` -> the values after the last token here.
-            anew: those do not depend on the start values, so that no worker waits for the one before it.
+            anew: those do not depend on the start values, so no worker waits for the one before it.
 
         Returns:
             The start values (z, ...) with those of the worker before in place of the first.

@@ -6,10 +6,10 @@ import torch
 
 
 def find_device(name: str, option: str) -> torch.device:
-    """The device of that name; `option` is how it was given, as "--device".
+    """The device of that name; `option` says how it was given, such as "--device".
 
     Raises:
-        ValueError: there is none here.
+        ValueError: it is not available.
     """
     try:
         device = torch.device(name)

@@ -39,7 +39,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def naming(path: Path, error: OSError, temporary: Path | None = None) -> OSError:
-    """The error of a write to `path`, with its name where it names no file, or a temporary one."""
+    """The error of a write to `path`, with its name if the error names no file or a temporary one."""
     if error.errno is None or error.filename not in (None, temporary, str(temporary)):
         return error
     return OSError(error.errno, error.strerror or os.strerror(error.errno), str(path))
@@ -49,10 +49,10 @@ def naming(path: Path, error: OSError, temporary: Path | None = None) -> OSError
 def locked(directory: Path) -> Iterator[None]:
     """Keep other processes out of a run's directory during the block; the system unlocks it when a process dies.
 
-    Where there are no locks (Windows, some network file systems), or no directory, nobody is kept out.
+    Without locks (Windows, some network file systems), or without a directory, no process is kept out.
 
     Raises:
-        ValueError: another process is in.
+        ValueError: another process holds the lock.
     """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
@@ -63,7 +63,7 @@ def locked(directory: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(
-                    f"{directory}: another process is at work on this run; wait until it ends, or name another"
+                    f"{directory}: another process is using this run; wait until it ends, or name another directory"
                 ) from error
         yield
 
@@ -79,7 +79,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], meta
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file under this very name, readable for whom the umask allows.
+    """Write a safetensors file under this very name, with the permissions of the umask.
 
     Raises:
         OSError: it cannot be written.
@@ -88,12 +88,12 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     mode = path.stat().st_mode
     try:
         save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
-    except SafetensorError as error:  # what the library makes of a full disk
+    except SafetensorError as error:  # how the library reports a full disk
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise OSError(f"{path}: cannot be written ({error})") from error
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    path.chmod(mode)  # the library may put a file of its own there, which nobody else can read
+    path.chmod(mode)  # the library may create a file there that no other user can read
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, in memory of its own.
+    """Every tensor of a safetensors file, copied into memory.
 
     Raises:
         ValueError: the file is missing, cut short, or of another format.
@@ -139,10 +139,10 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: object = "") -> Any:
-    """The value of JSON; `where` it stands begins the message, if it is given.
+    """The value of JSON; `where`, if given, begins the error message.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or has a number of too many digits.
+        ValueError: it is not JSON, is nested too deeply, or has a number with too many digits.
     """
     begin = f"{where}: " if where else ""
     try:
@@ -171,7 +171,7 @@ def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
 
 
 def digest_file(path: str | os.PathLike[str]) -> str:
-    """A checksum of a file's bytes; that of nothing, "missing", if it is not there."""
+    """A checksum of a file's bytes; "missing" if the file does not exist."""
     if not Path(path).is_file():
         return "missing"
     digest = hashlib.blake2b(digest_size=16)

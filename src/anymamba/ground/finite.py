@@ -1,4 +1,4 @@
-"""A guard against numbers that are not finite: off unless somebody asks for it.
+"""A guard against numbers that are not finite; off by default.
 
 `with anymamba.check_finite(): ...`, or ANYMAMBA_CHECK_FINITE=1 in the environment, looks at the inputs, outputs and
 caches of every block, and at the inputs and results of every operator: at every stage and state in between.
@@ -25,7 +25,7 @@ class _Switch:
 def check_finite() -> Iterator[None]:
     """Raise `FloatingPointError` in this context at the first tensor that is not finite, with its name and index.
 
-    It is a switch of the whole process. What torch compiles or exports meanwhile is not looked at.
+    It is a switch of the whole process. Graphs that torch compiles or exports in the meantime are not checked.
     """
     before, _Switch.on = _Switch.on, True
     try:

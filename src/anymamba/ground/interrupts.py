@@ -1,4 +1,4 @@
-"""Signals that end work at the next place where it can end."""
+"""Signals that end work at the next point where it can end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def interrupts(*signals: signal.Signals) -> Iterator[Callable[[], bool]]:
-    """Whether one of `signals` has come; a second one stops at once. Only the main thread can watch for any."""
+    """Whether one of `signals` has arrived; a second one stops at once. Only the main thread can watch for signals."""
     came = False
 
     def note(*_: Any) -> None:

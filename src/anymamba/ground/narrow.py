@@ -1,8 +1,8 @@
-"""Formats of weights in fewer bits than float32, and what every module with such a weight is.
+"""Formats of weights in fewer bits than float32, and the base of every module with such a weight.
 
 A format stores *codes*, and *scales* where it has them:
 
-| format | codes of a weight (o, i) | scales | bits a weight |
+| format | codes of a weight (o, i) | scales | bits per weight |
 |---|---|---|---|
 | `bfloat16`, `float16` | (o, i) of that dtype | none | 16 |
 | `int8` | (o, i), whole numbers from -127 to 127 | (o, ⌈i / 64⌉) | 8.25 |
@@ -45,7 +45,7 @@ def expect_format(where: str, name: Any) -> WeightFormat:
     """The name of a format.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is no such format.
     """
     if name not in FORMATS:
         raise ValueError(f"{where}: weights must be one of {', '.join(FORMATS)}, got {name!r}")
@@ -62,7 +62,7 @@ def stored_parts(format: str, out: int, width: int) -> dict[str, tuple[tuple[int
 
 
 def expect_stored(where: str, weight: Narrow) -> None:
-    """Raise ValueError for codes and scales that are not those of a weight of that width."""
+    """Raise ValueError for codes and scales that do not belong to a weight of that width."""
     format = next((name for name, dtype in CODES.items() if dtype == weight.codes.dtype), None)
     if format is None or weight.codes.ndim != 2:
         found = f"{weight.codes.dtype} of shape {tuple(weight.codes.shape)}"
@@ -77,7 +77,7 @@ def expect_stored(where: str, weight: Narrow) -> None:
 
 
 class NarrowWeight(nn.Module):
-    """A module with a weight in a narrow format, which casts leave as it is: they change what is computed in.
+    """A module with a weight in a narrow format, which casts leave as it is: they change the dtype of the computation.
 
     Attributes:
         format: of the weight.
@@ -91,7 +91,7 @@ class NarrowWeight(nn.Module):
     def __init__(
         self, format: WeightFormat, rows: int, width: int, *, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
-        """Make room for a weight (rows, width); `dtype` is that of the activations."""
+        """Make room for a weight (rows, width); `dtype` is the dtype of the activations."""
         super().__init__()
         self.format, self._rows, self._width = format, rows, width
         parts = self.parts()
@@ -107,7 +107,7 @@ class NarrowWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """The dtype of the activations."""
         return self._computed_in.dtype  # type: ignore[return-value]
 
     @property

@@ -1,4 +1,4 @@
-"""Which dtypes are computed in."""
+"""The dtypes of computations."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def is_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which `device` computes in the dtypes that it is given."""
+    """A context in which `device` computes in the dtypes of its inputs."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()

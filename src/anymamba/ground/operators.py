@@ -1,4 +1,4 @@
-"""A computation as one operator: its contract is in the open, and how it is computed is decided when it runs.
+"""A computation as one operator: its contract is public, and how it is computed is decided when it runs.
 
 An operator has a *definition*, plain torch code that autograd can differentiate, and *implementations*: portable ones
 by the name of their algorithm, and those that a device's kernels bring (`implement`). A traced or exported graph holds
@@ -37,8 +37,8 @@ class Implementation(NamedTuple):
     Attributes:
         forward: inputs -> outputs.
         backward: gradients of the outputs, then the inputs -> one gradient for each differentiable input, any tensor
-            for one that is None. If there is none, `forward` is plain torch code, and autograd differentiates it.
-        missing: inputs -> why it does not cover them; empty where it does.
+            for one that is None. If None, `forward` is plain torch code, and autograd differentiates it.
+        missing: inputs -> why it does not cover them; empty if it does.
     """
 
     forward: Callable[..., Any]
@@ -58,7 +58,7 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def implement(operator: str, device: str, implementation: Implementation) -> None:
-    """Register what the kernels of a type of device have for the operator of that name."""
+    """Register the implementation of an operator by the kernels of a device type."""
     _KERNELS[operator, device] = implementation
 
 
@@ -101,7 +101,7 @@ def is_portable() -> bool:
 
 
 def missing_kernel(operator: str, *inputs: Any) -> str:
-    """Why no kernel covers a call of an operator; empty where one does."""
+    """Why no kernel covers a call of an operator; empty if one does."""
     device = inputs[0].device.type
     if _Switches.kernels_off:
         return "the kernels are switched off"
@@ -126,7 +126,7 @@ class Operator:
         fake: the outputs without their values: dtypes, shapes and strides that every implementation returns.
         definition: plain torch code.
         portable: implementations by algorithm; if not given, the definition is the only one.
-        fastest: inputs -> the algorithm that "fastest" means where no kernel covers them.
+        fastest: inputs -> the algorithm that "fastest" means if no kernel covers them.
         may_be_infinite: inputs that may hold infinities.
     """
 
@@ -179,7 +179,7 @@ class Operator:
         """The implementation that computes these inputs.
 
         Raises:
-            RuntimeError: a kernel was asked for, and there is none.
+            RuntimeError: a kernel was requested, and there is none.
             ValueError: there is no such algorithm.
         """
         algorithm = "fastest" if self._algorithm is None else inputs[self._algorithm]
@@ -189,7 +189,7 @@ class Operator:
                 return _KERNELS[self.name, inputs[0].device.type]
             if algorithm == "fused" and "fused" not in self.portable:
                 raise RuntimeError(
-                    f"{self.name}: no compiled kernel: {reason}. Use SsdPath() for the fastest implementation there is."
+                    f"{self.name}: no compiled kernel: {reason}. SsdPath() takes the fastest one available."
                 )
             algorithm = self._fastest(*inputs) if algorithm == "fastest" else algorithm
         if algorithm not in self.portable:
@@ -206,7 +206,7 @@ class Operator:
                 return chosen.forward(*inputs)
         elif not torch.compiler.is_compiling():
             self._expect_no_transform(inputs)
-        # torch's dispatcher takes longer than a decode step's work, so it is only asked where it is needed.
+        # torch's dispatcher takes longer than a decode step's work, so it is only used where it is needed.
         return self._node(*inputs)
 
     def _run_node(self, *inputs: Any) -> Any:
@@ -295,7 +295,7 @@ def _autograd() -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether somebody follows which operations are called: a tracer, a transform, a mode, or forward-mode autograd."""
+    """Whether anything observes the operations: a tracer, a transform, a mode, or forward-mode autograd."""
     return (
         torch.compiler.is_compiling()
         or torch.compiler.is_exporting()
@@ -307,14 +307,14 @@ def is_observed() -> bool:
 
 
 def is_plain(inputs: tuple[Any, ...]) -> bool:
-    """Whether the inputs are ordinary tensors that nobody follows, neither autograd nor a tracer."""
+    """Whether the inputs are ordinary tensors that neither autograd nor a tracer follows."""
     return not is_observed() and _are_ordinary(inputs) and not _wants_gradient(inputs)
 
 
 def are_plain_tensors(inputs: tuple[Any, ...]) -> bool:
     """Whether all are tensors whose numbers are those in their memory: one may be marked as negated, without being so.
 
-    Every token asks, so it is written for speed.
+    Every token calls it, so it is written for speed.
     """
     for x in inputs:  # noqa: SIM110
         if type(x) not in _ORDINARY or x.is_neg():
@@ -323,7 +323,7 @@ def are_plain_tensors(inputs: tuple[Any, ...]) -> bool:
 
 
 def _are_ordinary(inputs: tuple[Any, ...]) -> bool:
-    """The same of the tensors among the inputs."""
+    """The same for the tensors among the inputs."""
     return are_plain_tensors(tuple(x for x in inputs if isinstance(x, Tensor)))
 
 

@@ -1,4 +1,4 @@
-"""Padded batches: rows of different lengths, padded anywhere, computed as if each stood alone.
+"""Padded batches: rows of different lengths, padded anywhere, computed as if each were alone.
 
 The real tokens of a row are moved to its front, in order, so that a block sees rows that are padded at the end, where a
 causal model does not look; the outputs are moved back and are zero at the padding.
@@ -21,8 +21,8 @@ class Padding(NamedTuple):
     Attributes:
         lengths: real steps of each row, (b,).
         front: True for the first `lengths` steps of each row, (b, t).
-        order: where the i-th step of the compacted row comes from, (b, t); None if the rows are compact already.
-        is_clean: somebody has compacted the rows and will restore them: there is nothing to do in between.
+        order: where the i-th step of the compacted row comes from, (b, t); None if the rows are already compact.
+        is_clean: the caller has compacted the rows and will restore them: there is nothing to do in between.
     """
 
     lengths: Int[Tensor, " b"]

@@ -1,7 +1,7 @@
-"""Portable implementations made from a definition, which keep their inputs and nothing else for the backward.
+"""Portable implementations made from a definition, which keep only their inputs for the backward pass.
 
-The backward runs the definition again under autograd: all of it (`recomputed`), or, where rows know nothing of each
-other, in blocks that stay in a CPU's cache (`blockwise`).
+The backward runs the definition again under autograd: all of it (`recomputed`), or, if rows are independent, in blocks
+that stay in a CPU's cache (`blockwise`).
 """
 
 from __future__ import annotations

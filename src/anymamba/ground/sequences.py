@@ -1,4 +1,4 @@
-"""How a batch lies in time: one sequence a row, or several packed one after another into a batch of one.
+"""How a batch is laid out in time: one sequence per row, or several packed one after another into a batch of one.
 
 Letters: b batch, t time, z sequences: the rows of a batch, or the packed sequences.
 """
@@ -83,7 +83,7 @@ def last_of(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before
     if cu_seqlens is not None:
         return x[0, cu_seqlens[1:].long() - 1]
     if lengths is None:
-        return x[:, -1].clone()  # a view would keep all of x in memory for as long as the cache lives
+        return x[:, -1].clone()  # a view would keep all of x in memory as long as the cache lives
     rows = torch.arange(x.shape[0], device=x.device)
     return where_real(lengths, x[rows, (lengths - 1).clamp(min=0)], before)
 
@@ -118,7 +118,7 @@ def previous(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def reversal(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor | None:
-    """Where each step comes from when every sequence is reversed in itself, (b, t) or (1, t); None: a flip does it.
+    """Where each step comes from when every sequence is reversed, (b, t) or (1, t); None: a flip does it.
 
     Padding after the `lengths` stays where it is. The order is its own inverse.
     """

@@ -1,4 +1,4 @@
-"""State files: trees of tensors on disk, which are whole and of the right kind, or refused in one line.
+"""State files: trees of tensors on disk, which are complete and of the right kind, or refused in one line.
 
 A state file is a safetensors file. Its metadata names the kind of tree, the version of this format, and a checksum of
 every byte of the file, taken with zeros in the checksum's own place. Files of version 1 have neither of the last two.
@@ -39,7 +39,7 @@ class StateFile(NamedTuple):
 
     Attributes:
         tensors: by name.
-        facts: what else its writer said, by name.
+        facts: what else its writer recorded, by name.
         version: of the format.
     """
 
@@ -53,7 +53,7 @@ def write_state(path: str | os.PathLike[str], tree: Tree, facts: dict[str, str])
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.
-        ValueError: the tree's values are none that a state can have.
+        ValueError: the tree has values that a state cannot have.
     """
     if problem := tree.problem():
         raise ValueError(f"{path}: not written, because {problem}")
@@ -85,7 +85,7 @@ def read_state(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = (
     Args:
         path: the file.
         kind: of the tree.
-        facts: names of those that it must have.
+        facts: names of the facts that it must have.
 
     Raises:
         ValueError: the file is missing or damaged, or not of this kind.
@@ -111,10 +111,10 @@ def read_state(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = (
 
 
 def restore(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor]) -> _Tree:
-    """The tensors of a file as a tree: each as in `like`, with the same name, dtype, device and sizes but for the rows.
+    """The tensors of a file as a tree: each as in `like`, with its name, dtype, device and sizes except the rows.
 
     Raises:
-        ValueError: they are others.
+        ValueError: they differ.
     """
     expected = like.tensors()
     expect_names(path, tensors, expected)
@@ -170,7 +170,7 @@ class SavedTree(Tree):
         tensors = read_state(path, cls.__name__).tensors
         expect_names(path, tensors, kind._fields)
         found: _Saved = kind(**tensors)
-        # Nothing says what sizes it should have, but its rows and dtypes must agree with each other.
+        # Its sizes are not known, but its rows and dtypes must agree with each other.
         first = next((name for name in kind._fields if name not in cls.STATES), kind._fields[0])
         dtype = tensors[first].dtype
         like = found.to(dtype=dtype if dtype.is_floating_point else torch.float32)
@@ -178,7 +178,7 @@ class SavedTree(Tree):
 
 
 def _expect_whole(path: str | os.PathLike[str], content: bytes, header: bytes, metadata: dict[str, str]) -> int:
-    """Refuse a file that is not as it was written; the version of its format."""
+    """Refuse a file that is not as it was written; returns the version of its format."""
     if set(metadata) <= {"kind", "fingerprint", "fields"}:
         _expect_former_notes(path, metadata.get("fields", "{}"))
         return 1
@@ -206,7 +206,7 @@ def _place(header: bytes, checksum: str) -> int:
 
 
 def _expect_former_notes(path: str | os.PathLike[str], fields: str) -> None:
-    """Version 1 noted the pathway of each Mamba-3 cache, which any call may choose since."""
+    """Version 1 recorded the pathway of each Mamba-3 cache, which any call may choose now."""
     notes = parse_json(fields, f"{path}: fields")
     fine = isinstance(notes, dict) and all(
         name.rpartition(".")[2] == "pathway" and value in ("single", "double") for name, value in notes.items()

@@ -1,4 +1,4 @@
-"""Trees of tensors: named tuples whose fields are tensors, trees or tuples of trees, and what can be done with any.
+"""Trees of tensors: named tuples whose fields are tensors, trees or tuples of trees, and their operations.
 
 The batch is the first dimension of every tensor. A tree is a value: nothing here changes one.
 """
@@ -86,7 +86,7 @@ class Tree:
 
         Raises:
             IndexError: there is no such row.
-            TypeError: `index` is not a whole number, some of them, or a slice.
+            TypeError: `index` is not a whole number, a list or tensor of them, or a slice.
         """
         size = self.leaves()[0].shape[0]  # torch 2.10 traces no property of a named tuple
         chosen = _row_index(index, size)
@@ -118,7 +118,7 @@ class Tree:
         return next((text for name, x in self.tensors().items() if (text := _not_finite(name, x))), "")
 
     def _map(self: _Tree, function: Callable[[Tensor, Rule], Tensor]) -> _Tree:
-        """A tree of what `function` makes of each tensor and its rule."""
+        """A tree of the results of `function` on each tensor and its rule."""
         fields: Any = self
         rules = [self._rule(name) for name in fields._fields]
         return type(self)(*[_mapped(x, function, rule) for x, rule in zip(fields, rules, strict=True)])
@@ -173,7 +173,7 @@ def _row_index(index: Rows, size: int) -> Tensor | list[int] | slice:
         return index
     if isinstance(index, Tensor) and index.ndim == 1 and index.dtype in (torch.int32, torch.int64):
         chosen: Tensor | list[int] = index
-        # Elsewhere than on the CPU the numbers would have to be waited for; torch checks them there.
+        # On other devices this would have to wait for the numbers; torch checks them there.
         known = [] if torch.compiler.is_compiling() or index.device.type != "cpu" else index.tolist()
     else:
         if isinstance(index, Tensor) and index.ndim == 1:

@@ -47,7 +47,7 @@ def warn_if_undecided(where: str, config: MambaLMConfig, pass_: str) -> None:
     """Warn that the activation is unknown, and say what to do: `pass_` introduces the choice of two."""
     if is_undecided(config):
         warnings.warn(
-            f"{where}: the config does not say how Mamba-3's decay rates are activated; heavy_tail is taken (official "
+            f"{where}: the config does not name the activation of Mamba-3's decay rates; using heavy_tail (official "
             f"since June 2026). For older weights pass {pass_}",
             stacklevel=3,
         )

@@ -98,7 +98,7 @@ class Flow(NamedTuple):
     priming: bool = False
 
     def options(self) -> dict[str, Any]:
-        """The options that tell a layer of it."""
+        """The options of a layer that describe it."""
         return {"cu_seqlens": self.bounds, "mask": self.padding}
 
     def last(self, y_btd: Tensor) -> Tensor:

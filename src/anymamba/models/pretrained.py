@@ -144,7 +144,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
         1
     ]:
         raise ValueError(
-            f"save_pretrained: the weights do not fit the model's config, so nobody could load them: {problems}; merge "
+            f"save_pretrained: the weights do not fit the config, so they could not be loaded: {problems}; merge "
             "adapters and parametrisations into the weights, and give a resized model a config that says so"
         )
     return state

@@ -95,7 +95,7 @@ class ModelSection:
         at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
-        """The model's own config, for a tokenizer of `vocab_size` tokens, where there is no other to begin with."""
+        """The model's own config, for a tokenizer of `vocab_size` tokens, if there is no model to start from."""
         from anymamba.models.config import MambaLMConfig  # which imports torch
 
         depth = self.depth or 4
