@@ -80,7 +80,7 @@ def _to_host(x: Tensor) -> Tensor:
 class Saver:
     """Writes the checkpoints of a run, one after another."""
 
-    def __init__(self, directory: Path, workers: Workers, seconds: int) -> None:
+    def __init__(self, directory: Path, workers: Workers, seconds: float) -> None:
         """`directory` is that of the checkpoints; a worker may be so many `seconds` later than the first."""
         self._directory, self._workers, self._seconds = directory, workers, seconds
         self._thread: Thread | None = None
