@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from anymamba.training.sections import at_least, option
 from anymamba.training.step import autocast
 from anymamba.training.task import Evaluation, Task
 from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
+from examples.state_tracking.settle import watching
 
 # What the rows of the table have besides their sizes. Decay rates as at the time of the paper: under today's heavy tail
 # a rate only falls with the inverse of its input, and a state that lasts for hundreds of tokens is not learnt in time.
@@ -53,6 +55,9 @@ class TrackingSection:
     longest_last: int = option(160, "tokens of the longest sequence when it ends")
     grows_from: float = option(0.2, "share of the steps after which the longest sequence begins to grow")
     grows_to: float = option(0.5, "share of the steps after which it has grown, each step by the same factor")
+    settle: float = option(0.0, "weight of the penalty that makes turns exact (see settle.py); the loss contains it")
+    settles_from: float = option(0.5, "share of the steps after which that weight begins to rise from zero")
+    settles_to: float = option(0.6, "share of the steps after which it has risen")
     judged: int = option(256, "tokens of the sequences that a model is judged by")
     validation_rows: int = option(512, "sequences of an evaluation on the way")
     solved: float = option(0.999, "scaled accuracy of an evaluation on the way that ends the run")
@@ -67,6 +72,12 @@ class TrackingSection:
             )
         if not 0 <= self.grows_from <= self.grows_to <= 1:
             raise ValueError(f"0 <= grows_from <= grows_to <= 1 must hold, got {self.grows_from} and {self.grows_to}")
+        if not 0 <= self.settles_from <= self.settles_to <= 1:
+            raise ValueError(
+                f"0 <= settles_from <= settles_to <= 1 must hold, got {self.settles_from} and {self.settles_to}"
+            )
+        if not 0 <= self.settle < math.inf:
+            raise ValueError(f"settle must be a weight of at least 0, got {self.settle}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +95,22 @@ class TrackingBatch(NamedTuple):
         bounds: where the sequences begin, and t, (s + 1,).
         places: of the tokens after which an answer is predicted, (m,).
         answers: at these places, (m,).
+        settle: weight of the penalty on turns that are not exact, ().
     """
 
     inputs: Tensor
     bounds: Tensor
     places: Tensor
     answers: Tensor
+    settle: Tensor
 
     @staticmethod
-    def of(sequences: Sequences, labels: str = "end") -> TrackingBatch:
+    def of(sequences: Sequences, labels: str = "end", settle: float = 0.0) -> TrackingBatch:
         """From drawn sequences, with the answers of the sequences ("end"), or also of their beginnings ("every")."""
         ends = sequences.lengths.cumsum()
         places = ends - 1 if labels == "end" else np.flatnonzero(sequences.answers != NONE)
         parts = (sequences.tokens[None], np.concatenate([[0], ends]), places, sequences.answers[places])
-        return TrackingBatch(*map(torch.from_numpy, parts))
+        return TrackingBatch(*map(torch.from_numpy, (*parts, np.array(settle, dtype=np.float32))))
 
     @property
     def tokens(self) -> int:
@@ -146,20 +159,38 @@ class TrackingTask(Task[TrackingBatch]):
 
     def longest(self, step: int) -> int:
         """Tokens of the longest sequence of step 0, 1, ..."""
-        c, steps = self.config.tracking, self.config.schedule.steps
-        grown = (step - c.grows_from * steps) / max(1.0, (c.grows_to - c.grows_from) * steps)
-        grown = min(1.0, max(0.0, grown))
-        return round(c.longest_first * (c.longest_last / c.longest_first) ** grown)
+        c = self.config.tracking
+        return round(
+            c.longest_first * (c.longest_last / c.longest_first) ** self._risen(step, c.grows_from, c.grows_to)
+        )
+
+    def settle(self, step: int) -> float:
+        """Weight of the penalty on turns that are not exact, at step 0, 1, ..."""
+        c = self.config.tracking
+        return c.settle * self._risen(step, c.settles_from, c.settles_to)
+
+    def _risen(self, step: int, begins: float, ends: float) -> float:
+        """From 0 to 1 between two shares of the steps."""
+        steps = self.config.schedule.steps
+        return min(1.0, max(0.0, (step - begins * steps) / max(1.0, (ends - begins) * steps)))
 
     def batches(self, step: int) -> list[TrackingBatch]:
         """Sequences of all lengths up to the longest."""
         c, chance, longest = self.config.tracking, self._chance(_TRAINING, step), self.longest(step)
         rows = c.rows if c.tokens is None else max(1, min(c.rows, c.tokens // longest))
-        return [TrackingBatch.of(self.language.sample(chance, rows, c.shortest, longest), c.labels)]
+        drawn = self.language.sample(chance, rows, c.shortest, longest)
+        return [TrackingBatch.of(drawn, c.labels, self.settle(step))]
 
     def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """The negative log-likelihood of the answers."""
-        return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum"), None
+        """The negative log-likelihood of the answers, and the penalty, which is a mean, once for each of them."""
+        if batch.settle == 0:
+            return self._likelihood(model, batch, dtype), None
+        with watching(model) as unsettled:
+            cost = self._likelihood(model, batch, dtype)
+        return cost + batch.settle * batch.counted * torch.stack(unsettled).mean(), None
+
+    def _likelihood(self, model: MambaLM, batch: TrackingBatch, dtype: torch.dtype) -> Tensor:
+        return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum")
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Scaled accuracy on sequences longer than any that were trained on."""
