@@ -1,11 +1,14 @@
-"""A penalty under which states that last come back: it makes learnt turns exact.
+"""A penalty that makes the turns of states that last exact.
 
-A token multiplies a pair of states by z = exp(a + iθ), with its log-decay a and its turn θ. The penalty is the mean of
-1 - Re z^60 over tokens, heads and pairs: how far 60 such steps are from bringing a state back to where it was.
+A turn that is learnt from sequences of some length is off by a little, the same way at every step: nothing in the loss
+sees what it adds up to in longer ones. With log-decays a and turns θ, the penalty is the mean over heads of
 
-It is zero where nothing fades and every turn is a multiple of 1/60 of a circle: halves, thirds, quarters, fifths and
-sixths are among them, so it presumes no task. Its gradient has the factor exp(60 a): states that fade within some tens
-of tokens stay free, and those that last turn to the nearest multiple.
+    1 - kept  +  kept · mean (1 - cos 60 θ),        kept = exp(300 · mean a)
+
+with means over tokens and pairs. `kept` is what is left of a head's states after 300 tokens, and a constant in the
+second term. The first makes states that last for hundreds of tokens last for thousands. The second is zero where every
+turn is a multiple of 1/60 of a circle: halves, thirds, quarters, fifths and sixths are among them, so it presumes no
+task. Heads that forget sooner stay free: all heads share the rates of their pairs, so not all turns could be exact.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ from torch import Tensor
 from anymamba import MambaLM
 from anymamba.inspect import recurrence
 
-POWER = 60
+PARTS, LONG = 60, 300
 
 
 def unsettled(log_decay_bth: Tensor, turn_bths: Tensor | None) -> Tensor:
     """The penalty of one block, a scalar of at least 0; a block whose states do not turn is only kept from fading."""
-    kept_bth = torch.exp(POWER * log_decay_bth)
+    kept_h = torch.exp(LONG * log_decay_bth.mean((0, 1)))
+    faded = (1 - kept_h).mean()
     if turn_bths is None or turn_bths.shape[-1] == 0:
-        return (1 - kept_bth).mean()
-    return (1 - kept_bth.unsqueeze(-1) * torch.cos(POWER * turn_bths)).mean()
+        return faded
+    off_h = (1 - torch.cos(PARTS * turn_bths)).mean((0, 1, 3))
+    return faded + (kept_h.detach() * off_h).mean()
 
 
 @contextmanager

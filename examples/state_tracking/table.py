@@ -127,6 +127,29 @@ def markdown(language: str, results: list[Result]) -> str:
     return "\n".join(lines) + "\n" + note
 
 
+def over_seeds(results: list[Result]) -> str:
+    """For each config that was run from several seeds, at every length: mean, least and greatest scaled accuracy."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(json.dumps({**result.config, "seed": None}, sort_keys=True), []).append(result)
+    parts = []
+    for group in (group for group in groups.values() if len(group) > 1):
+        label, rate = LABELS[group[0].tracking["variant"]], group[0].config["optimiser"]["lr"]
+        seeds = ", ".join(str(seed) for seed in sorted(result.config["seed"] for result in group))
+        lines = [
+            f"{label}, lr {rate:g}, seeds {seeds}:",
+            "",
+            "| tokens | mean | least | greatest |",
+            "|---|---|---|---|",
+        ]
+        for points in zip(*(result.curve for result in group), strict=True):
+            values = [100 * value for _, value in points]
+            mean = sum(values) / len(values)
+            lines.append(f"| {points[0][0]:,} | {mean:.1f} | {min(values):.1f} | {max(values):.1f} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 def plot(language: str, results: list[Result], target: Path) -> None:
     """Scaled accuracy over the length, with the lengths of the training shaded."""
     from matplotlib.figure import Figure
@@ -150,7 +173,7 @@ def write_summary(language: str, directory: Path) -> str:
     results = read_results(directory)
     if not results:
         raise ValueError(f"{directory}: expected finished runs, found none")
-    text = markdown(language, results)
+    text = "\n".join(part for part in (markdown(language, results), over_seeds(results)) if part)
     with replacing(directory / "table.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     with replacing(directory / "results.json") as temporary:

@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mamba3-no-rotation": {**_MAMBA3, "rope_fraction": 0.0},
     "mamba2": {"layer": "Mamba2"},
 }
+TURNING = ("mamba3", "mamba3-fixed-rotation")
 _TRAINING, _VALIDATION, _TEST = range(3)  # streams of random numbers
 
 
@@ -42,6 +43,7 @@ class TrackingSection:
     d_model: int = option(32, "width of the residual stream")
     d_state: int = option(64, "state size of a head")
     headdim: int = option(16, "width of a head")
+    turning: float = option(0.5, "share of the state that turns, in the variants with a rotation")
     block: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
     )
@@ -147,7 +149,9 @@ class TrackingTask(Task[TrackingBatch]):
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """A language model whose head is not tied to the embedding."""
         c = self.config.tracking
-        sizes = {"d_state": c.d_state, "headdim": c.headdim}
+        sizes: dict[str, Any] = {"d_state": c.d_state, "headdim": c.headdim}
+        if c.variant in TURNING:
+            sizes["rope_fraction"] = c.turning
         config = MambaLMConfig(
             d_model=c.d_model,
             n_layer=c.n_layer,

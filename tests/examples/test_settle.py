@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba.inspect import layers, recurrence
-from examples.state_tracking.settle import POWER, unsettled, watching
+from examples.state_tracking.settle import PARTS, unsettled, watching
 from examples.state_tracking.tracking import TrackingBatch, TrackingTask
 from tests.examples.test_state_tracking import config
 
@@ -23,15 +23,15 @@ def lasting():
 def test_simple_fractions_of_a_circle_cost_nothing_and_what_lies_between_them_does():
     simple = turns(0, 1 / 2, -1 / 2, 1 / 3, 2 / 3, 1 / 4, -1 / 5, 2 / 5, 5 / 6, 1 / 12)
     assert unsettled(lasting(), simple).item() == pytest.approx(0, abs=1e-12)
-    assert unsettled(lasting(), simple + CIRCLE / POWER / 2).item() == pytest.approx(2)
-    assert unsettled(lasting(), simple + CIRCLE / POWER / 4).item() == pytest.approx(1)
+    assert unsettled(lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)
+    assert unsettled(lasting(), simple + CIRCLE / PARTS / 4).item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("share", [1 / 2, 0.0, -1 / 5, 1 / 4])
 @pytest.mark.parametrize("off", [0.0014, -0.0014, 0.004, -0.004])
 def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(share, off):
     turn = turns(share + off).requires_grad_()
-    optimiser = torch.optim.SGD([turn], lr=1 / POWER**2)
+    optimiser = torch.optim.SGD([turn], lr=1 / PARTS**2)
     for _ in range(40):
         optimiser.zero_grad()
         unsettled(lasting(), turn).backward()
@@ -46,12 +46,20 @@ def test_states_that_last_are_made_to_last_and_those_that_fade_stay_free():
     kept, fading = turn.grad.flatten().abs().tolist()
     assert kept > 1
     assert fading < 1e-20
-    unsettled(lasted := log_decay.detach().clone().requires_grad_(), None).backward()
-    kept, fading = lasted.grad.flatten().tolist()
+    kept, fading = log_decay.grad.flatten().tolist()
     assert kept < -1  # descending makes the log-decay larger: it fades less
     assert -1e-20 < fading <= 0
+    unsettled(still := log_decay.detach().clone().requires_grad_(), None).backward()
+    assert still.grad.tolist() == log_decay.grad.tolist()  # no state fades for the sake of its turns
     assert unsettled(lasting(), None).item() == 0
     assert unsettled(lasting(), turns()).item() == 0  # no pair that turns
+
+
+def test_a_head_that_forgets_at_some_tokens_is_free_at_all():
+    log_decay = torch.tensor([0.0, -1.0], dtype=torch.float64).reshape(1, 2, 1)
+    turn = turns(0.01, 0.02).reshape(1, 2, 1, 1).requires_grad_()
+    unsettled(log_decay, turn).backward()
+    assert turn.grad.abs().max() < 1e-20
 
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
