@@ -239,14 +239,15 @@ def scaled_accuracy(predicted: Tensor, answers: Tensor, classes: int) -> float:
 
 @torch.no_grad()
 def nearest_half_turn(model: MambaLM) -> list[float]:
-    """By how many half circles tokens 0, 1, ... turn the pair of the first layer's states that 1 turns nearest to one.
+    """By how many half circles tokens 0, 1, ... turn a pair of the first layer's states.
 
-    The first token of a sequence leaves its own turn in the cache.
+    It is the pair that is turned nearest to one by a 1, and nearest to none by a 0, in the sum of both. The first token
+    of a sequence leaves its own turn in the cache.
     """
     layer = model.backbone.layers[0]
     x_vd = layer.norm(model.backbone.embedding.weight)  # type: ignore[operator]
     _, cache = layer.mixer.prefill(x_vd.unsqueeze(1))  # type: ignore[operator, union-attr]
     turns_vs = cache.rotation.flatten(1) / torch.pi  # from 0 to 2
-    pair = (turns_vs[1] - 1).abs().argmin()
-    turns_v = turns_vs[:, pair]
+    off_vs = (turns_vs - 1).abs()
+    turns_v = turns_vs[:, (off_vs[1] + 1 - off_vs[0]).argmin()]
     return torch.where(turns_v > 1.5, turns_v - 2, turns_v).tolist()

@@ -219,7 +219,7 @@ def test_turns_are_those_of_the_first_layer():
         *_, dt, a, trap, turn = mixer._split(mixer.in_proj(x))
         dt, *_, rate = mixer._discretise([dt, a, trap, turn], None)
         turns = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
-    expected = min((abs(abs(a) - 1), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
+    expected = min((abs(abs(a) - 1) + abs(b), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
     assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
 
 
