@@ -31,14 +31,22 @@ _EXPRESSIONS = {
 _SETTINGS: dict[str, dict[str, str]] = {
     "parity": {
         "tracking.n_layer": "1",
+        "tracking.turning": "1.0",
+        "tracking.block": "{dt_min = 0.1, dt_max = 1.0}",
+        "tracking.tokens": "4096",
         "tracking.grows_from": "0.15",
         "tracking.grows_to": "0.35",
-        "schedule.steps": "6000",
+        "tracking.settle": "0.3",
+        "tracking.settles_from": "0.4",
+        "tracking.settles_to": "0.6",
+        "tracking.solved": "2",  # never: the last weights count
+        "schedule.steps": "2000",
+        "schedule.final": "0",
     },
     "arithmetic": _EXPRESSIONS,
     "brackets": _EXPRESSIONS,
 }
-_RATES = {"parity": "5e-4,1e-3,3e-3", "arithmetic": "2e-3,1e-3,4e-3", "brackets": "2e-3,1e-3,4e-3"}
+_RATES = {"parity": "1e-3", "arithmetic": "2e-3,1e-3,4e-3", "brackets": "2e-3,1e-3,4e-3"}
 _OPTIONS = {"tracking.language": "--task", "tracking.variant": "--variants", "optimiser.lr": "--lr", "seed": "--seed"}
 _COMMON = {
     "optimiser.weight_decay": "0",

@@ -127,16 +127,46 @@ def markdown(language: str, results: list[Result]) -> str:
     return "\n".join(lines) + "\n" + note
 
 
+def over_seeds(results: list[Result]) -> str:
+    """For each config that was run from several seeds, at every length: mean, least and greatest scaled accuracy."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(_without_seed(result), []).append(result)
+    parts = []
+    for group in (group for group in groups.values() if len(group) > 1):
+        label, rate = LABELS[group[0].tracking["variant"]], group[0].config["optimiser"]["lr"]
+        seeds = ", ".join(str(seed) for seed in sorted(result.config["seed"] for result in group))
+        lines = [
+            f"{label}, lr {rate:g}, seeds {seeds}:",
+            "",
+            "| tokens | mean | least | greatest |",
+            "|---|---|---|---|",
+        ]
+        for points in zip(*(result.curve for result in group), strict=True):
+            values = [100 * value for _, value in points]
+            mean = sum(values) / len(values)
+            lines.append(f"| {points[0][0]:,} | {mean:.1f} | {min(values):.1f} | {max(values):.1f} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _without_seed(result: Result) -> str:
+    return json.dumps({**result.config, "seed": None}, sort_keys=True)
+
+
 def plot(language: str, results: list[Result], target: Path) -> None:
-    """Scaled accuracy over the length, with the lengths of the training shaded."""
+    """Scaled accuracy over the length, with the lengths of the training shaded; other seeds of a run as thin lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(title=language, xlabel="tokens", ylabel="scaled accuracy, %", ylim=(-10, 105))
     chosen = best(results)
     for variant, result in chosen.items():
-        lengths, values = zip(*result.curve, strict=True)
-        axes.plot(lengths, [100 * value for value in values], marker=".", label=LABELS[variant])
+        label = f"{LABELS[variant]}, seed {result.config['seed']}"
+        (line,) = axes.plot(*_points(result), marker=".", label=label)
+        for other in results:
+            if other is not result and _without_seed(other) == _without_seed(result):
+                axes.plot(*_points(other), color=line.get_color(), lw=0.8, alpha=0.6)
     section = next(iter(chosen.values())).tracking
     axes.axvspan(section["shortest"], section["longest_last"], color="grey", alpha=0.15, label="training")
     axes.axvline(section["judged"], color="grey", ls="--", lw=1)
@@ -145,12 +175,16 @@ def plot(language: str, results: list[Result], target: Path) -> None:
         figure.savefig(temporary, format="png")
 
 
+def _points(result: Result) -> tuple[list[int], list[float]]:
+    return [length for length, _ in result.curve], [100 * value for _, value in result.curve]
+
+
 def write_summary(language: str, directory: Path) -> str:
     """Write table.md, results.json and plot.png of all finished runs below a directory; the table."""
     results = read_results(directory)
     if not results:
         raise ValueError(f"{directory}: expected finished runs, found none")
-    text = markdown(language, results)
+    text = "\n".join(part for part in (markdown(language, results), over_seeds(results)) if part)
     with replacing(directory / "table.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     with replacing(directory / "results.json") as temporary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from anymamba.training.sections import at_least, option
 from anymamba.training.step import autocast
 from anymamba.training.task import Evaluation, Task
 from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
+from examples.state_tracking.settle import watching
 
 # What the rows of the table have besides their sizes. Decay rates as at the time of the paper: under today's heavy tail
 # a rate only falls with the inverse of its input, and a state that lasts for hundreds of tokens is not learnt in time.
@@ -27,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mamba3-no-rotation": {**_MAMBA3, "rope_fraction": 0.0},
     "mamba2": {"layer": "Mamba2"},
 }
+TURNING = ("mamba3", "mamba3-fixed-rotation")
 _TRAINING, _VALIDATION, _TEST = range(3)  # streams of random numbers
 
 
@@ -40,6 +43,7 @@ class TrackingSection:
     d_model: int = option(32, "width of the residual stream")
     d_state: int = option(64, "state size of a head")
     headdim: int = option(16, "width of a head")
+    turning: float = option(0.5, "share of the state that turns, in the variants with a rotation")
     block: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
     )
@@ -53,6 +57,9 @@ class TrackingSection:
     longest_last: int = option(160, "tokens of the longest sequence when it ends")
     grows_from: float = option(0.2, "share of the steps after which the longest sequence begins to grow")
     grows_to: float = option(0.5, "share of the steps after which it has grown, each step by the same factor")
+    settle: float = option(0.0, "weight of the penalty that makes turns exact (see settle.py); the loss contains it")
+    settles_from: float = option(0.5, "share of the steps after which that weight begins to rise from zero")
+    settles_to: float = option(0.6, "share of the steps after which it has risen")
     judged: int = option(256, "tokens of the sequences that a model is judged by")
     validation_rows: int = option(512, "sequences of an evaluation on the way")
     solved: float = option(0.999, "scaled accuracy of an evaluation on the way that ends the run")
@@ -67,6 +74,12 @@ class TrackingSection:
             )
         if not 0 <= self.grows_from <= self.grows_to <= 1:
             raise ValueError(f"0 <= grows_from <= grows_to <= 1 must hold, got {self.grows_from} and {self.grows_to}")
+        if not 0 <= self.settles_from <= self.settles_to <= 1:
+            raise ValueError(
+                f"0 <= settles_from <= settles_to <= 1 must hold, got {self.settles_from} and {self.settles_to}"
+            )
+        if not 0 <= self.settle < math.inf:
+            raise ValueError(f"settle must be a weight of at least 0, got {self.settle}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +97,22 @@ class TrackingBatch(NamedTuple):
         bounds: where the sequences begin, and t, (s + 1,).
         places: of the tokens after which an answer is predicted, (m,).
         answers: at these places, (m,).
+        settle: weight of the penalty on turns that are not exact, ().
     """
 
     inputs: Tensor
     bounds: Tensor
     places: Tensor
     answers: Tensor
+    settle: Tensor
 
     @staticmethod
-    def of(sequences: Sequences, labels: str = "end") -> TrackingBatch:
+    def of(sequences: Sequences, labels: str = "end", settle: float = 0.0) -> TrackingBatch:
         """From drawn sequences, with the answers of the sequences ("end"), or also of their beginnings ("every")."""
         ends = sequences.lengths.cumsum()
         places = ends - 1 if labels == "end" else np.flatnonzero(sequences.answers != NONE)
         parts = (sequences.tokens[None], np.concatenate([[0], ends]), places, sequences.answers[places])
-        return TrackingBatch(*map(torch.from_numpy, parts))
+        return TrackingBatch(*map(torch.from_numpy, (*parts, np.array(settle, dtype=np.float32))))
 
     @property
     def tokens(self) -> int:
@@ -134,7 +149,9 @@ class TrackingTask(Task[TrackingBatch]):
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """A language model whose head is not tied to the embedding."""
         c = self.config.tracking
-        sizes = {"d_state": c.d_state, "headdim": c.headdim}
+        sizes: dict[str, Any] = {"d_state": c.d_state, "headdim": c.headdim}
+        if c.variant in TURNING:
+            sizes["rope_fraction"] = c.turning
         config = MambaLMConfig(
             d_model=c.d_model,
             n_layer=c.n_layer,
@@ -146,20 +163,38 @@ class TrackingTask(Task[TrackingBatch]):
 
     def longest(self, step: int) -> int:
         """Tokens of the longest sequence of step 0, 1, ..."""
-        c, steps = self.config.tracking, self.config.schedule.steps
-        grown = (step - c.grows_from * steps) / max(1.0, (c.grows_to - c.grows_from) * steps)
-        grown = min(1.0, max(0.0, grown))
-        return round(c.longest_first * (c.longest_last / c.longest_first) ** grown)
+        c = self.config.tracking
+        return round(
+            c.longest_first * (c.longest_last / c.longest_first) ** self._risen(step, c.grows_from, c.grows_to)
+        )
+
+    def settle(self, step: int) -> float:
+        """Weight of the penalty on turns that are not exact, at step 0, 1, ..."""
+        c = self.config.tracking
+        return c.settle * self._risen(step, c.settles_from, c.settles_to)
+
+    def _risen(self, step: int, begins: float, ends: float) -> float:
+        """From 0 to 1 between two shares of the steps."""
+        steps = self.config.schedule.steps
+        return min(1.0, max(0.0, (step - begins * steps) / max(1.0, (ends - begins) * steps)))
 
     def batches(self, step: int) -> list[TrackingBatch]:
         """Sequences of all lengths up to the longest."""
         c, chance, longest = self.config.tracking, self._chance(_TRAINING, step), self.longest(step)
         rows = c.rows if c.tokens is None else max(1, min(c.rows, c.tokens // longest))
-        return [TrackingBatch.of(self.language.sample(chance, rows, c.shortest, longest), c.labels)]
+        drawn = self.language.sample(chance, rows, c.shortest, longest)
+        return [TrackingBatch.of(drawn, c.labels, self.settle(step))]
 
     def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """The negative log-likelihood of the answers."""
-        return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum"), None
+        """The negative log-likelihood of the answers, and the penalty, which is a mean, once for each of them."""
+        if batch.settle == 0:
+            return self._likelihood(model, batch, dtype), None
+        with watching(model) as unsettled:
+            cost = self._likelihood(model, batch, dtype)
+        return cost + batch.settle * batch.counted * torch.stack(unsettled).mean(), None
+
+    def _likelihood(self, model: MambaLM, batch: TrackingBatch, dtype: torch.dtype) -> Tensor:
+        return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum")
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Scaled accuracy on sequences longer than any that were trained on."""
@@ -204,14 +239,15 @@ def scaled_accuracy(predicted: Tensor, answers: Tensor, classes: int) -> float:
 
 @torch.no_grad()
 def nearest_half_turn(model: MambaLM) -> list[float]:
-    """By how many half circles tokens 0, 1, ... turn the pair of the first layer's states that 1 turns nearest to one.
+    """By how many half circles tokens 0, 1, ... turn a pair of the first layer's states.
 
-    The first token of a sequence leaves its own turn in the cache.
+    It is the pair that is turned nearest to one by a 1, and nearest to none by a 0, in the sum of both. The first token
+    of a sequence leaves its own turn in the cache.
     """
     layer = model.backbone.layers[0]
     x_vd = layer.norm(model.backbone.embedding.weight)  # type: ignore[operator]
     _, cache = layer.mixer.prefill(x_vd.unsqueeze(1))  # type: ignore[operator, union-attr]
     turns_vs = cache.rotation.flatten(1) / torch.pi  # from 0 to 2
-    pair = (turns_vs[1] - 1).abs().argmin()
-    turns_v = turns_vs[:, pair]
+    off_vs = (turns_vs - 1).abs()
+    turns_v = turns_vs[:, (off_vs[1] + 1 - off_vs[0]).argmin()]
     return torch.where(turns_v > 1.5, turns_v - 2, turns_v).tolist()

@@ -9,7 +9,7 @@ from anymamba.training.loop import train_or_resume
 from examples.state_tracking import table
 from examples.state_tracking.__main__ import main
 from examples.state_tracking.languages import LANGUAGES, NONE, SYMBOLS
-from examples.state_tracking.table import best, markdown, read_results, run, write_summary
+from examples.state_tracking.table import best, markdown, over_seeds, read_results, run, write_summary
 from examples.state_tracking.tracking import (
     TrackingBatch,
     TrackingConfig,
@@ -157,6 +157,29 @@ def test_the_table_has_the_run_with_the_best_validation(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_that_differ_in_their_seed_alone_are_taken_together(tmp_path):
+    run(config(), tmp_path / "a", silent)
+    (first,) = read_results(tmp_path)
+    assert over_seeds([first]) == ""
+    second = first._replace(config={**first.config, "seed": 1}, curve=[(length, 0.25) for length, _ in first.curve])
+    third = second._replace(config={**second.config, "seed": 2}, curve=[(length, 1.0) for length, _ in first.curve])
+    other = first._replace(config={**first.config, "optimiser": {**first.config["optimiser"], "lr": 0.5}})
+    text = over_seeds([third, other, second])
+    assert text.startswith("Mamba-3, lr 0.01, seeds 1, 2:\n")
+    assert text.count("| 62.5 | 25.0 | 100.0 |") == len(first.curve)
+    assert "| 1,024 | 62.5 | 25.0 | 100.0 |\n" in text
+
+
+@pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
+def test_as_much_of_the_state_turns_as_was_asked_for(variant):
+    for turning in (0.5, 1.0):
+        block = (
+            TrackingTask(config(variant=variant, turning=turning)).make_model(torch.float32).backbone.layers[0].mixer
+        )
+        expected = {"mamba3-no-rotation": 0, "mamba2": None}.get(variant, 8 * turning / 2)
+        assert getattr(block, "num_rope_angles", None) == expected
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -196,7 +219,7 @@ def test_turns_are_those_of_the_first_layer():
         *_, dt, a, trap, turn = mixer._split(mixer.in_proj(x))
         dt, *_, rate = mixer._discretise([dt, a, trap, turn], None)
         turns = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
-    expected = min((abs(abs(a) - 1), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
+    expected = min((abs(abs(a) - 1) + abs(b), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
     assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
 
 
