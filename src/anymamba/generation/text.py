@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.generation.completion import Choice, Completion, Draft
-from anymamba.generation.completion import UntilStop as UntilStop
 from anymamba.generation.evidence import decide_activation
 from anymamba.generation.generate import stream
 from anymamba.generation.prefill import start

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anymamba.generation.sampling import Sampling, choose, uniform
 from anymamba.generation.state import GenerationState
-from anymamba.generation.text import UntilStop
+from anymamba.generation.completion import UntilStop
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.models.cache import LMCache
 
