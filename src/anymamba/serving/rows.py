@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.generation.completion import UntilStop
 from anymamba.generation.sampling import Sampling, choose, uniform
 from anymamba.generation.state import GenerationState
-from anymamba.generation.completion import UntilStop
 from anymamba.generation.tokenizers import TextStream, Tokenizer
 from anymamba.models.cache import LMCache
 
