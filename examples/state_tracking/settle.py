@@ -3,9 +3,9 @@
 A turn that is learnt from sequences of some length is off by a little, the same way at every step: nothing in the loss
 sees what it adds up to in longer ones. With log-decays a and turns θ, the penalty is the mean over heads of
 
-    1 - kept  +  kept · mean (1 - cos 60 θ),        kept = exp(300 · mean a)
+    1 - kept  +  kept · mean (1 - cos 60 θ),        kept = exp(1000 · mean a)
 
-with means over tokens and pairs. `kept` is what is left of a head's states after 300 tokens, and a constant in the
+with means over tokens and pairs. `kept` is what is left of a head's states after 1,000 tokens, and a constant in the
 second term. The first makes states that last for hundreds of tokens last for thousands. The second is zero where every
 turn is a multiple of 1/60 of a circle: halves, thirds, quarters, fifths and sixths are among them, so it presumes no
 task. Heads that forget sooner stay free: all heads share the rates of their pairs, so not all turns could be exact.
@@ -23,7 +23,7 @@ from torch import Tensor
 from anymamba import MambaLM
 from anymamba.inspect import recurrence
 
-PARTS, LONG = 60, 300
+PARTS, LONG = 60, 1000
 
 
 def unsettled(log_decay_bth: Tensor, turn_bths: Tensor | None) -> Tensor:
