@@ -339,7 +339,7 @@ def test_bad_input_is_refused_by_name(call, message, unchecked):
     ("options", "message"),
     [
         ({"input_ids": [[1, 2]]}, r"input_ids must be a tensor \(b, t\), got list; torch.tensor\(\[ids\]\)"),
-        ({"input_ids": "text"}, "input_ids must be a tensor .*got str; .*a tokenizer ids of a text"),
+        ({"input_ids": "text"}, "input_ids must be a tensor .*got str; .*a tokenizer makes ids from a text"),
         ({"mask": [1]}, r"mask must be a tensor \(b, t\) or lengths \(b,\), got list"),
         ({"stop": "text"}, "got the text 'text': encode it with the tokenizer"),
         ({"stop": [3, "text"]}, "got the text 'text': encode it with the tokenizer"),

@@ -117,7 +117,7 @@ def test_closing_ends_when_its_time_is_over(tmp_path, monkeypatch):
     for i in range(8):
         store.put(state(i + 1), 1, ids_key("end", [i]))
     store.save(store.put(state(9), 1, session_key("mine")))
-    store.close(seconds=10)
+    store.close(seconds=10.0)
     later = StateStore(MODEL, 9 * SIZE, tmp_path)
     assert [i for i in range(8) if later.get(ids_key("end", [i]))] == [5, 6, 7]
     assert later.get(session_key("mine"))

@@ -118,7 +118,7 @@ class TestCorpus:
 
     def test_shards_that_another_process_writes_are_left_alone(self, corpus, tmp_path):
         (tmp_path / "data").mkdir()
-        with locked(tmp_path / "data"), pytest.raises(ValueError, match="another process is at work"):
+        with locked(tmp_path / "data"), pytest.raises(ValueError, match="another process is using this run"):
             prepared(corpus, tmp_path / "data")
         prepared(corpus, tmp_path / "data")
         with locked(tmp_path / "data"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.training import checkpoint
+from anymamba.training import checkpoint, pieces
 from anymamba.training.language import begin
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -55,7 +55,7 @@ def test_a_demo_that_failed_in_its_first_save_begins_anew(demo, tmp_path, monkey
         raise KeyboardInterrupt
 
     trainer = begun(tmp_path)
-    monkeypatch.setattr(checkpoint, "write_tensors", killed)
+    monkeypatch.setattr(pieces, "write_tensors", killed)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
     with pytest.raises(KeyboardInterrupt):
         trainer.run()

@@ -138,7 +138,7 @@ class Message(NamedTuple):
     def sent(self) -> float:
         """Bytes that each worker sends, in a ring."""
         if self.kind == "send":
-            return self.size
+            return float(self.size)
         return (2 if self.kind == "all-reduce" else 1) * self.size * (self.workers - 1) / self.workers
 
 
