@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -288,3 +291,29 @@ def test_bad_input_is_refused_as_the_model_does(unchecked):
             step(torch.zeros(2, dtype=torch.long, device="meta"))
         with pytest.raises(TypeError, match="cache must be an LMCache, got tuple"):
             step(torch.tensor([1]), (1, 2))
+
+
+@compiled
+def test_a_busy_machine_changes_no_bit():
+    """Where other programs take its cores, a token may do with fewer threads."""
+    model = MambaLM(d_model=256, n_layer=2, vocab_size=2048, ssm_cfg={"layer": "Mamba2"})
+
+    def tokens(threads):
+        torch.set_num_threads(threads)
+        decode, cache, found = decoder(model), None, []
+        for token in range(80):
+            logits, cache = decode.step(torch.tensor([token]), cache)
+            found.append(logits)
+        return torch.cat(found)
+
+    before = torch.get_num_threads()
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        busy = tokens(2)
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+        alone = tokens(1)
+        torch.set_num_threads(before)
+    assert torch.equal(busy, alone)

@@ -196,10 +196,13 @@ bool run_program(const ProgramArgs& args) {
   const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T)), scratch(bytes * team);
   const Queues queues(args.count);
   if (!slots.get() || !scratch.get() || !queues.get()) return false;
-  run_team(team, [&](int thread) {
-    Token<T> token{args, static_cast<T*>(slots.get()), queues.get()};
-    void* own = static_cast<char*>(scratch.get()) + bytes * thread;
-    for (int64_t i = 0; i < args.count; ++i, ++token.queue) run_phase(token, args.phases[i], own);
+  static Teams teams;
+  teams.run(team, [&](int size) {
+    run_team(size, [&](int thread) {
+      Token<T> token{args, static_cast<T*>(slots.get()), queues.get()};
+      void* own = static_cast<char*>(scratch.get()) + bytes * thread;
+      for (int64_t i = 0; i < args.count; ++i, ++token.queue) run_phase(token, args.phases[i], own);
+    });
   });
   return true;
 }

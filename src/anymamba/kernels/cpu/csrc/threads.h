@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstddef>
 #include <cstdint>
@@ -95,6 +96,16 @@ inline void relax() {
 #endif
 }
 
+using Nanoseconds = int64_t;
+
+inline Nanoseconds now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// How long the current thread has slept because others were not done.
+inline thread_local Nanoseconds slept = 0;
+
 // Counts what is done, up to a total that all threads know.
 class Counter {
  public:
@@ -107,9 +118,11 @@ class Counter {
       if (value_.load(std::memory_order_acquire) >= total) return;
       relax();
     }
+    const Nanoseconds begin = now_ns();
     sleepers_.fetch_add(1);
     for (int32_t now = value_.load(); now < total; now = value_.load()) sleep(now);
     sleepers_.fetch_sub(1);
+    slept += now_ns() - begin;
   }
 
  private:
@@ -180,6 +193,37 @@ void run_team([[maybe_unused]] int team, const Body& body) {
     left.wait_for(size);
   }
 }
+
+// For short work that is done again and again. Where other programs keep a thread from its core, waiting for it takes
+// longer than doing without. So after a run that waited for long, the next ones take one thread, ever more of them as
+// long as that is so, and then all are tried again. How many threads there are changes no bit.
+class Teams {
+ public:
+  // body(size) with as many threads as are worth it.
+  template <typename Body>
+  void run(int team, const Body& body) {
+    if (team > 1 && alone_.load(std::memory_order_relaxed) > 0) {
+      alone_.fetch_sub(1, std::memory_order_relaxed);
+      return body(1);
+    }
+    slept = 0;
+    const Nanoseconds begin = team > 1 ? now_ns() : 0;
+    body(team);
+    if (team > 1) note(slept, now_ns() - begin);
+  }
+
+ private:
+  static constexpr Nanoseconds kShort = 200000;
+  static constexpr int kFew = 4, kMany = 64;
+  std::atomic<int> alone_{0}, next_{kFew};
+
+  void note(Nanoseconds waited, Nanoseconds all) {
+    if (waited < kShort || 4 * waited < all) return next_.store(kFew, std::memory_order_relaxed);
+    const int runs = next_.load(std::memory_order_relaxed);
+    alone_.store(runs, std::memory_order_relaxed);
+    next_.store(2 * runs < kMany ? 2 * runs : kMany, std::memory_order_relaxed);
+  }
+};
 
 // Runs body(task, scratch) for every task on up to `threads` threads, each with `bytes` of scratch.
 // Returns false when there was no memory for the scratch.
