@@ -34,8 +34,9 @@ _NAMES = ("torch", "onednn")
 _CHOSEN = os.environ.get("ANYMAMBA_PRODUCTS", "")
 # Of rows, inputs and outputs, and of products, for oneDNN.
 _FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
-# Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels.
-_MOST_ROWS, _SMALLEST = {"torch": 256, "onednn": _FEWEST - 1}, 2**16
+# Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels. They were measured beside
+# MKL's product, not beside those of other processors and systems, such as Apple's.
+_MOST_ROWS, _SMALLEST = {"torch": 256 if torch.backends.mkl.is_available() else 0, "onednn": _FEWEST - 1}, 2**16
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
