@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     length: int
     rows: int
     mesh: dict[str, int]
+    optimiser: str = "adamw"
 
     @property
     def workers(self) -> int:
@@ -111,6 +112,7 @@ def start(directory: Path, plan: Plan, sizes: dict[str, Any], workers: Workers) 
             "data": {"sources": [str(directory / "words.txt")]},
             "batch": {"tokens": plan.tokens, "length": plan.length},
             "schedule": {"kind": "constant", "warmup": 0, "steps": 10**6},
+            "optimiser": {"kind": plan.optimiser},
             "parallel": plan.mesh,
             "threads": 2 // plan.workers,
         }
@@ -218,6 +220,9 @@ def main() -> int:
         prog="python -m benchmarks.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", choices=["Mamba1", "Mamba2", "Mamba3"], default="Mamba2")
+    parser.add_argument(
+        "--optimiser", choices=["adamw", "muon"], default="adamw", help="muon: rows divided over workers alone"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="that count, in each round")
     parser.add_argument("--tiny", action="store_true", help="a small model and short rows")
@@ -231,8 +236,11 @@ def main() -> int:
     short, lengths = (32, (64, 128, 256)) if options.tiny else (512, (2048, 8192, 32768))
     print(f"{describe_machine()}\n", file=sys.stderr)
     one = "one process, 2 threads"
-    rows = [Plan(one, short, 8, {}), Plan("replicate = 2", short, 8, {"replicate": 2})]
-    compare([*rows, Plan("shard = 2", short, 8, {"shard": 2})], sizes, options.rounds, options.steps)
+    meshes = {one: {}, "replicate = 2": {"replicate": 2}, "shard = 2": {"shard": 2}}
+    rows = [Plan(name, short, 8, mesh, options.optimiser) for name, mesh in meshes.items()]
+    compare(rows, sizes, options.rounds, options.steps)
+    if options.optimiser != "adamw":
+        return 0
     shared = {length: Plan("context = 2", length, 1, {"context": 2}) for length in lengths}
     found = compare([Plan(one, lengths[1], 1, {}), shared[lengths[1]]], sizes, options.rounds, options.steps)
     runs = {lengths[1]: found["context = 2"]}
