@@ -88,8 +88,9 @@ def background_case(rank, mesh):
 
     def slow(write):
         def written(part, directory):
-            began = trainer.step
-            time.sleep(0.3)
+            began, end = trainer.step, time.monotonic() + 60
+            while 0 < began < 4 and trainer.step == began and time.monotonic() < end:
+                time.sleep(0.02)
             write(part, directory)
             when.append((began, trainer.step))
 
@@ -180,7 +181,12 @@ def silent_worker_case(rank):
     """A worker that says nothing of its part in time has failed, and is named."""
     directory = shared_directory("silent")
     saver = Saver(directory, workers_of(rank), 0.3)
-    part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, lambda _: time.sleep(2 * rank))
+
+    def late(temporary):
+        while rank == 1 and temporary.exists():  # the first worker removes it when it gives up
+            time.sleep(0.02)
+
+    part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
     saver.start(part, FACTS, before=-1, keep=2)
     with pytest.raises(SharedError, match=r"worker 1 of 2: .*step-00000007: cannot be written, .*no answer"):
         saver.finish()

@@ -68,9 +68,15 @@ class Launched:
             self.agent = subprocess.Popen(launch, stdout=file, stderr=file, cwd=Path(__file__).parents[2])
 
     def __enter__(self):
-        self.until(lambda: any(int(path.name[5:]) >= 20 for path in checkpoints(self.checkpoints)))
-        self.workers = children(self.agent.pid)
-        assert len(self.workers) == 2
+        self.workers = []
+        try:
+            self.until(lambda: any(int(path.name[5:]) >= 20 for path in checkpoints(self.checkpoints)))
+            self.workers = children(self.agent.pid)
+            assert len(self.workers) == 2
+        except BaseException:
+            self.workers = children(self.agent.pid)
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):
@@ -122,11 +128,11 @@ def expect_whole(launched, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
-    with Launched(tmp_path, timeout=3) as launched:
+    with Launched(tmp_path, timeout=20) as launched:
         os.kill(launched.workers[1], signal.SIGSTOP)
         launched.until(launched.lines)
         assert re.match(
-            r"anymamba: worker 0 of 2 waited 3 s to .* \(parallel.timeout\); no answer from worker 1 ",
+            r"anymamba: worker 0 of 2 waited 20 s to .* \(parallel.timeout\); no answer from worker 1 ",
             launched.lines()[0],
         ), launched.lines()
         launched.until(lambda: not is_alive(launched.workers[0]))

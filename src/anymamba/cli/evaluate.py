@@ -110,6 +110,8 @@ def _load(args: argparse.Namespace, workers: Workers) -> tuple[MambaLM, Tokenize
 
 def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, workers: Workers) -> list[_Score]:
     """What each text costs. Workers take whole texts, and share those that are more than the part of one."""
+    sizes_of_first = json.loads(workers.first(lambda: json.dumps([text.size for text in texts])))
+    workers.together(lambda: _expect_same(texts, sizes_of_first))
     places = _divided([text.size for text in texts], workers.size)
     own = [number for number, place in enumerate(places) if place == workers.rank]
     shared = [number for number, place in enumerate(places) if place is None]
@@ -133,6 +135,16 @@ def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: b
     progress.close()
     rows = workers.sum(found, "to add up what the texts cost").tolist()
     return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
+
+
+def _expect_same(texts: list[_Text], sizes: list[int]) -> None:
+    """Refuse texts that one worker sees otherwise than the first: they could not be divided.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if (found := [text.size for text in texts]) != sizes:
+        raise ValueError(f"every worker must see the same texts, of {sizes} bytes, got {found}")
 
 
 def _divided(sizes: list[int], count: int) -> list[int | None]:

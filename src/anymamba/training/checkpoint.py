@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +120,8 @@ def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *,
     target = checkpoint_path(directory, facts.step)
     with keeping_others(target):
         found = sorted(path.name for path in temporary.iterdir())
+        if missing := sorted(digests.keys() - set(found)):
+            raise FileNotFoundError(f"{', '.join(missing)}, which other workers wrote, cannot be found")
         files = {name: digests.get(name) or digest_file(temporary / name) for name in found}
         version = _DIVIDED if is_divided(found) else _VERSION
         _write_manifest(temporary, {"version": version, **facts._asdict(), "files": files})
@@ -165,11 +168,28 @@ def load_latest(directory: Path, report: Callable[[str], None], workers: Workers
     found = json.loads(workers.first(lambda: json.dumps([path.name for path in checkpoints(directory)])))
     for name in found:
         try:
-            return workers.together(lambda name=name: load_checkpoint(directory / name, workers))  # type: ignore[misc]
-        except ValueError as error:  # noqa: PERF203
+            state = workers.together(partial(_load_or_error, directory / name, workers))
+        except ValueError as error:
             report(f"{error}; going back to the checkpoint before it")
+            continue
+        workers.together(partial(_expect_read, state))
+        assert isinstance(state, RunState)
+        return state
     workers.together(lambda: _refuse(directory, len(found)))
     raise AssertionError("unreachable")
+
+
+def _load_or_error(path: Path, workers: Workers) -> RunState | OSError:
+    """A checkpoint, or why it cannot be read here: it may be good, and must not be given up like a damaged one."""
+    try:
+        return load_checkpoint(path, workers)
+    except OSError as error:
+        return error
+
+
+def _expect_read(state: RunState | OSError) -> None:
+    if isinstance(state, OSError):
+        raise state
 
 
 def _refuse(directory: Path, damaged: int) -> None:

@@ -198,13 +198,21 @@ class Trainer(Generic[T]):
             SharedError: the same on some worker; the message names it and the file.
         """
         if self._saved != self.step:
-            self._saver.finish()  # before the copies of the next one are made
+            self._finish_saving()  # before the copies of the next one are made
             c = self.config
             facts = Facts(self.step, self.tokens, self.task.fingerprint, self.solved, c.to_dict(), list(self.changes))
             self._saver.start(self._part(), facts, before=self._saved, keep=c.checkpoints.keep)
-            self._saved = self.step
+            self._saved_before, self._saved = self._saved, self.step
         if wait:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that was begun; one that could not be written does not count as saved."""
+        try:
             self._saver.finish()
+        except Exception:
+            self._saved = self._saved_before
+            raise
 
     def _part(self) -> Part:
         """What this worker writes of a checkpoint; a copy, where steps are taken meanwhile."""

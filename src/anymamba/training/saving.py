@@ -32,7 +32,7 @@ from anymamba.training.parallel import Workers
 from anymamba.training.pieces import Piece, file_name, write_pieces
 
 Tensors = dict[str, Tensor | Piece]
-_PATIENCE = 5.0  # seconds that a run which has failed waits for what other workers are writing
+_PATIENCE = 60.0  # seconds that a run which has failed waits for what other workers are writing
 
 
 class Part(NamedTuple):
@@ -127,6 +127,7 @@ class Saver:
                 self._error = error if known else OSError(f"{type(error).__name__}: {error}")
 
         self._error = None
+        self._hurry.clear()
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -140,6 +141,7 @@ class Saver:
             return
         self._thread.join()
         self._thread = None
+        self._workers.first(str)  # in the store, where others may wait for as long as the first one writes
         self._workers.together(self._raise)
 
     def _raise(self) -> None:
