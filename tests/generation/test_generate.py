@@ -247,6 +247,24 @@ def test_what_a_prompt_continues_from_stays_as_it_is_even_if_a_model_hands_it_on
     assert all(torch.equal(x, y) for x, y in zip(cache.leaves(), before, strict=True))
 
 
+def test_a_cache_that_a_hook_has_kept_stays_as_it_is():
+    model, kept = small_lm(), []
+    handle = model.register_forward_hook(lambda _, __, output: kept.append(output.cache))
+    tokens = stream(model, prompts(5)[0], 3)
+    handle.remove()
+    before = [x.clone() for x in kept[-1].leaves()]
+    list(tokens)
+    assert all(torch.equal(x, y) for x, y in zip(kept[-1].leaves(), before, strict=True))
+
+
+def test_what_is_read_in_inference_mode_can_be_continued_outside_it():
+    model = small_lm()
+    with torch.inference_mode():
+        tokens = stream(model, prompts(5)[0], 3)
+    list(tokens)
+    model(prompts(3)[0], tokens.state.cache).logits.sum().backward()
+
+
 def test_a_bare_cache_goes_on_with_a_prompt():
     model, ids = small_lm(dtype=torch.float64), torch.randint(61, (2, 9))
     cache = model(ids[:, :4]).cache.detach()

@@ -46,7 +46,7 @@ print(shared)
 
 GIVEN_BACK = """
 import resource, torch
-from anymamba.ground.allocator import give_back_freed_memory, keep_freed_memory
+from anymamba.ground.allocator import return_freed_memory, keep_freed_memory
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -58,7 +58,7 @@ for i in range(1000):
     held += [blocks[i]] if i % 10 == 0 else []
 del blocks
 kept = resident() - before
-give_back_freed_memory()
+return_freed_memory()
 print(kept, resident() - before)
 """
 

@@ -1,12 +1,14 @@
 """Products by either of torch's libraries: the same numbers and gradients, from modules as they are."""
 
 import functools
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 import anymamba
 from anymamba import Mamba2, MambaLM
@@ -229,6 +231,80 @@ def test_a_short_prompt_gives_what_the_model_gives(few_rows, family):
         expected = model.double()(ids_1t, logits="last").logits[:, 0]
     logits_1v, _ = prefill(model.float(), list(ids_1t))
     assert_near(logits_1v, expected, MODEL_FLOOR)
+
+
+BIASES = {
+    "strided": lambda: torch.randn(16)[::2],
+    "repeated": lambda: torch.ones(1).expand(8),
+    "a row": lambda: torch.randn(1, 8),
+    "one number": lambda: torch.randn(1),
+    "0-d": lambda: torch.tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_a_bias_of_any_layout_is_added_as_torch_adds_it(computed, bias):
+    x, weight, bias = torch.randn(32, 16), torch.randn(8, 16), bias()
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert_near(linear(x, weight, bias), expected, FLOOR[torch.float32])
+
+
+def check_that_results_may_be_changed():
+    """Results are no views: neither training nor what was made without gradients forbids to change them."""
+    x, weight = torch.randn(2, 16, 16), torch.randn(8, 16, requires_grad=True)
+    y = linear(x, weight)
+    y += 1
+    y.sum().backward()
+    with torch.no_grad():
+        y = linear(x, weight)
+    y *= torch.ones(8, requires_grad=True)
+    assert y.requires_grad
+
+
+def test_results_of_onednn_may_be_changed_in_place(computed):
+    check_that_results_may_be_changed()
+    assert computed
+
+
+@needs_kernels
+def test_results_of_few_rows_may_be_changed_in_place(few_rows):
+    check_that_results_may_be_changed()
+
+
+def test_only_what_gradients_need_is_kept(computed):
+    x, weight = torch.randn(32, 16), torch.randn(8, 16)
+    y = linear(x.clone().requires_grad_(), weight)
+    assert [None if t is None else t.shape for t in y.grad_fn.saved_tensors] == [None, weight.shape]
+    y = linear(x, weight.clone().requires_grad_())
+    assert [None if t is None else t.shape for t in y.grad_fn.saved_tensors] == [x.shape, None]
+
+
+def test_a_precision_that_was_chosen_in_torchs_newer_settings_is_left_to_torch(computed):
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        linear(torch.randn(32, 16), torch.randn(8, 16))
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert not computed
+
+
+def test_a_sparse_weight_and_modes_see_torchs_own_product(computed):
+    x, weight = torch.randn(32, 16), torch.randn(8, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a format in beta
+        linear(x, weight.to_sparse_csr())
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        linear(x, weight)
+    assert F.linear in seen
+    assert not computed
 
 
 @pytest.mark.parametrize("name", ["torch", "onednn"])

@@ -191,3 +191,12 @@ def test_bad_weights_and_inputs_are_named():
     for bad in (stored._replace(width=41), stored._replace(scales=None), stored._replace(codes=stored.codes[:, :3])):
         with pytest.raises(ValueError, match="must be"):
             narrow_linear(torch.randn(2, bad.width), bad)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_autocast_does_not_narrow_the_sums(rows):
+    x, weight = torch.randn(rows, 64), torch.randn(32, 64)
+    stored = narrow(weight, "int8")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = narrow_linear(x, stored)
+    assert torch.equal(found, narrow_linear(x, stored))

@@ -19,6 +19,7 @@ from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN, start
 from anymamba.generation.sampling import Sampling, choose, expect_integer, split_keys, uniform
 from anymamba.generation.state import GenerationState
+from anymamba.ground.modules import is_bare
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 
@@ -222,8 +223,14 @@ def stream(
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
     state = state._replace(keys=torch.tensor(keys, dtype=torch.int64))
     # What a prompt arrives at is ours alone: the first step need not keep it beside its own result.
-    owned = input_ids is not None and not _share_memory(state.cache, cache)
+    owned = input_ids is not None and _is_unseen(model, state.cache) and not _share_memory(state.cache, cache)
     return TokenStream(model, state, max_new_tokens=max_new_tokens, sampling=chosen, stop=sequences, owned=owned)
+
+
+def _is_unseen(model: MambaLM, cache: LMCache) -> bool:
+    """Whether no hook or subclass can have kept a cache that the model returned, and steps may overwrite it."""
+    is_plain = type(model) is MambaLM and all(map(is_bare, model.modules()))
+    return is_plain and not any(x.is_inference() for x in cache.leaves())
 
 
 def _share_memory(new: LMCache, given: LMCache | GenerationState | None) -> bool:

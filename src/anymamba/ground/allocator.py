@@ -43,12 +43,6 @@ def share_freed_memory() -> bool:
     return _set(("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"), {_M_ARENA_MAX: 1})
 
 
-def give_back_freed_memory() -> None:
-    """Give the system what the process has freed and kept, where the C library can; it takes milliseconds."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
-
-
 def _set(variables: tuple[str, ...], options: dict[int, int]) -> bool:
     """Set options of glibc's malloc, unless the environment has set them."""
     if sys.platform != "linux" or any(name in os.environ for name in variables):

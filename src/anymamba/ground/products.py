@@ -39,9 +39,13 @@ _FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
 _MOST_ROWS, _SMALLEST = {"torch": 256 if torch.backends.mkl.is_available() else 0, "onednn": _FEWEST - 1}, 2**16
 
 
+_FORWARD = nn.Linear.forward
+
+
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`. A plain `nn.Linear` is computed by `linear`; any other module, or one with hooks, is called."""
-    if not torch.compiler.is_compiling() and type(module) is nn.Linear and is_bare(module):
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and type(module) is nn.Linear and nn.Linear.forward is _FORWARD and is_bare(module):
         return linear(x, module.weight, module.bias)
     y: Tensor = module(x)
     return y
@@ -94,15 +98,27 @@ def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
     x, weight = inputs[:2]
     return (
         x.dtype == torch.float32
-        and x.numel() > 0
-        and x.shape[-1] == weight.shape[-1]
         and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
         and are_plain_tensors(inputs)
+        and all(tensor.layout == torch.strided for tensor in inputs)
+        and x.numel() > 0
+        and weight.ndim == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and all(bias.shape == weight.shape[:1] for bias in inputs[2:])
         and not is_portable()
         and not is_observed()
+        and torch._C._len_torch_function_stack() == 0
         and not torch.is_autocast_enabled("cpu")
-        and torch.get_float32_matmul_precision() == "highest"  # for the others, torch has products of its own
+        and _is_full_precision()
     )
+
+
+def _is_full_precision() -> bool:
+    """Whether float32 is multiplied in float32; for less, torch has products of its own."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # it was chosen for one device or library, through torch's newer settings
+        return False
 
 
 def _is_short(x: Tensor, weight: Tensor) -> bool:
@@ -117,13 +133,20 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(_dense(x), _dense(weight), bias, "none", [], "")
+    x_mi, bias = x.reshape(-1, x.shape[-1]), None if bias is None else bias.contiguous()
+    y_mo = torch.ops.mkldnn._linear_pointwise.default(_dense(x_mi), _dense(weight), bias, "none", [], "")
+    return of_shape(y_mo, x)
+
+
+def of_shape(y_mo: Tensor, x: Tensor) -> Tensor:
+    """Rows in the shape of `x`, without being a view to autograd: the caller may change them in place."""
+    y: Tensor = y_mo if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y_mo, [*x.shape[:-1], y_mo.shape[-1]])
     return y
 
 
 def _dense(x: Tensor) -> Tensor:
     """Rows or columns that follow each other in memory: with gaps, oneDNN multiplies number by number."""
-    return x if x.is_contiguous() or (x.ndim == 2 and x.t().is_contiguous()) else x.contiguous()
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 class _Product(torch.autograd.Function):
@@ -131,14 +154,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        dy_mo, x_mi = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dy_mo = dy.reshape(-1, dy.shape[-1])
         dx = linear(dy, weight.t()) if wants_x else None
-        dweight = linear(dy_mo.t(), x_mi.t()) if wants_weight else None
+        dweight = linear(dy_mo.t(), x.reshape(-1, x.shape[-1]).t()) if wants_weight else None
         return dx, dweight, dy_mo.sum(0) if wants_bias else None

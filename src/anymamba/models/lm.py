@@ -74,8 +74,8 @@ class MambaLM(nn.Module):
         - rms_norm: RMSNorm; otherwise LayerNorm (True).
         - residual_in_fp32: keep the residual stream in float32 (True).
         - fused_add_norm: an option of the official kernels that does not change results.
-    - attn_layer_idx: attention layers, which are refused.
-    - attn_cfg: their options.
+        - attn_layer_idx: attention layers, which are refused.
+        - attn_cfg: their options.
         - stack: further fields of `StackConfig`, such as {"n_virtual": 24}.
         - extra: unknown fields of a config file, which are written back.
     """

@@ -17,7 +17,7 @@ import torch
 
 from anymamba.generation.sampling import row_key
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.ground.allocator import give_back_freed_memory
+from anymamba.ground.allocator import return_freed_memory
 from anymamba.kernels.cpu.program import MAX_ROWS
 from anymamba.models.lm import MambaLM
 from anymamba.serving.jobs import Deliver, Job, Outbox, ShuttingDown
@@ -126,8 +126,10 @@ class Engine:
             rest: float | None = _REST
             while not (self._new or len(self._reader) or not self._writer.is_idle or self._closing):
                 if not self._changed.wait(rest):
-                    give_back_freed_memory()
                     rest = None
+                    self._changed.release()  # who submits a job does not wait for this
+                    return_freed_memory()
+                    self._changed.acquire()
             self._take_new()
             return not self._closing
 

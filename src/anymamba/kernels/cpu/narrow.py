@@ -26,6 +26,7 @@ def _missing(x: Tensor, *_: object) -> str:
     return missing(x.dtype) or ("there is none for float64" if x.dtype == torch.float64 else "")
 
 
+@torch.autocast("cpu", enabled=False)  # sums are in float32
 def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int) -> Tensor:
     expect_stored("narrow_linear", Narrow(codes, scales, width))
     m, out = x.shape[0], codes.shape[0]
@@ -48,6 +49,7 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
     return y.to(x.dtype)
 
 
+@torch.autocast("cpu", enabled=False)
 def _backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anymamba.ground.operators import Implementation
+from anymamba.ground.products import of_shape
 from anymamba.kernels.cpu.call import call, empty
 from anymamba.kernels.cpu.library import WEIGHT_DTYPES, missing
 
@@ -26,7 +27,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     call("narrow_product", torch.float32, given, {"y": y_mo}, sizes=sizes, format=format)
     if bias is not None:
         y_mo += bias.detach()
-    return y_mo.view(*x.shape[:-1], out)
+    return of_shape(y_mo, x)
 
 
 IMPLEMENTATIONS = {"linear": Implementation(_product, None, _missing)}
