@@ -103,7 +103,7 @@ class Trainer(Generic[T]):
         self._plain = self.model if workers.size == 1 else skeleton(self.model)  # as files have it
         if workers.shard > 1:
             divide(self.model, workers, config.parallel.reduce)
-        self.optimiser = Optimiser(self.model, config.optimiser)
+        self.optimiser = Optimiser(self.model, config.optimiser, workers)
         if reopened is not None:
             self._restore(reopened)
         if config.precision.compile:

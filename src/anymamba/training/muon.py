@@ -12,16 +12,15 @@ AdamW, and one learning rate and decay suit both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.ground.products import linear
-
-if TYPE_CHECKING:
-    from anymamba.training.shares import Share
+from anymamba.training.parallel import Workers
+from anymamba.training.shares import Share, by_one_each
 
 # x <- a x + b (x xᵀ) x + c (x xᵀ)² x sends singular values from (0, 1] to about one: as steep at zero as a quintic that
 # keeps the others between 0.68 and 1.14 can be.
@@ -58,13 +57,16 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         shares: Mapping[Tensor, Share] | None = None,
+        workers: Workers | None = None,
     ) -> None:
         """As other optimisers; every parameter must be a matrix, or those of its rows that `shares` says lie here.
+
+        Each of several `workers` makes some of the matrices orthogonal, for all.
 
         Raises:
             ValueError: one is not.
         """
-        self._shares = dict(shares or {})
+        self._shares, self._workers = dict(shares or {}), workers or Workers()
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for p in group["params"]:
@@ -74,15 +76,28 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Move every matrix that has a gradient."""
+        count = self._workers.size
         for group in self.param_groups:
-            lr, beta = group["lr"], group["momentum"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                mean.lerp_(p.grad, 1 - beta)
-                update, share = p.grad.lerp(mean, beta), self._shares.get(p)
-                update = orthogonalised(update if share is None else share.whole(update))
-                largest = max(update.shape)
-                p.mul_(1 - lr * group["weight_decay"])
-                p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)
+            lr, decay = group["lr"], group["weight_decay"]
+            # Of about the same size at a time: a worker has one of them to compute.
+            moved = sorted((p for p in group["params"] if p.grad is not None), key=self._size)
+            for begin in range(0, len(moved), count):
+                some = moved[begin : begin + count]
+                means = [self._momentum(p, group["momentum"]) for p in some]
+                for p, update in zip(some, by_one_each(orthogonalised, means, self._workers), strict=True):
+                    share, largest = self._shares.get(p), max(update.shape)
+                    p.mul_(1 - lr * decay)
+                    p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)
+
+    def _momentum(self, p: Tensor, beta: float) -> Tensor:
+        """The whole matrix that a parameter is to move along, before it is made orthogonal."""
+        assert p.grad is not None
+        mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        mean.lerp_(p.grad, 1 - beta)
+        update, share = p.grad.lerp(mean, beta), self._shares.get(p)
+        return update if share is None else share.whole(update)
+
+    def _size(self, p: Tensor) -> int:
+        """Numbers of the whole matrix."""
+        share = self._shares.get(p)
+        return p.numel() if share is None else share.bounds[-1] * p.shape[1]

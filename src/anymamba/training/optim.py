@@ -111,8 +111,8 @@ class Optimiser:
     state of its own.
     """
 
-    def __init__(self, model: nn.Module, config: OptimiserSection) -> None:
-        """Sort the parameters into groups."""
+    def __init__(self, model: nn.Module, config: OptimiserSection, workers: Workers | None = None) -> None:
+        """Sort the parameters into groups; several `workers` share Muon's work."""
         decayed, others = _by_decay(model, config.decay_embeddings)
         matrices: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, int]] = []  # a view, the parameter, the first of its rows
@@ -148,7 +148,12 @@ class Optimiser:
             lr = config.lr if config.muon_lr is None else config.muon_lr
             shares = {x: self._shares[name] for name, x in matrices.items() if name in self._shares}
             muon = Muon(
-                matrices.values(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay, shares=shares
+                matrices.values(),
+                lr=lr,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                shares=shares,
+                workers=workers,
             )
             self._optimisers.append(muon)
             self._owned |= {name: (x, muon.state) for name, x in matrices.items()}

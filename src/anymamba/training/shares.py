@@ -8,7 +8,7 @@ needs a whole matrix, or the finished model does, the rows are gathered; a check
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -151,6 +151,26 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     for name, x in state.items():
         first.setdefault(id(x), name)
     return {name: state[name] for name in first.values()}
+
+
+def by_one_each(function: Callable[[Tensor], Tensor], tensors: list[Tensor], workers: Workers) -> list[Tensor]:
+    """`function` of some tensors that all workers have, each computed by one of them and given to all.
+
+    It returns tensors of the same shape and dtype.
+    """
+    if workers.size == 1:
+        return [function(x) for x in tensors]
+    owners = [number % workers.size for number in range(len(tensors))]
+    found = [
+        function(x).contiguous()
+        if owner == workers.rank
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, owner in zip(tensors, owners, strict=True)
+    ]
+    workers.doing("to share updates")
+    for y, owner in zip(found, owners, strict=True):
+        dist.broadcast(y, owner)
+    return found
 
 
 def put_away(model: nn.Module) -> None:
