@@ -12,7 +12,7 @@ from anymamba import MambaLM
 from anymamba.ground.files import locked, read_json, read_tensors, write_json
 from anymamba.training import checkpoint as module
 from anymamba.training import pieces
-from anymamba.training.checkpoint import checkpoints, load_latest
+from anymamba.training.checkpoint import Facts, begin_checkpoint, checkpoints, finish_checkpoint, load_latest
 from anymamba.training.language import begin, open_run
 from anymamba.training.loop import train_or_resume
 from tests.training.cases import silent, tiny, write_corpus
@@ -202,6 +202,28 @@ def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
     assert again.run()
     assert load_latest(trainer.directory / "checkpoints", silent).step == 6
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_one_that_cannot_be_read_is_not_given_up_like_a_damaged_one(trainer, monkeypatch):
+    """It may be good, and the next save would remove it."""
+
+    def unreadable(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    directory = trainer.directory / "checkpoints"
+    before = checkpoints(directory)
+    monkeypatch.setattr(module, "digest_file", unreadable)
+    with pytest.raises(PermissionError, match=before[0].name):
+        load_latest(directory, pytest.fail)
+    assert checkpoints(directory) == before
+
+
+def test_a_file_that_a_worker_wrote_and_that_is_gone_is_missed(tmp_path):
+    temporary = begin_checkpoint(tmp_path, 3)
+    facts = Facts(3, 0, "data", False, {}, [])
+    with pytest.raises(OSError, match=r"step-00000003: cannot be written, .*model-00002-of-00002.safetensors"):
+        finish_checkpoint(temporary, facts, {"model-00002-of-00002.safetensors": "0"}, before=-1, keep=1)
+    assert checkpoints(tmp_path) == []
 
 
 def test_none_that_is_whole_is_an_error(trainer, tmp_path):
