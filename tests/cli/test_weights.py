@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from anymamba.cli import info
 from anymamba.cli.options import WEIGHTS
 from anymamba.ground.narrow import FORMATS
+from anymamba.kernels.cpu.library import LIBRARY
 from tests.models.cases import small_lm
 
 
@@ -50,6 +52,23 @@ def test_info_shows_bytes_and_bits(run, model, tmp_path):
     ]
     assert lines[0] == lines[1]
     assert [x for x in plain.splitlines() if x.startswith("parameters")] == [lines[0][0]]
+
+
+def test_info_shows_how_prompts_are_multiplied(run, model, monkeypatch):
+    def products(*options):
+        code, out, _ = run("info", model, *options)
+        assert code == 0
+        return [line for line in out.splitlines() if line.startswith("products")]
+
+    assert products() == []
+    if LIBRARY.handle is None:
+        assert "widened to float32" in products("--weights", "int4")[0]
+        return
+    assert "in float32, with some rows" in products("--weights", "int4")[0]
+    assert "in float32, with some rows" in products("--weights", "bfloat16")[0]
+    for has_units, expected in ((True, "in bfloat16, for which"), (False, "in float32: no units")):
+        monkeypatch.setattr(info, "multiplies_bfloat16", lambda found=has_units: found)
+        assert expected in products("--weights", "bfloat16", "--dtype", "bfloat16")[0]
 
 
 def test_a_state_of_other_weights_is_refused(run, model, tmp_path):

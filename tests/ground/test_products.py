@@ -317,3 +317,40 @@ def test_an_unknown_library_is_named(monkeypatch):
     monkeypatch.setattr(products, "_CHOSEN", "blis")
     with pytest.raises(ValueError, match="ANYMAMBA_PRODUCTS must be one of torch, onednn, got 'blis'"):
         products.product_library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("machine", "said", "environment", "expected"),
+    [
+        ("x86_64", "flags\t\t: fpu avx512f avx512_bf16 avx512_vnni", {}, True),
+        ("x86_64", "flags\t\t: fpu amx_tile amx_bf16", {}, True),
+        ("x86_64", "flags\t\t: fpu avx512f avx512_vnni", {}, False),
+        ("x86_64", "flags\t\t: avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+        ("x86_64", "flags\t\t: avx512_bf16", {"DNNL_MAX_CPU_ISA": "avx2"}, False),
+        ("x86_64", "flags\t\t: avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
+        ("x86_64", "model name\t: with avx512_bf16", {}, False),
+        ("aarch64", "Features\t: fp asimd bf16 i8mm", {}, True),
+        ("aarch64", "Features\t: fp asimd", {}, False),
+        ("arm64", "", {}, False),
+    ],
+)
+def test_bfloat16_is_multiplied_where_the_processor_has_units_for_it(monkeypatch, machine, said, environment, expected):
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(products, "_processor", lambda: ["processor\t: 0", *said.splitlines()])
+    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_acl_available", lambda: True)
+    assert products._has_bfloat16_units.__wrapped__() == expected
+
+
+def test_bfloat16_is_widened_while_onednn_is_switched_off(monkeypatch):
+    monkeypatch.setattr(products, "_has_bfloat16_units", lambda: True)
+    assert products.multiplies_bfloat16()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert not products.multiplies_bfloat16()
+    finally:
+        torch._C._set_mkldnn_enabled(True)

@@ -142,12 +142,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
         torch.set_num_threads(before)
 
 
-def test_long_bfloat16_inputs_agree_whichever_product_is_the_faster(monkeypatch):
+def test_long_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch):
     torch.manual_seed(0)
     stored, x, bias = narrow(torch.randn(9, 100), "bfloat16"), torch.randn(70, 100).bfloat16(), torch.randn(9)
     exact = x.double() @ stored.codes.double().T + bias.double()
-    for is_faster in (True, False):
-        monkeypatch.setattr(kernels_narrow, "torch_has_the_faster_bfloat16", lambda found=is_faster: found)
+    for has_units in (True, False):
+        monkeypatch.setattr(kernels_narrow, "multiplies_bfloat16", lambda found=has_units: found)
         y = narrow_linear(x, stored, bias)
         assert y.dtype == torch.bfloat16
         assert_near(y, exact, FLOOR[torch.bfloat16])

@@ -11,9 +11,8 @@ import torch
 from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
-from anymamba.ground.products import product_library
+from anymamba.ground.products import multiplies_bfloat16, product_library
 from anymamba.kernels.cpu.library import LIBRARY
-from anymamba.kernels.cpu.narrow import torch_has_the_faster_bfloat16
 from anymamba.models.activation import is_undecided
 from anymamba.models.lm import MambaLM
 from anymamba.models.opening import non_finite_values, open_checkpoint
@@ -49,12 +48,15 @@ def _products() -> str:
     return "by oneDNN: torch's own leaves AVX-512 unused on this processor"
 
 
-def _bfloat16_products() -> str:
-    """How prompts in bfloat16 are multiplied with weights in bfloat16."""
-    if missing_kernel("narrow_linear", torch.empty(0, dtype=torch.bfloat16)):
+def _narrow_products(format: str, dtype: torch.dtype) -> str:
+    """How prompts are multiplied with weights in a narrow format."""
+    if missing_kernel("narrow_linear", torch.empty(0, dtype=dtype)):
         return "of weights widened to float32"
-    own = torch_has_the_faster_bfloat16()
-    return f"of prompts in {'bfloat16' if own else 'float32'}, the faster here (measured)"
+    if format != "bfloat16" or dtype != torch.bfloat16:
+        return "of prompts in float32, with some rows of the weights widened at a time"
+    if multiplies_bfloat16():
+        return "of prompts in bfloat16, for which this processor has units"
+    return "of prompts in float32: no units for bfloat16 are known here"
 
 
 def _default_paths() -> list[tuple[str, str]]:
@@ -108,7 +110,7 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("weights", f"{readable_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {kept}"),
         ("state", f"{readable_bytes(state)} per sequence, at any length"),
         ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
-        *([("products", _bfloat16_products())] if narrow == "bfloat16" and model.dtype == torch.bfloat16 else []),
+        *([("products", _narrow_products(narrow, model.dtype))] if narrow else []),
         ("values", non_finite_values(checkpoint) or "all finite"),
     ]
 

@@ -37,6 +37,9 @@ _FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
 # Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels. They were measured beside
 # MKL's product, not beside those of other processors and systems, such as Apple's.
 _MOST_ROWS, _SMALLEST = {"torch": 256 if torch.backends.mkl.is_available() else 0, "onednn": _FEWEST - 1}, 2**16
+_UNITS_IN = ("flags", "Features")  # lines of /proc/cpuinfo, on x86-64 and on Arm
+# Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bfloat16 as float32.
+_WITHOUT_BFLOAT16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
 
 
 _FORWARD = nn.Linear.forward
@@ -84,13 +87,44 @@ def product_library() -> Library:
     return "onednn" if has_onednn and has_wide_vectors and is_held_back else "torch"
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 in the processor's own units for it: AVX-512 BF16, AMX, or Arm's.
+
+    There it is about twice as fast as float32, elsewhere slower. Only Linux says which units there are; on other
+    systems the answer is no.
+    """
+    return _has_bfloat16_units() and torch.backends.mkldnn.enabled
+
+
+@functools.cache
+def _has_bfloat16_units() -> bool:
+    found = {word for line in _processor() for word in line.partition(":")[2].split() if line.startswith(_UNITS_IN)}
+    if not torch.backends.mkldnn.is_available() or _most_of_onednn() in _WITHOUT_BFLOAT16:
+        return False
+    if platform.machine() == "aarch64":  # oneDNN leaves Arm's units to another library
+        return "bf16" in found and torch.backends.mkldnn.is_acl_available()
+    return not found.isdisjoint(("avx512_bf16", "amx_bf16"))
+
+
+def _most_of_onednn() -> str:
+    """The instructions that oneDNN is held to by its environment; empty if it uses all."""
+    names = (os.environ.get(f"{prefix}_MAX_CPU_ISA") for prefix in ("ONEDNN", "DNNL"))
+    return next((name for name in names if name), "").lower()
+
+
 def _is_of_intel() -> bool:
     """Whether the processor is one of Intel's, or nobody says whose it is."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
+    if not (lines := _processor()):
         return "AuthenticAMD" not in platform.processor()
     return not any(line.startswith("vendor_id") and "GenuineIntel" not in line for line in lines)
+
+
+def _processor() -> list[str]:
+    """What Linux says about the processor, in lines; nothing on other systems."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _are_covered(inputs: tuple[Tensor, ...]) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from anymamba.ground.narrow import Narrow, expect_stored
 from anymamba.ground.operators import Implementation
-from anymamba.ground.products import linear
+from anymamba.ground.products import linear, multiplies_bfloat16
 from anymamba.kernels.cpu.call import call, empty
 from anymamba.kernels.cpu.library import WEIGHT_DTYPES, missing
 from anymamba.kernels.cpu.program import MAX_ROWS
@@ -30,7 +28,7 @@ def _missing(x: Tensor, *_: object) -> str:
 def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int) -> Tensor:
     expect_stored("narrow_linear", Narrow(codes, scales, width))
     m, out = x.shape[0], codes.shape[0]
-    if m > MAX_ROWS and x.dtype == codes.dtype == torch.bfloat16 and torch_has_the_faster_bfloat16():
+    if m > MAX_ROWS and x.dtype == codes.dtype == torch.bfloat16 and multiplies_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())
     x_mi = x.float()
     if 1 <= m <= MAX_ROWS:
@@ -80,27 +78,6 @@ def _panel(rows: int, width: int) -> Tensor:
     if (memory := getattr(_memory, "panel", None)) is None or memory.numel() < rows * width:
         _memory.panel = memory = empty((rows * width,), torch.float32)
     return memory[: rows * width].view(rows, width)
-
-
-@functools.cache
-def torch_has_the_faster_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 faster than float32 here, as it does on processors with units for it.
-
-    Measured once in a process, in some milliseconds.
-    """
-    x, weight = torch.ones(256, 512, device="cpu"), torch.ones(512, 512, device="cpu")
-    products: list[Callable[[], Tensor]] = [
-        functools.partial(F.linear, x, weight),
-        functools.partial(F.linear, x.bfloat16(), weight.bfloat16()),
-    ]
-    seconds: list[list[float]] = [[], []]
-    with torch.no_grad():
-        for _ in range(4):
-            for product, found in zip(products, seconds, strict=True):
-                start = time.perf_counter()
-                product()
-                found.append(time.perf_counter() - start)
-    return min(seconds[1]) < min(seconds[0])
 
 
 IMPLEMENTATIONS = {"narrow_linear": Implementation(_forward, _backward, _missing)}
