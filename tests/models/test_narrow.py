@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anymamba import GenerationState, MambaLM, decoder, generate
@@ -153,6 +154,96 @@ def test_an_adapter_beside_a_narrow_weight_is_called_and_trained():
         assert_near(logits, model(IDS[:, :1]).logits[:, 0].double(), FLOOR[torch.float32])
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_wrapped_head_need_not_say_its_width(format):
+    """As an adapter that somebody wrote by hand."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return self.base(x)
+
+    model = narrow_model(small_lm("Mamba2", tie_embeddings=False), format)
+    tokens, loss = generate(model, IDS, 3).tokens, model(IDS, labels=IDS).loss
+    model.lm_head = Wrapped(model.lm_head)
+    assert "Wrapped" in decoder(model).reason
+    assert torch.equal(generate(model, IDS, 3).tokens, tokens)
+    assert torch.equal(model(IDS, labels=IDS).loss, loss)
+    assert_near(model(IDS, labels=IDS, logits="none").loss, loss.double(), FLOOR[torch.float32])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("of", ["float32", *FORMATS])
+def test_a_state_dict_of_another_format_is_refused_and_one_of_the_same_taken(of, to, assign, strict):
+    given = small_lm(seed=1) if of == "float32" else narrow_model(small_lm(seed=1), of)
+    model = narrow_model(small_lm(seed=2), to)
+    if of == to:
+        model.load_state_dict(given.state_dict(), assign=assign, strict=strict)
+        with torch.no_grad():
+            assert torch.equal(model(IDS).logits, given(IDS).logits)
+        assert model.is_tied
+        return
+    before = {name: x.clone() for name, x in model.state_dict().items() if ".scales" in name or x.ndim == 2}
+    with pytest.raises(RuntimeError, match=f"of a weight in {to} must be torch"):
+        model.load_state_dict(given.state_dict(), assign=assign, strict=strict)
+    assert all(torch.equal(model.state_dict()[name], x) for name, x in before.items())
+
+
+@pytest.mark.parametrize("changed", ["weight", "scales"])
+def test_a_tied_head_that_differs_is_refused(tmp_path, changed):
+    """Its scales count as much as its codes."""
+    model = narrow_model(small_lm(), "int8")
+    untied = copy.deepcopy(model)
+    model.save_pretrained(tmp_path)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    assert MambaLM.from_pretrained(tmp_path).is_tied  # stored twice, with the same values
+    state[f"lm_head.{changed}"] = state[f"lm_head.{changed}"].clone().zero_()
+    with pytest.raises(RuntimeError, match=r"are one \(tied\)"):
+        model.load_state_dict(state)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"are one \(tied\)"):
+        MambaLM.from_pretrained(tmp_path)
+    setattr(untied.lm_head, changed, nn.Parameter(state[f"lm_head.{changed}"], requires_grad=False))
+    with pytest.raises(ValueError, match=r"are one \(tied\)"):
+        untied.save_pretrained(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "stored"),
+    [
+        ("int8", "scales", torch.float32),
+        ("int4", "scales", torch.float16),
+        ("int8", "weight", torch.uint8),
+        ("int8", "weight", torch.float32),
+        ("bfloat16", "weight", torch.float32),
+        ("bfloat16", "weight", torch.float16),
+        ("float16", "weight", torch.bfloat16),
+    ],
+)
+def test_codes_and_scales_of_another_dtype_are_refused(tmp_path, format, name, stored):
+    narrow_model(small_lm(), format).save_pretrained(tmp_path)
+    state, key = load_file(tmp_path / "model.safetensors"), f"backbone.layers.1.mixer.out_proj.{name}"
+    state[key] = state[key].to(stored)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{key} \(expected torch\..*, got {stored}\)"):
+        MambaLM.from_pretrained(tmp_path)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    model = narrow_model(small_lm(), "int8").double()
+    with pytest.raises(ValueError, match=r"up to float32, got torch.float64; model.float\(\)"):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    model.float().save_pretrained(tmp_path / "model")
+    assert MambaLM.from_pretrained(tmp_path / "model").dtype == torch.float32
+
+
 def test_states_of_other_weights_are_refused(tmp_path):
     plain = small_lm()
     narrow = narrow_model(copy.deepcopy(plain), "int8")
@@ -192,6 +283,8 @@ def test_what_cannot_be_is_named(tmp_path):
         ({"weights": "int3"}, "must name weights in one of"),
         ({"weights": "int4"}, "do not fit the config"),
         ({"dtype": "complex64"}, "must name weights in one of"),
+        ({"quant_method": None}, "a table that names its quant_method"),
+        ({"group_size": 128, "act_order": True}, "does not know, so it cannot read the weights: act_order, group_size"),
         (None, "do not fit the config"),
     ],
 )

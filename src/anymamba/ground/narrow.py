@@ -122,6 +122,21 @@ class NarrowWeight(nn.Module):
         if weight.scales is not None:
             self.scales = nn.Parameter(weight.scales, requires_grad=False)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *found: list[str]
+    ) -> None:
+        """Refuse codes and scales of another format, which a copy would round or truncate to this one."""
+        errors = found[-1]
+        for name, (_, dtype) in self.parts().items():
+            x = state_dict.get(prefix + name)
+            if isinstance(x, Tensor) and x.dtype != dtype:
+                errors.append(
+                    f"{prefix}{name} of a weight in {self.format} must be {dtype}, got {x.dtype}; "
+                    "anymamba.models.narrow.narrow_model stores the weights of a plain model in a format"
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NarrowWeight:
         kept = {name: x.data for name in self.parts() if (x := self._parameters[name]) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

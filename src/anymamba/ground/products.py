@@ -93,7 +93,7 @@ def multiplies_bfloat16() -> bool:
     There it is about twice as fast as float32, elsewhere slower. Only Linux says which units there are; on other
     systems the answer is no.
     """
-    return _has_bfloat16_units() and torch.backends.mkldnn.enabled
+    return _has_bfloat16_units() and bool(torch._C._get_mkldnn_enabled())
 
 
 @functools.cache

@@ -185,7 +185,7 @@ class MambaLM(nn.Module):
             )
         if wanted is None:
             return LMOutput(found, None, new, None, streams)
-        expect_targets(wanted, self.lm_head.out_features)
+        expect_targets(wanted, self._head_width)
         if found is not None and logits == "all":
             nats = logits_nats(found.flatten(0, 1), wanted)
         else:
@@ -214,7 +214,7 @@ class MambaLM(nn.Module):
         backbone = program.child(self, "backbone", Backbone)
         backbone.record(program)
         width, hidden = program.input_width, backbone.record_norm(program)
-        program.linear(hidden, self, "lm_head", width, self.lm_head.out_features, to=-1)
+        program.linear(hidden, self, "lm_head", width, self._head_width, to=-1)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """The cache of a fresh start."""
@@ -226,6 +226,11 @@ class MambaLM(nn.Module):
             self.lm_head.weight = self.backbone.embedding.weight
             if isinstance(self.backbone.embedding, NarrowWeight):
                 self.lm_head.scales = self.backbone.embedding.scales
+
+    @property
+    def _head_width(self) -> int:
+        """Logits of a token; an adapter around the head need not say it."""
+        return int(getattr(self.lm_head, "out_features", self.config.padded_vocab_size))
 
     @property
     def is_tied(self) -> bool:

@@ -6,6 +6,7 @@ Mamba-1's projection to step sizes, whose results go through an exponential.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from anymamba.ops.narrow import narrow_rows, rows_at_once
 
 METHOD = "anymamba"  # in the config of a checkpoint
 _FIELD = "quantization_config"
+_KNOWN = {"quant_method", "weights", "dtype"}
 
 
 def weight_format(model: nn.Module) -> WeightFormat | None:
@@ -111,13 +113,19 @@ def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None,
     said = extra.get(_FIELD)
     if said is None:
         return None, None, extra
-    method = said.get("quant_method") if isinstance(said, dict) else said
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    if not isinstance(method, str):
+        raise ValueError(f"{_FIELD} must be a table that names its quant_method, got {reprlib.repr(said)}")
     if method != METHOD:
         raise ValueError(f"the weights were quantised by {method!r}, which only that can read")
     format, dtype = said.get("weights"), said.get("dtype")
     if format not in FORMATS or dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(
             f"{_FIELD} must name weights in one of {', '.join(FORMATS)} and a dtype, got {format!r} and {dtype!r}"
+        )
+    if unknown := sorted(set(said) - _KNOWN):
+        raise ValueError(
+            f"{_FIELD} has fields that this version does not know, so it cannot read the weights: {', '.join(unknown)}"
         )
     return format, dtype, {name: value for name, value in extra.items() if name != _FIELD}
 

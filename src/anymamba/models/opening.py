@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from anymamba.ground.files import read_json
-from anymamba.ground.narrow import CODES, WeightFormat
+from anymamba.ground.narrow import WeightFormat
 from anymamba.models import gguf
 from anymamba.models.activation import with_block_options
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.formats import FORMATS, Format
 from anymamba.models.hub import fetch, is_repository_id
-from anymamba.models.narrow import narrowed_weight, read_format, scales_of
-from anymamba.models.skeleton import expected_shapes
-from anymamba.models.tying import EMBEDDING, HEAD
+from anymamba.models.narrow import narrowed_weight, read_format
+from anymamba.models.skeleton import Expected, expected_tensors
+from anymamba.models.tying import EMBEDDING, PARTS
 from anymamba.models.weights import (
     DTYPES,
     Stored,
@@ -93,7 +93,7 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
     config = dataclasses.replace(config, extra=extra)
     entries = list(read_entries(files))
     expected = _expected(directory, config, entries, weights)
-    tensors, problems = match_tensors(adapter, config, expected, entries, weights)
+    tensors, problems = match_tensors(adapter, config, expected, entries)
     if problems:
         raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
     return Checkpoint(directory, adapter, config, files, tensors, weights, computed_in)
@@ -111,7 +111,7 @@ def read_config(directory: Path) -> MambaLMConfig:
 
 def _expected(
     directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]], weights: WeightFormat | None
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Expected]:
     """The tensors that a config asks for, unless it asks for more than the files can hold: that is refused at once."""
     if config.n_layer > max(_FEW_LAYERS, len(entries)):
         raise ValueError(
@@ -121,7 +121,7 @@ def _expected(
     try:
         # Two numbers of four bits are one that is stored.
         most = max(_FEW_NUMBERS, 2 * sum(math.prod(stored.shape) for _, _, stored in entries))
-        return expected_shapes(config, most, weights)
+        return expected_tensors(config, most, weights)
     except ValueError as error:
         raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
 
@@ -197,11 +197,10 @@ def _found_instead(directory: Path, raws: dict[str, Any]) -> str:
 def match_tensors(
     adapter: Format,
     config: MambaLMConfig,
-    expected: dict[str, tuple[int, ...]],
+    expected: dict[str, Expected],
     entries: Iterable[tuple[Path, str, Stored]],
-    weights: WeightFormat | None = None,
 ) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
-    """Match stored tensors with the `expected` ones of the model, one to one, by name and shape.
+    """Match stored tensors with the `expected` ones of the model, one to one, by name, shape and dtype.
 
     Returns:
         The tensors by our names, and a description of what does not fit, empty if all do.
@@ -216,12 +215,14 @@ def match_tensors(
             twice.append(key)
         else:
             tensors[name] = (path, key, stored)
-            if stored.shape != expected[name]:
-                misshapen.append(f"{key} (expected {expected[name]}, got {stored.shape})")
-            is_narrow = weights is not None and scales_of(name) in expected and name.endswith("weight")
-            if (stored.dtype != CODES[weights]) if is_narrow and weights else stored.dtype not in DTYPES.values():
+            shape, dtype = expected[name]
+            if stored.shape != shape:
+                misshapen.append(f"{key} (expected {shape}, got {stored.shape})")
+            if dtype is None and stored.dtype not in DTYPES.values():
                 foreign.append(f"{key} ({stored.dtype})")
-    optional = {HEAD, scales_of(HEAD)} if config.tie_embeddings else set()
+            elif dtype is not None and stored.dtype != dtype:
+                foreign.append(f"{key} (expected {dtype}, got {stored.dtype})")
+    optional = set(PARTS) if config.tie_embeddings else set()
     missing = [adapter.their_key(name) for name in expected if name not in tensors and name not in optional]
     problems = {
         "missing": missing,

@@ -24,8 +24,8 @@ from anymamba.models.narrow import (
     written_format,
 )
 from anymamba.models.opening import Checkpoint, match_tensors, open_checkpoint, read_each, read_named
-from anymamba.models.skeleton import expected_shapes, skeleton
-from anymamba.models.tying import EMBEDDING, HEAD, same_values
+from anymamba.models.skeleton import expected_tensors, skeleton
+from anymamba.models.tying import EMBEDDING, HEAD, PARTS, has_another_head
 from anymamba.models.weights import (
     Stored,
     describe_mismatch,
@@ -130,8 +130,13 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
         raise ValueError(
             f"save_pretrained: the {adapter.name} format cannot hold weights in {weights}; the official one can"
         )
+    if weights is not None and model.dtype == torch.float64:
+        raise ValueError(
+            f"save_pretrained: weights in {weights} are for activations up to float32, got {model.dtype}; "
+            "model.float() computes in float32"
+        )
     if model.config.tie_embeddings and HEAD in state and EMBEDDING in state:
-        if not same_values(state[HEAD], state[EMBEDDING]):
+        if has_another_head(state):
             raise ValueError(
                 "save_pretrained: the config says that head and embedding are one (tied), but the model holds two "
                 "different ones; to keep both, set model.config = dataclasses.replace(model.config, "
@@ -140,9 +145,8 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
         del state[HEAD]
         state.pop(scales_of(HEAD), None)
     entries = [(Path(), adapter.their_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
-    if problems := match_tensors(adapter, model.config, expected_shapes(model.config, None, weights), entries, weights)[
-        1
-    ]:
+    _, problems = match_tensors(adapter, model.config, expected_tensors(model.config, None, weights), entries)
+    if problems:
         raise ValueError(
             f"save_pretrained: the weights do not fit the config, so they could not be loaded: {problems}; merge "
             "adapters and parametrisations into the weights, and give a resized model a config that says so"
@@ -207,11 +211,9 @@ def _warn_of_narrowing(checkpoint: Checkpoint, targets: dict[str, torch.dtype]) 
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     """Raise if a model whose head is its embedding was stored with a head that differs."""
-    if HEAD not in checkpoint.tensors:
-        return
-    stored = {name: checkpoint.tensors[name][2].dtype for name in (HEAD, EMBEDDING)}
-    found = read_named(checkpoint, stored, mapped=True)
-    if not same_values(found[HEAD], found[EMBEDDING]):
+    named = [name for head, embedding in PARTS.items() if head in checkpoint.tensors for name in (head, embedding)]
+    stored = {name: checkpoint.tensors[name][2].dtype for name in named}
+    if has_another_head(read_named(checkpoint, stored, mapped=True)):
         raise ValueError(
             f"{checkpoint.directory}: the config says that head and embedding are one (tied), "
             "but the weights hold two different ones"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anymamba.ground.narrow import WeightFormat
+from anymamba.ground.narrow import NarrowWeight, WeightFormat
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
 from anymamba.models.narrow import make_room
@@ -54,10 +54,17 @@ def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None, weights: W
         return model
 
 
-def expected_shapes(
+class Expected(NamedTuple):
+    """A tensor that a model has: its shape, and its dtype unless any will do."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+def expected_tensors(
     config: MambaLMConfig, most: int | None = None, weights: WeightFormat | None = None
-) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of `config`'s model; one layer is built for all, if they are alike.
+) -> dict[str, Expected]:
+    """The tensors of `config`'s model by their names; one layer is built for all, if they are alike.
 
     Raises:
         ValueError: one of them has more than `most` elements.
@@ -66,19 +73,26 @@ def expected_shapes(
         model = MambaLM(config if config.stack else dataclasses.replace(config, n_layer=1), device="cpu")
     if weights is not None:
         make_room(model, weights)
+    dtypes = {
+        f"{name}.{part}": dtype
+        for name, module in model.named_modules()
+        if isinstance(module, NarrowWeight)
+        for part, (_, dtype) in module.parts().items()
+    }
+    found = {name: Expected(tuple(x.shape), dtypes.get(name)) for name, x in model.state_dict().items()}
     if config.stack:
-        return {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, x in model.state_dict().items():
+        return found
+    tensors: dict[str, Expected] = {}
+    for name, expected in found.items():
         rest = name.removeprefix(_FIRST_LAYER)
         layers = range(config.n_layer) if rest != name else [None]
-        shapes |= {name if i is None else f"backbone.layers.{i}.{rest}": tuple(x.shape) for i in layers}
-    return shapes
+        tensors |= {name if i is None else f"backbone.layers.{i}.{rest}": expected for i in layers}
+    return tensors
 
 
 def parameter_count(config: MambaLMConfig) -> int:
     """The number of parameters of `config`'s model; a head that is the embedding is not counted again."""
-    stored = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    stored = sum(math.prod(shape) for shape, _ in expected_tensors(config).values())
     return stored - (config.padded_vocab_size * config.d_model if config.tie_embeddings else 0)
 
 
