@@ -136,14 +136,19 @@ def set_up_decode_in(dtype: str, small: bool = False) -> Call:
     return stepping(our_model_in(dtype, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
 
-WEIGHTS = ("float32", *FORMATS)
+IN_BFLOAT16 = ", computing in bfloat16"
+WEIGHTS = ("float32", *FORMATS, f"bfloat16{IN_BFLOAT16}")
 
 
 @cache
 def our_model_with(weights: str, small: bool = False) -> MambaLM:
-    """mamba2-130m with its weights in a narrow format, computing in float32."""
+    """mamba2-130m with its weights in a narrow format, computing in float32 unless the name says otherwise."""
     model = our_model("mamba2-130m", small)
-    return model if weights == "float32" else narrow_model(copy.deepcopy(model), expect_format("benchmark", weights))
+    if weights == "float32":
+        return model
+    format = weights.removesuffix(IN_BFLOAT16)
+    found = narrow_model(copy.deepcopy(model), expect_format("benchmark", format))
+    return found if format == weights else found.to(torch.bfloat16)
 
 
 def set_up_decode_with(weights: str, batch: int, small: bool = False) -> Call:

@@ -1,7 +1,8 @@
 """Generation beside llama.cpp: the mamba2-130m shape with the same random weights, through a GGUF file of each format.
 
 Its formats are compared with ours of the same number of bits. Their codes differ, and with them the logits, so only
-those of float32 are compared.
+those of float32 are compared. With weights in bfloat16 it rounds activations to bfloat16, as ours does when it computes
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.generation import our_model, prompt, set_up_decode_with, set_up_prefill_with
+from benchmarks.generation import IN_BFLOAT16, our_model, prompt, set_up_decode_with, set_up_prefill_with
 from benchmarks.harness import Call, Case, Contender
 
 FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -153,8 +154,9 @@ def side_by_side(name: str, ours: Callable[..., Call], theirs: Callable[..., Cal
     """Each of our formats beside its counterpart."""
     contenders: list[Contender] = []
     for weights, format in FORMATS.items():
+        computing = [weights, f"{weights}{IN_BFLOAT16}"] if weights == "bfloat16" else [weights]
         for label, set_up, which, library in (
-            (weights, ours, weights, "anymamba"),
+            *((name, ours, name, "anymamba") for name in computing),
             (f"llama.cpp {format}", theirs, format, "llama_cpp"),
         ):
             contender = Contender(
