@@ -113,7 +113,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path, x):
     model = small_lm()
     model(x).cache.save(tmp_path / "state", model)
     for other in (small_lm(seed=1), small_lm(dtype=torch.float64)):
-        with pytest.raises(ValueError, match="belongs to another model or dtype: expected fingerprint"):
+        with pytest.raises(ValueError, match="another model, dtype or format of weights: expected fingerprint"):
             LMCache.load(tmp_path / "state", other)
 
 

@@ -250,6 +250,9 @@ def test_states_of_other_weights_are_refused(tmp_path):
     generate(plain, IDS, 2, return_state=True).state.save(tmp_path / "state", plain)
     with pytest.raises(ValueError, match="expected fingerprint"):
         GenerationState.load(tmp_path / "state", narrow)
+    generate(narrow, IDS, 2, return_state=True).state.save(tmp_path / "state", narrow)
+    with pytest.raises(ValueError, match="another model, dtype or format of weights"):
+        GenerationState.load(tmp_path / "state", plain)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -258,6 +261,8 @@ def test_what_cannot_be_is_named(tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="weights must be one of bfloat16, float16, int8, int4, got 'int3'"):
         MambaLM.from_pretrained(tmp_path / "plain", weights="int3")
+    with pytest.raises(TypeError, match="narrow_model: expected a MambaLM, got Backbone"):
+        narrow_model(plain.backbone, "int8")
     with pytest.raises(ValueError, match="for activations up to float32"):
         MambaLM.from_pretrained(tmp_path / "plain", weights="int8", dtype=torch.float64)
     narrow = MambaLM.from_pretrained(tmp_path / "plain", weights="int8")

@@ -222,7 +222,11 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--format", **one_of(FORMATS), default="official", help="format to write (default: %(default)s)"
     )
-    parser.add_argument("--dtype", **one_of(DTYPES), help="dtype of the weights (default: unchanged)")
+    parser.add_argument(
+        "--dtype",
+        **one_of(DTYPES),
+        help="dtype of the weights, or to compute in if they are in fewer bits (default: unchanged)",
+    )
     _add_weights(parser)
     _add_block(parser)
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")

@@ -56,7 +56,7 @@ class ModelState(Tree):
         tensors, facts, version = read_state(path, cls.__name__, ["fingerprint"])
         if not model.has_fingerprint(facts["fingerprint"]):
             raise ValueError(
-                f"{path}: this state belongs to another model or dtype: "
+                f"{path}: this state belongs to another model, dtype or format of weights: "
                 f"expected fingerprint {model.fingerprint()}, got {facts['fingerprint']}"
             )
         like = cls.like(model)

@@ -63,8 +63,11 @@ def narrow_model(model: MambaLM, format: WeightFormat) -> MambaLM:
         The model.
 
     Raises:
+        TypeError: a model that is not a language model.
         ValueError: an unknown format, a model that has narrow weights already, or values that the format cannot hold.
     """
+    if not isinstance(model, MambaLM):
+        raise TypeError(f"narrow_model: expected a MambaLM, got {type(model).__name__}")
     expect_format("narrow_model", format)
     plain = model.state_dict()
     if model.is_tied:
