@@ -142,9 +142,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
         torch.set_num_threads(before)
 
 
-def test_long_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch):
+@pytest.mark.parametrize("rows", [15, 16, MAX_ROWS, MAX_ROWS + 1, 300])
+@pytest.mark.parametrize(("out", "width"), SIZES)
+def test_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch, rows, out, width):
     torch.manual_seed(0)
-    stored, x, bias = narrow(torch.randn(9, 100), "bfloat16"), torch.randn(70, 100).bfloat16(), torch.randn(9)
+    stored, x = narrow(torch.randn(out, width), "bfloat16"), torch.randn(rows, width).bfloat16()
+    bias = torch.randn(out)
     exact = x.double() @ stored.codes.double().T + bias.double()
     for has_units in (True, False):
         monkeypatch.setattr(kernels_narrow, "multiplies_bfloat16", lambda found=has_units: found)
