@@ -89,13 +89,14 @@ def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
     return found
 
 
-def measure(library: Path, options: argparse.Namespace) -> dict[int, Measured]:
-    """`measure_here` in a process with another library."""
+def measure(library: Path, options: argparse.Namespace) -> tuple[dict[int, Measured], float | None]:
+    """`measure_here` in a process with another library, and the cores that other programs used meanwhile."""
     command = [sys.executable, "-m", "benchmarks.tune", "--here", "--tokens", str(options.tokens), "--chunk-rows"]
     command += map(str, options.chunk_rows)
     environment = {**os.environ, "ANYMAMBA_LIBRARY": str(library)}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
-    return {int(rows): Measured(*values) for rows, values in json.loads(done.stdout).items()}
+    found, others = json.loads(done.stdout)
+    return {int(rows): Measured(*values) for rows, values in found.items()}, others
 
 
 def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
@@ -134,6 +135,14 @@ def report(found: dict[Choice, Measured], present: Choice, isa: str) -> str:
     return "\n".join([*lines, f"  kernels/cpu/scan.py: CHUNK_ROWS = {choice.chunk_rows}"])
 
 
+def warning(others: list[float | None], advice: str) -> str:
+    """A line about the cores that other programs used, the most of several times; empty if the machine was idle."""
+    from benchmarks.harness import MAX_CORES_USED_BY_OTHERS
+
+    most = max((used for used in others if used is not None), default=0.0)
+    return f"other programs used {most:.2f} cores: {advice}\n" if most > MAX_CORES_USED_BY_OTHERS else ""
+
+
 def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n", 1)[0])
@@ -143,13 +152,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (2048)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    from benchmarks.machine import Neighbours
+
     if options.here:
-        print(json.dumps(measure_here(options.chunk_rows, options.tokens)))
+        neighbours = Neighbours()
+        print(json.dumps((measure_here(options.chunk_rows, options.tokens), neighbours.cores_used())))
         return 0
     from anymamba.kernels.cpu.library import LIBRARY
     from anymamba.kernels.cpu.scan import CHUNK_ROWS as PRESENT_ROWS
-    from benchmarks.harness import MAX_CORES_USED_BY_OTHERS
-    from benchmarks.machine import Neighbours
 
     if LIBRARY.handle is None:
         parser.error(f"the kernels must be built, but: {LIBRARY.reason}")
@@ -157,16 +167,18 @@ def main() -> int:
     samples: dict[Choice, list[Measured]] = defaultdict(list)
     neighbours = Neighbours()
     time.sleep(1)
-    others = neighbours.cores_used()
-    if others is not None and others > MAX_CORES_USED_BY_OTHERS:
-        print(f"other programs use {others:.2f} cores: do not trust what follows", file=sys.stderr)
+    others = [neighbours.cores_used()]
+    print(warning(others, "do not trust what follows"), end="", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         libraries = {tile: build(tile, LIBRARY.isa, Path(folder)) for tile in tiles}
         for _ in range(options.rounds):
             for tile, library in libraries.items():
-                for rows, measured in measure(library, options).items():
+                found, used = measure(library, options)
+                others.append(used)
+                for rows, measured in found.items():
                     samples[Choice(tile, rows)].append(measured)
     print(report(medians(samples), Choice(TILES[LIBRARY.isa][0], PRESENT_ROWS), LIBRARY.isa))
+    print(warning(others[1:], "do not trust this, and measure again"), end="", file=sys.stderr)
     return 0
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from benchmarks.tune import Choice, Measured, best, medians, parse_tile, report
+from benchmarks.tune import Choice, Measured, best, medians, parse_tile, report, warning
 
 NOW = Choice("8x2", 64)
 
@@ -28,3 +28,9 @@ def test_medians_are_taken_and_libraries_that_disagree_are_refused():
 def test_a_tile_that_is_none_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="a tile is rows x vectors"):
         parse_tile(text)
+
+
+def test_a_busy_machine_is_named_and_an_idle_one_is_not():
+    assert warning([0.0, 0.05, None], "do not trust it") == ""
+    assert warning([], "do not trust it") == ""
+    assert warning([0.0, 1.25, None, 0.5], "do not trust it") == "other programs used 1.25 cores: do not trust it\n"
