@@ -248,7 +248,15 @@ def by_dtype() -> Case:
 
 def by_weights(name: str, set_up: Callable[..., Call], size: int) -> Case:
     """The formats of weights side by side."""
-    contenders = tuple(contender(weights, set_up, weights, size, computes=weights) for weights in WEIGHTS)
+    contenders = tuple(
+        Contender(
+            name=weights,
+            setup=partial(set_up, weights, size),
+            tiny=partial(set_up, weights, 1, small=True),
+            computes=weights,
+        )
+        for weights in WEIGHTS
+    )
     return Case(name=f"generation/weights/{name}", contenders=contenders, baseline="float32")
 
 
