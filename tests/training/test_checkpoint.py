@@ -86,6 +86,23 @@ def test_everything_is_on_the_disk_before_the_name_is_given(trainer, monkeypatch
     assert events[-2:] == [directory / "step-00000007", directory.stat().st_ino]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="directories cannot be brought to the disk there")
+def test_a_changed_config_is_on_the_disk_before_it_replaces_the_former_one(trainer, monkeypatch):
+    """First the bytes, then the name, then the directory: a power cut leaves one manifest or the other."""
+    directory, events = trainer.directory / "checkpoints/step-00000006", []
+
+    def replace(path, target, replace=Path.replace):
+        events.append((path.stat().st_ino, target))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "replace", replace)
+    module.amend_checkpoint(directory, {"seed": 5}, [])
+    manifest = (directory / "training.json").stat().st_ino
+    assert events == [manifest, (manifest, directory / "training.json"), directory.stat().st_ino]
+    assert module._read_manifest(directory)["config"] == {"seed": 5}
+
+
 def test_a_checkpoint_opens_as_a_model(trainer):
     path = checkpoints(trainer.directory / "checkpoints")[0]
     model = MambaLM.from_pretrained(path)

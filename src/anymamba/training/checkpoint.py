@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.ground.files import digest_file, read_json, write_json
+from anymamba.ground.files import bring_to_disk, digest_file, read_json, write_json
 from anymamba.training.parallel import Workers
 from anymamba.training.pieces import StoredTensors, files_of, is_divided
 
@@ -256,7 +256,7 @@ def _stored(path: Path, kind: str, names: list[str]) -> StoredTensors | None:
 
 def amend_checkpoint(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
     """Give a checkpoint another config, from which the run continues however often it is stopped; all or nothing."""
-    _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes})
+    _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes}, durable=True)
     bring_to_disk(path)
 
 
@@ -274,8 +274,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    write_json(path / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
+def _write_manifest(path: Path, manifest: dict[str, Any], *, durable: bool = False) -> None:
+    write_json(path / _MANIFEST, {**manifest, "checksum": _checksum(manifest)}, durable=durable)
 
 
 def _step(path: Path) -> int:
@@ -284,17 +284,6 @@ def _step(path: Path) -> int:
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def bring_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a directory, would survive a power cut."""
-    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_unfinished(directory: Path) -> None:

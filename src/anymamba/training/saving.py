@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anymamba.ground.files import digest_file
+from anymamba.ground.files import bring_to_disk, digest_file
 from anymamba.training.checkpoint import (
     Facts,
     begin_checkpoint,
-    bring_to_disk,
     checkpoint_path,
     finish_checkpoint,
     keeping_others,
