@@ -3,6 +3,7 @@
 import functools
 import resource
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from anymamba import MambaLM
+from anymamba.training import saving
 from anymamba.training.checkpoint import Facts, checkpoints
 from anymamba.training.language import begin, open_run
 from anymamba.training.parallel import SharedError
@@ -87,11 +89,11 @@ def background_case(rank, mesh):
     _, (expected, *_) = trained(rank, f"once{'-'.join(mesh)}", once, mesh)
 
     def slow(write):
-        def written(part, directory):
+        def written(part, directory, *more):
             began, end = trainer.step, time.monotonic() + 60
             while 0 < began < 4 and trainer.step == began and time.monotonic() < end:
                 time.sleep(0.02)
-            write(part, directory)
+            write(part, directory, *more)
             when.append((began, trainer.step))
 
         return written
@@ -113,11 +115,11 @@ def background_case(rank, mesh):
 def on_a_full_disk(write):
     """No file that this process writes meanwhile can have more than 2,000 bytes."""
 
-    def written(part, directory):
+    def written(part, directory, *more):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
         try:
-            write(part, directory)
+            write(part, directory, *more)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -157,10 +159,10 @@ def failed_in_the_background_case(rank):
     trainer.save()
 
     def failing(write):
-        def written(part, place):
+        def written(part, place, *more):
             if rank == 1:
                 raise OSError(28, "No space left on device", str(place / "model-00002-of-00002.safetensors"))
-            write(part, place)
+            write(part, place, *more)
 
         return written
 
@@ -208,6 +210,25 @@ def error_meanwhile_case(rank):
     dist.barrier()
 
 
+def slow_disk_case(rank):
+    """A run that has failed waits for a slow disk only for a while; what is written later is no checkpoint."""
+    directory, disk = shared_directory("slow disk"), threading.Event()
+    saver = Saver(directory, workers_of(rank), 30)
+    name = f"model-0000{rank + 1}-of-00002.safetensors"
+    part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
+    saver.start(part, FACTS, before=-1, keep=2)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
+    with replaced(saving, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
+        1 / 0  # noqa: B018
+    assert thread.is_alive()
+    disk.set()
+    thread.join()
+    dist.barrier()
+    assert checkpoints(directory) == []
+    assert not list(directory.glob(".*"))
+    dist.barrier()
+
+
 WORKER_CASES = {
     2: {
         "format": format_case,
@@ -218,6 +239,7 @@ WORKER_CASES = {
         "failed in the background": failed_in_the_background_case,
         "silent worker": silent_worker_case,
         "error meanwhile": error_meanwhile_case,
+        "error on a slow disk": slow_disk_case,
     }
 }
 

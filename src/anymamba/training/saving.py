@@ -9,11 +9,12 @@ workers when the main threads meet.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from anymamba.training.parallel import Workers
 from anymamba.training.pieces import Piece, file_name, write_pieces
 
 Tensors = dict[str, Tensor | Piece]
-_PATIENCE = 60.0  # seconds that a run which has failed waits for what other workers are writing
+_PATIENCE = 20.0  # seconds that a run which has failed waits for what is being written; torchrun kills it after 30
 
 
 class Part(NamedTuple):
@@ -45,14 +46,15 @@ class Part(NamedTuple):
     tensors: dict[str, Tensors]
     others: Callable[[Path], object]
 
-    def write(self, directory: Path) -> None:
-        """Write everything.
+    def write(self, directory: Path, expect_time: Callable[[], None] = lambda: None) -> None:
+        """Write everything; `expect_time` is called before each file of tensors, and may raise.
 
         Raises:
             OSError: it cannot be written.
         """
         self.others(directory)
         for name, tensors in self.tensors.items():
+            expect_time()
             write_pieces(directory / name, tensors)
 
 
@@ -84,7 +86,7 @@ class Saver:
         self._directory, self._workers, self._seconds = directory, workers, seconds
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self._hurry = Event()
+        self._end = math.inf  # when a checkpoint that is being written is given up, on the clock of `monotonic`
 
     @property
     def failed(self) -> bool:
@@ -126,7 +128,6 @@ class Saver:
                 self._error = error if known else OSError(f"{type(error).__name__}: {error}")
 
         self._error = None
-        self._hurry.clear()
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -152,11 +153,19 @@ class Saver:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        """After an error, which other workers may know nothing of, wait for what has been begun, but not for ever."""
+        """After an error, which other workers may not know of, wait for what has been started, for a limited time.
+
+        Then the thread gives up between two files. If it is busy with a file, it ends with the process or after that
+        file; what it has written does not become a checkpoint.
+        """
         if self._thread is not None and kind is not KeyboardInterrupt:
-            self._hurry.set()
-            self._thread.join()
+            self._end = monotonic() + _PATIENCE
+            self._thread.join(1.25 * _PATIENCE)
             self._thread = None
+
+    def _expect_time(self) -> None:
+        if monotonic() >= self._end:
+            raise OSError("the run has ended")
 
     def _lead(
         self,
@@ -176,7 +185,7 @@ class Saver:
         try:
             try:
                 with keeping_others(checkpoint_path(self._directory, step)):
-                    part.write(temporary)
+                    part.write(temporary, self._expect_time)
             except OSError as error:
                 mistake = OSError(f"worker 0 of {self._workers.size}: {error}") if self._workers.size > 1 else error
             except Exception as error:
@@ -188,6 +197,7 @@ class Saver:
                     digests |= json.loads(said[1:])
             if mistake is not None:
                 raise mistake
+            self._expect_time()
             name(digests)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -196,7 +206,7 @@ class Saver:
         """Write this worker's part, and say so."""
         try:
             with keeping_others(checkpoint_path(self._directory, step)):
-                part.write(temporary)
+                part.write(temporary, self._expect_time)
                 for file in part.tensors:
                     bring_to_disk(temporary / file)
                 digests = {file: digest_file(temporary / file) for file in part.tensors}
@@ -208,10 +218,7 @@ class Saver:
     def _answers(self, store: Any, keys: list[str], step: int) -> Iterable[tuple[int, str]]:
         """What each other worker says of its part; one that says nothing in time has failed."""
         end = monotonic() + self._seconds
-        while not store.check(keys[1:]) and monotonic() < end:
-            if self._hurry.is_set():
-                end = min(end, monotonic() + _PATIENCE)
-                self._hurry.clear()
+        while not store.check(keys[1:]) and monotonic() < min(end, self._end):
             sleep(0.02)
         target = checkpoint_path(self._directory, step)
         for rank, key in enumerate(keys[1:], 1):
