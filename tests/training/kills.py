@@ -1,7 +1,8 @@
 """Runs of two workers that are killed at random: torchrun starts them again, and they end as if nothing had happened.
 
-A worker is killed by itself with SIGKILL, at the n-th operation on the file system, which falls into a save more often
-than not, or after a random time, which falls anywhere. Saves are slowed down, so that steps are taken meanwhile.
+A worker kills itself with SIGKILL: at its n-th operation on the file system, which more often than not is part of a
+save, at an operation that is named, or after a random time, which may be anywhere. Saves are slowed down, so that steps
+are taken meanwhile.
 
     python -m tests.training.kills --kills 20 --seed 1
 """
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +31,15 @@ RESTARTS = 4
 
 
 def arm(directory, how, amount, slow, note):
-    """Let this process kill itself, and say where it was, at an operation on a file of `directory`, or after a time."""
+    """Let this process kill itself and note where it was.
+
+    Args:
+        directory: of the run, whose files count.
+        how: "operation", "named" or "time".
+        amount: the number of operations, a pattern of the operation and its file, or seconds.
+        slow: seconds that each operation of a save takes longer.
+        note: the file for the note.
+    """
     lock, left = threading.Lock(), amount
 
     def die(where):
@@ -44,10 +54,11 @@ def arm(directory, how, amount, slow, note):
             return
         if threading.current_thread().name == "checkpoint":
             time.sleep(slow)
+        where = f"{event} {str(arguments[0]).partition(f'{directory}{os.sep}')[2]}"
         if how == "operation":
             left -= 1
-            if left < 0:
-                die(f"{event} {Path(str(arguments[0])).name}")
+        if (how == "operation" and left < 0) or (how == "named" and re.fullmatch(amount, where)):
+            die(where)
 
     sys.addaudithook(count)
     if how == "time":
