@@ -11,6 +11,7 @@ import torch
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import start
 from anymamba.ground.operators import kernels_off
+from anymamba.serving import engine as module
 from anymamba.serving.engine import Engine, prompt_key
 from anymamba.serving.jobs import Began, Ended, Failed, Job, Start, Wrote
 from anymamba.serving.rows import Row, RowPlan, choose_tokens
@@ -257,6 +258,28 @@ def test_what_nobody_foresaw_fails_the_jobs_at_hand_and_no_other(running, monkey
     engine.submit(made)
     assert tokens_of(events) == model.generate(torch.tensor([[1]]), 12, seed=1, temperature=1.0).rows()
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_nobody_waits_while_an_idle_engine_returns_memory(running, monkeypatch):
+    """A job that is submitted meanwhile is accepted, and runs afterwards."""
+    returning, may_end = threading.Event(), threading.Event()
+
+    def slowly():
+        returning.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(module, "_REST", 0.01)
+    monkeypatch.setattr(module, "return_freed_memory", slowly)
+    engine = running(byte_model())
+    assert returning.wait(60)
+    made, events = job([1], [plan(3)])
+    asking = threading.Thread(target=engine.submit, args=(made,), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert engine.load["waiting"] == 1
+    may_end.set()
+    assert len(tokens_of(events)[0]) == 3
 
 
 def test_closing_fails_what_is_not_done(running):
