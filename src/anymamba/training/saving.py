@@ -1,9 +1,9 @@
-"""Saving: what each worker writes of a checkpoint, and how all of them together make it whole.
+"""Saving: what each worker writes of a checkpoint, and how all of them complete it together.
 
-One process writes in the foreground. Several workers copy what they have to write, which takes a moment, and write it
-in a thread while the next steps are taken. Each says through the store that its files are on the disk, and then the
-first one gives the checkpoint its name. No collective is called in a thread: an error is noted, and raised on all
-workers when the main threads meet.
+A single process writes in the foreground. Several workers copy what they have to write, which takes a moment, and write
+it in a thread while the next steps are taken. Each reports through the store that its files are on the disk; then the
+first one gives the checkpoint its name. No thread calls a collective: an error is noted, and raised on all workers when
+the main threads meet.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Part(NamedTuple):
     """What a worker writes of a checkpoint.
 
     Attributes:
-        tensors: by the name of the file, and by name.
-        others: writes the files that are not among them, into a directory.
+        tensors: by file name, and in each file by name.
+        others: writes all other files into a directory.
     """
 
     tensors: dict[str, Tensors]
@@ -59,16 +59,16 @@ class Part(NamedTuple):
 
 
 def own_file(kind: str, place: int, places: int, tensors: Tensors) -> dict[str, Tensors]:
-    """The file of a kind from the worker at one of the places that write it.
+    """The file of a kind that the worker at one of several places writes.
 
-    What is not divided is the same on all of them, and the first one writes it.
+    Tensors that are not divided are the same at all places, and the first one writes them.
     """
     own = {name: x for name, x in tensors.items() if (len(x.rows) if isinstance(x, Piece) else place == 0)}
     return {file_name(kind, place, places): own}
 
 
 def copied(tensors: Tensors) -> Tensors:
-    """The same in the memory of the host, where no step changes it."""
+    """Copies in the memory of the host, which no step changes."""
     return {
         name: x._replace(rows=_to_host(x.rows)) if isinstance(x, Piece) else _to_host(x) for name, x in tensors.items()
     }
@@ -82,7 +82,7 @@ class Saver:
     """Writes the checkpoints of a run, one after another."""
 
     def __init__(self, directory: Path, workers: Workers, seconds: float) -> None:
-        """`directory` is that of the checkpoints; a worker may be so many `seconds` later than the first."""
+        """`directory` is for the checkpoints; a worker may finish at most `seconds` after the first."""
         self._directory, self._workers, self._seconds = directory, workers, seconds
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -90,20 +90,20 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this worker knows that a checkpoint cannot be written; `finish` raises it."""
+        """Whether this worker knows that a checkpoint cannot be written; `finish` raises the error."""
         return self._thread is not None and self._error is not None
 
     def start(self, part: Part, facts: Facts, *, before: int, keep: int) -> None:
-        """Begin to write a checkpoint, once the one before it is written; one process alone also ends it.
+        """Start to write a checkpoint once the one before it is written; a single process also finishes it.
 
         Args:
             part: what this worker writes.
             facts: for the manifest.
             before: as for `finish_checkpoint`.
-            keep: how many of the latest.
+            keep: how many of the latest to keep.
 
         Raises:
-            OSError: it cannot be written, or the one before it could not; those before are kept.
+            OSError: it cannot be written, or the one before it could not; earlier ones are kept.
         """
         self.finish()
         temporary = Path(self._workers.first(lambda: str(begin_checkpoint(self._directory, facts.step))))
@@ -132,7 +132,7 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is there; all workers take part.
+        """Wait until the checkpoint that was started is complete; all workers take part.
 
         Raises:
             SharedError: it could not be written; the message names the worker and the file.
@@ -141,7 +141,7 @@ class Saver:
             return
         self._thread.join()
         self._thread = None
-        self._workers.first(str)  # in the store, where others may wait for as long as the first one writes
+        self._workers.first(str)  # in the store, where others can wait for as long as the first one writes
         self._workers.together(self._raise)
 
     def _raise(self) -> None:
@@ -149,7 +149,7 @@ class Saver:
             raise self._error
 
     def __enter__(self) -> Saver:
-        """Nothing, yet."""
+        """There is nothing to wait for yet."""
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -175,10 +175,10 @@ class Saver:
         answers: Iterable[tuple[int, str]],
         name: Callable[[dict[str, str]], None],
     ) -> None:
-        """Write this worker's part, wait for those of the others, and give the whole its name.
+        """Write this worker's part, wait for those of the others, and give the checkpoint its name.
 
         Raises:
-            OSError: some worker cannot write its part, or does not answer.
+            OSError: a worker cannot write its part, or does not answer.
         """
         mistake: Exception | None = None
         digests: dict[str, str] = {}
@@ -190,7 +190,7 @@ class Saver:
                 mistake = OSError(f"worker 0 of {self._workers.size}: {error}") if self._workers.size > 1 else error
             except Exception as error:
                 mistake = error
-            for rank, said in answers:  # also where this worker has failed: they may still be writing
+            for rank, said in answers:  # even if this worker has failed, as they may still be writing
                 if said[0] == "-":
                     mistake = mistake or OSError(f"worker {rank} of {self._workers.size}: {said[1:]}")
                 else:
@@ -203,7 +203,7 @@ class Saver:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _follow(self, part: Part, temporary: Path, step: int, say: Callable[[str], object]) -> None:
-        """Write this worker's part, and say so."""
+        """Write this worker's part, and report it."""
         try:
             with keeping_others(checkpoint_path(self._directory, step)):
                 part.write(temporary, self._expect_time)
@@ -216,7 +216,7 @@ class Saver:
         say(f"+{json.dumps(digests)}")
 
     def _answers(self, store: Any, keys: list[str], step: int) -> Iterable[tuple[int, str]]:
-        """What each other worker says of its part; one that says nothing in time has failed."""
+        """What the other workers report of their parts; one that does not answer in time has failed."""
         end = monotonic() + self._seconds
         while not store.check(keys[1:]) and monotonic() < min(end, self._end):
             sleep(0.02)
@@ -226,4 +226,4 @@ class Saver:
                 yield rank, store.get(key).decode()
                 store.delete_key(key)
             else:
-                yield rank, f"-{target}: cannot be written, those before it are kept (no answer from this worker)"
+                yield rank, f"-{target}: cannot be written; earlier ones are kept (no answer from this worker)"
