@@ -1,4 +1,4 @@
-"""`anymamba eval` on several workers: what one process prints, and mistakes once."""
+"""`anymamba eval` on several workers prints what one process does, and reports errors once."""
 
 import functools
 import io
@@ -55,7 +55,7 @@ def said(rank, size, *arguments):
 
 
 def assert_same_output(found, expected):
-    """Word for word; numbers to float error, as a text that is shared is cut elsewhere."""
+    """Compare word for word, and numbers to float error: a shared text is cut at other places."""
     assert len(found.splitlines()) == len(expected.splitlines())
     for word, wanted in zip(found.split(), expected.split(), strict=True):
         if re.fullmatch(r"\d+\.\d{4}", wanted):
@@ -96,7 +96,7 @@ def output_case(rank, name):
 
 
 def likelihood_case(rank, family):
-    """The parts that workers predict cost what the text does, however it is cut; each has its own."""
+    """The costs of the workers' parts add up to that of the text, however it is cut, and every worker has a part."""
     model = small_lm(family, dtype=torch.float64)
     size = dist.get_world_size()
     neighbours = Neighbours(list(range(size)), rank)
@@ -200,5 +200,5 @@ def test_torchrun_prints_what_one_process_does(tmp_path):
         ([2, 7, 3, 4], 2, [0, 0, 1, 1]),
     ],
 )
-def test_the_largest_texts_are_shared_and_the_others_given_to_who_has_least(sizes, count, expected):
+def test_the_largest_texts_are_shared_and_the_others_go_to_the_worker_with_the_least(sizes, count, expected):
     assert _divided(sizes, count) == expected

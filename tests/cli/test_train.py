@@ -310,7 +310,7 @@ def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, t
     monkeypatch.setattr("anymamba.ground.files.save_file", full)
     code, _, err = run("train", config, "--out", tmp_path / "run", "--checkpoints.every", 5)
     assert code == 2
-    assert "step-00000010: cannot be written, those before it are kept" in err
+    assert "step-00000010: cannot be written; earlier ones are kept" in err
     assert "No space left on device" in err
     monkeypatch.undo()
     code, _, err = run("train", "--resume", tmp_path / "run")

@@ -35,4 +35,4 @@ def tiny(corpus, **sections):
 
 
 def silent(message):
-    """Tell nobody."""
+    """Ignore a report."""

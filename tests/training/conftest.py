@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def patient_disk(monkeypatch):
-    """Nothing here survives a power cut, so nothing waits for the disk."""
+    """No test here needs to survive a power cut, so none waits for the disk."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

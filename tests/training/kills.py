@@ -1,4 +1,4 @@
-"""Runs of two workers that are killed at random: torchrun starts them again, and they end as if nothing had happened.
+"""Runs of two workers that are killed at random: torchrun restarts them, and they end as if nothing had happened.
 
 A worker kills itself with SIGKILL: at its n-th operation on the file system, which more often than not is part of a
 save, at an operation that is named, or after a random time, which may be anywhere. Saves are slowed down, so that steps
@@ -68,7 +68,7 @@ def arm(directory, how, amount, slow, note):
 
 
 def worker(directory, whole):
-    """Train undisturbed into `whole`, unless that is there, and then into `directory`/run; what torchrun runs."""
+    """Train undisturbed into `whole`, unless it exists, and then into `directory`/run; torchrun runs this."""
     os.fsync = lambda descriptor: None
     directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))
@@ -85,7 +85,7 @@ def worker(directory, whole):
 
 
 def attempt(directory, whole, corpus, mesh, plan):
-    """One run on a mesh that is killed as planned, a kill in each of its lives; where it was killed."""
+    """Train on a mesh, with one kill in each life as planned; returns where the workers were killed."""
     directory.mkdir()
     config = tiny(
         corpus,
@@ -109,7 +109,7 @@ def attempt(directory, whole, corpus, mesh, plan):
 
 
 def expect_same(killed, whole):
-    """Everything that a run leaves is there, byte for byte."""
+    """Assert that a killed run leaves the same files as a whole one, byte for byte."""
     (latest, *_), (expected, *_) = (checkpoints(run / "checkpoints") for run in (killed, whole))
     assert latest.name == expected.name
     assert sorted(path.name for path in latest.iterdir()) == sorted(path.name for path in expected.iterdir())
@@ -125,7 +125,7 @@ def expect_same(killed, whole):
 
 
 def drawn(chance, mesh):
-    """Who is killed in each life, how, and when: at which operation, or after which share of the time of a run."""
+    """For each life, who is killed, how, and when: at which operation, or after which share of a run's time."""
     found = []
     for _ in range(RESTARTS):
         rank = chance.randrange(2)
@@ -137,7 +137,7 @@ def drawn(chance, mesh):
 
 
 def main(kills, seed):
-    """Kill until it is enough; every run is compared with the one on the same mesh that nobody killed."""
+    """Kill as often as asked for; every run is compared with an undisturbed one on the same mesh."""
     chance, found = random.Random(seed), []
     with tempfile.TemporaryDirectory() as name:
         corpus, runs = write_corpus(Path(name) / "corpus"), 0

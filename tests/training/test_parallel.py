@@ -166,7 +166,7 @@ MISTAKES = {
 
 
 def mistakes_case(rank):
-    """Every worker raises the same, before a file is written."""
+    """Every worker raises the same error before a file is written."""
     prepare(rank)
     for number, (words, (fields, mesh)) in enumerate(MISTAKES.items()):
         directory = shared_directory(f"mistake{number}")
@@ -176,7 +176,7 @@ def mistakes_case(rank):
 
 
 def mistake_elsewhere_case(rank):
-    """A mistake on one worker ends all of them, and says where it was."""
+    """An error on one worker ends all of them, and names that worker."""
 
     def look():
         if rank == 1:
@@ -187,7 +187,7 @@ def mistake_elsewhere_case(rank):
 
 
 def bfloat16_case(rank):
-    """Gradients that are added up in bfloat16 are near; and the computation may be in it too."""
+    """Gradients that are added up in bfloat16 are close to others; the computation may be in bfloat16 as well."""
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         fields = {"precision": {"dtype": "bfloat16"}}
@@ -227,7 +227,7 @@ def overflow_case(rank):
 
 
 def hang_case(rank):
-    """A worker that does not answer is named, with what the others wait for."""
+    """The error names a worker that does not answer, and what the others wait for."""
     workers = workers_of(rank)
     workers.arrange(ParallelSection(timeout=2), torch.device("cpu"))
     if rank == 1:
