@@ -226,6 +226,9 @@ def slow_disk_case(rank):
     dist.barrier()
     assert checkpoints(directory) == []
     assert not list(directory.glob(".*"))
+    saver.start(part, FACTS, before=-1, keep=2)  # a later one has all the time it needs
+    saver.finish()
+    assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
     dist.barrier()
 
 

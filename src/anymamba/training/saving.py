@@ -78,6 +78,22 @@ def _to_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
+class _Limit:
+    """When a checkpoint that is being written is given up, on the clock of `monotonic`."""
+
+    def __init__(self) -> None:
+        self.end = math.inf
+
+    def expect_time(self) -> None:
+        """Refuse to continue after the end.
+
+        Raises:
+            OSError: it has passed.
+        """
+        if monotonic() >= self.end:
+            raise OSError("the run has ended")
+
+
 class Saver:
     """Writes the checkpoints of a run, one after another."""
 
@@ -86,7 +102,7 @@ class Saver:
         self._directory, self._workers, self._seconds = directory, workers, seconds
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self._end = math.inf  # when a checkpoint that is being written is given up, on the clock of `monotonic`
+        self._limit = _Limit()
 
     @property
     def failed(self) -> bool:
@@ -111,8 +127,9 @@ class Saver:
         def name(digests: dict[str, str]) -> None:
             finish_checkpoint(temporary, facts, digests, before=before, keep=keep)
 
+        limit = self._limit = _Limit()
         if self._workers.size == 1:
-            self._lead(part, temporary, facts.step, [], name)
+            self._lead(part, temporary, facts.step, [], name, limit)
             return
         store, key = self._workers.mailbox()
         keys = [f"{key}/{rank}" for rank in range(self._workers.size)]
@@ -120,9 +137,9 @@ class Saver:
         def work() -> None:
             try:
                 if self._workers.leads:
-                    self._lead(part, temporary, facts.step, self._answers(store, keys, facts.step), name)
+                    self._lead(part, temporary, facts.step, self._answers(store, keys, facts.step, limit), name, limit)
                 else:
-                    self._follow(part, temporary, facts.step, partial(store.set, keys[self._workers.rank]))
+                    self._follow(part, temporary, facts.step, partial(store.set, keys[self._workers.rank]), limit)
             except Exception as error:
                 known = isinstance(error, OSError | ValueError | TypeError)
                 self._error = error if known else OSError(f"{type(error).__name__}: {error}")
@@ -159,13 +176,9 @@ class Saver:
         file; what it has written does not become a checkpoint.
         """
         if self._thread is not None and kind is not KeyboardInterrupt:
-            self._end = monotonic() + _PATIENCE
+            self._limit.end = monotonic() + _PATIENCE
             self._thread.join(1.25 * _PATIENCE)
             self._thread = None
-
-    def _expect_time(self) -> None:
-        if monotonic() >= self._end:
-            raise OSError("the run has ended")
 
     def _lead(
         self,
@@ -174,6 +187,7 @@ class Saver:
         step: int,
         answers: Iterable[tuple[int, str]],
         name: Callable[[dict[str, str]], None],
+        limit: _Limit,
     ) -> None:
         """Write this worker's part, wait for those of the others, and give the checkpoint its name.
 
@@ -185,7 +199,7 @@ class Saver:
         try:
             try:
                 with keeping_others(checkpoint_path(self._directory, step)):
-                    part.write(temporary, self._expect_time)
+                    part.write(temporary, limit.expect_time)
             except OSError as error:
                 mistake = OSError(f"worker 0 of {self._workers.size}: {error}") if self._workers.size > 1 else error
             except Exception as error:
@@ -197,16 +211,16 @@ class Saver:
                     digests |= json.loads(said[1:])
             if mistake is not None:
                 raise mistake
-            self._expect_time()
+            limit.expect_time()
             name(digests)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _follow(self, part: Part, temporary: Path, step: int, say: Callable[[str], object]) -> None:
+    def _follow(self, part: Part, temporary: Path, step: int, say: Callable[[str], object], limit: _Limit) -> None:
         """Write this worker's part, and report it."""
         try:
             with keeping_others(checkpoint_path(self._directory, step)):
-                part.write(temporary, self._expect_time)
+                part.write(temporary, limit.expect_time)
                 for file in part.tensors:
                     bring_to_disk(temporary / file)
                 digests = {file: digest_file(temporary / file) for file in part.tensors}
@@ -215,10 +229,10 @@ class Saver:
             raise
         say(f"+{json.dumps(digests)}")
 
-    def _answers(self, store: Any, keys: list[str], step: int) -> Iterable[tuple[int, str]]:
+    def _answers(self, store: Any, keys: list[str], step: int, limit: _Limit) -> Iterable[tuple[int, str]]:
         """What the other workers report of their parts; one that does not answer in time has failed."""
         end = monotonic() + self._seconds
-        while not store.check(keys[1:]) and monotonic() < min(end, self._end):
+        while not store.check(keys[1:]) and monotonic() < min(end, limit.end):
             sleep(0.02)
         target = checkpoint_path(self._directory, step)
         for rank, key in enumerate(keys[1:], 1):
