@@ -22,7 +22,7 @@ import torch._dynamo
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.file_runs import begin_files, open_files
 from anymamba.training.language import begin, open_run
-from tests.training.cases import silent, tiny, write_corpus
+from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.training.test_file_task import config_of, write_files
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
@@ -79,6 +79,7 @@ def attempt(directory, mode, operations=None, seconds=None):
 def main(directory, seed, mode, kills):
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None
+    draw_nothing()
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     directory, chance = Path(directory), random.Random(int(seed))
     write_corpus(directory / "corpus")

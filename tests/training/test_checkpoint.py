@@ -35,8 +35,8 @@ def test_as_many_are_kept_as_the_config_asks(trainer):
     assert steps(trainer) == [6, 4]
 
 
-@pytest.mark.parametrize("goes_on_to", [3, 8])
-def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, goes_on_to):
+@pytest.mark.parametrize("reached", [3, 8])
+def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, reached):
     corpus = write_corpus(tmp_path / "corpus")
     config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9}, checkpoints={"keep": 9})
     trainer = begin(config, tmp_path / "run", silent)
@@ -47,10 +47,10 @@ def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, goes_on_to):
         (path / "model.safetensors").write_bytes(b"")
     again = open_run(trainer.directory, {"checkpoints.keep": "2"}, silent)
     assert again.step == 2
-    again.step = goes_on_to
+    again.step = reached
     again.save()
-    assert steps(trainer) == [goes_on_to, 2]
-    assert load_latest(trainer.directory / "checkpoints", pytest.fail).step == goes_on_to
+    assert steps(trainer) == [reached, 2]
+    assert load_latest(trainer.directory / "checkpoints", pytest.fail).step == reached
 
 
 def test_files_of_other_names_are_left_alone(trainer):

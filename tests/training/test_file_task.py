@@ -92,6 +92,7 @@ def test_fields_that_a_family_does_not_have_are_refused_before_the_first_step(se
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("plots")
 def test_a_resumed_run_ends_with_the_same_bytes_and_predicts(kind, files, tmp_path):
     config = config_of(files, kind, batch={"accumulation": 2})
     whole = train(config, tmp_path / "whole", report=silent)

@@ -33,6 +33,7 @@ def losses(trainer):
     return [row.loss for row in read_metrics(trainer.directory / "metrics.csv")]
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     config = tiny(corpus, schedule={"steps": 30}, evaluation={"every": 10, "sample_tokens": 8, "prompt": "alp"})
     trainer = begin(config, tmp_path / "run", silent)
@@ -302,6 +303,7 @@ class TestNonFinite:
         assert "the gradient at the output of backbone.layers.0.mixer.out_proj." in message
 
 
+@pytest.mark.usefixtures("plots")
 def test_no_plot_without_matplotlib_is_one_line(corpus, tmp_path, monkeypatch, capsys):
     import anymamba.training.loop as loop
 

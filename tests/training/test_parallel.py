@@ -17,7 +17,7 @@ from anymamba.training.parallel import SharedError, Workers
 from anymamba.training.report import read_metrics
 from anymamba.training.sections import ParallelSection
 from tests.support import assert_near
-from tests.training.cases import silent, tiny, write_corpus
+from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
@@ -70,6 +70,7 @@ def workers_of(rank):
 
 
 def prepare(rank):
+    draw_nothing()
     if rank == 0:
         write_corpus(shared_directory("corpus"))
     dist.barrier()
@@ -230,12 +231,15 @@ def hang_case(rank):
     """The error names a worker that does not answer, and what the others wait for."""
     workers = workers_of(rank)
     workers.arrange(ParallelSection(timeout=2), torch.device("cpu"))
+    heard, end = shared_directory("heard"), time.monotonic() + 60
     if rank == 1:
-        time.sleep(12)
+        while not heard.exists() and time.monotonic() < end:
+            time.sleep(0.1)
         return
     with pytest.raises(TimeoutError, match=r"waited 2 s to add up gradients .*no answer from worker 1 "):  # noqa: SIM117
         with workers.watched():
             workers.sum(torch.zeros(3), "to add up gradients")
+    heard.touch()
 
 
 WORKER_CASES = {
