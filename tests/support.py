@@ -61,7 +61,7 @@ def assert_all_near(actual, expected, tolerance, least=0.0):
 
 
 def in_another_process(code, **environment):
-    """What a fresh Python prints that runs `code` with these variables; warnings are errors there too."""
+    """What a fresh Python prints when it runs `code` with these variables; warnings are errors there as well."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, **environment},

@@ -1,4 +1,4 @@
-"""Files that former versions saved still open, and what comes next is what came next then."""
+"""Files of former versions still open, and continue as they did then."""
 
 import copy
 import shutil

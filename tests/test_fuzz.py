@@ -1,4 +1,4 @@
-"""The fuzzer itself: it repeats what it drew, finds what is planted, and says how to see it again."""
+"""The fuzzer itself: it repeats what it drew, finds planted errors, and says how to reproduce them."""
 
 import json
 import os

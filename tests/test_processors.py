@@ -1,4 +1,4 @@
-"""The matrix of processors says what it ran, and a row that fails is not lost."""
+"""The matrix of processors reports what it ran, including a row that fails."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Cases that need several processes: many of them in one process group, on loopback.
 
-A test module lists functions of `rank` in `WORKER_CASES`, by the number of processes and a name. They run in a process
-of their own, which is forked once for each rank; a case fails where it fails on any.
+A test module lists functions of `rank` in `WORKER_CASES`, by the number of processes and a name. They run in a separate
+process, which is forked once for each rank; a case fails if it fails on any rank.
 
     python -m tests.workers MODULE SIZE
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-SECONDS = 60  # that a message may take
+SECONDS = 60  # the longest that a message may take
 DIRECTORY = "ANYMAMBA_TEST_DIRECTORY"  # names the directory that the ranks share
 
 
@@ -29,7 +29,7 @@ def shared_directory(name):
 
 
 def run_cases(module, size):
-    """What each case of a module said, by its name; nothing where all went well."""
+    """The error of each case of a module, by its name; empty for a case that passed."""
     command = [sys.executable, "-m", "tests.workers", module, str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def run_rank(cases, rank, size, directory):
         timeout=timedelta(seconds=SECONDS),
     )  # fmt: skip
     os.environ[DIRECTORY] = directory
-    os.fsync = lambda descriptor: None  # nothing here survives a power cut
+    os.fsync = lambda descriptor: None  # no test needs to survive a power cut
     said = {}
     for name, case in cases.items():
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Old replies are written in another way than they were made.
+# Old replies are rendered in another way than they were generated.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role if loop.last else m.role | upper }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}<|im_start|>assistant\n"
@@ -87,7 +87,7 @@ def test_interactive_text_without_a_template_stays_text(run, model):
     assert out == continued(model, tokenizer.encode(text)) + "\n"
 
 
-def test_a_model_without_a_template_can_be_talked_to(run, tmp_path):
+def test_a_model_without_a_template_can_chat(run, tmp_path):
     small_lm(vocab_size=256, pad_vocab_size_multiple=1).save_pretrained(tmp_path / "bytes")
     _, out, _ = run("generate", tmp_path / "bytes", "--chat", "--prompt", "Hello", "--max-new-tokens", 9)
     text = Pipeline(MambaLM.from_pretrained(tmp_path / "bytes"), ByteTokenizer())
@@ -114,7 +114,7 @@ def test_prompts_of_a_file_are_messages(run, model, tmp_path):
         (["--chat", "--prompt", " "], "the message is empty"),
     ],
 )
-def test_what_is_no_conversation_is_one_line(run, model, flags, message):
+def test_an_invalid_conversation_is_one_line(run, model, flags, message):
     code, _, err = run("generate", model, *flags)
     assert code == 2
     assert message in err
@@ -129,7 +129,7 @@ def test_a_template_that_refuses_is_one_line(run, model):
 
 
 class TestSpecialTokens:
-    def test_they_stand_before_the_first_text_alone(self, run, model, tmp_path):
+    def test_they_stand_before_the_first_text_only(self, run, model, tmp_path):
         tokenizer = FileTokenizer(model / "tokenizer.json")
         begin, ids, more = [tokenizer._id("<s>")], tokenizer.encode("Hello"), tokenizer.encode("And")
         assert tokenizer.encode("Hello", add_special_tokens=True) == begin + ids

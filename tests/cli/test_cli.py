@@ -42,7 +42,7 @@ def continuation(directory, prompt, n, **options):
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Make Ctrl-C come, once or more often, when the model's head has run a number of times."""
+    """Send Ctrl-C, once or more often, when the model's head has run a number of times."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in the background ignore it
 
     def arrange(runs, times=1):
@@ -103,7 +103,7 @@ class TestGenerate:
         _, out, _ = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 20, *flags)
         assert out == continuation(model, b"Hello", 20, **options) + "\n"
 
-    def test_a_state_goes_on_where_it_was_saved(self, run, model, tmp_path):
+    def test_a_state_continues_where_it_was_saved(self, run, model, tmp_path):
         whole = continuation(model, b"Hello", 30)
         state = tmp_path / "state"
         _, first, _ = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 10, "--save-state", state)
@@ -121,7 +121,7 @@ class TestGenerate:
         assert out == decode(first.rows()[0]) + "\n" + decode(second.rows()[0]) + "\n"
         assert "read 6 tokens" in err
 
-    def test_an_empty_line_goes_on_with_the_text(self, run, model):
+    def test_an_empty_line_continues_the_text(self, run, model):
         code, out, _ = run("generate", model, "--interactive", "--max-new-tokens", 6, stdin=b"\none\n\n")
         (tokens,) = MambaLM.from_pretrained(model).generate(torch.tensor([list(b"one")]), 12).rows()
         decode = ByteTokenizer().decode
@@ -223,7 +223,7 @@ class TestGenerate:
             ("a.jsonl", '{"prompt": ""}', 'line 1: expected an object with a text "prompt"'),
         ],
     )
-    def test_lines_that_are_no_prompts_are_all_named(self, run, model, tmp_path, name, content, message):
+    def test_all_lines_that_are_not_prompts_are_named(self, run, model, tmp_path, name, content, message):
         (tmp_path / name).write_text(content)
         code, out, err = run("generate", model, "--prompts", tmp_path / name)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -390,7 +390,7 @@ class TestInfo:
         assert table["values"] == "all finite"
         assert table["model"].startswith("Mamba2, official format")
 
-    def test_weights_that_are_not_finite_are_told_of_wherever_a_model_is_opened(self, run, model, tmp_path):
+    def test_weights_that_are_not_finite_are_reported_wherever_a_model_is_opened(self, run, model, tmp_path):
         tensors = load_file(tmp_path / "model" / "model.safetensors")
         tensors["backbone.norm_f.weight"][0] = float("nan")
         save_file(tensors, tmp_path / "model" / "model.safetensors")
@@ -458,7 +458,7 @@ class TestEval:
             ("-", "stdin: a text of at least two tokens is needed, got 0"),
         ],
     )
-    def test_what_is_no_text_is_named(self, run, model, tmp_path, file, message):
+    def test_files_that_are_not_text_are_named(self, run, model, tmp_path, file, message):
         (tmp_path / "empty").mkdir()
         code, out, err = run("eval", model, file.format(empty=tmp_path / "empty"))
         assert (code, out, err) == (2, "", f"anymamba: {message.format(empty=tmp_path / 'empty')}\n")
@@ -489,7 +489,7 @@ class TestEval:
         assert int(rows["all"][0]) == sum(map(len, texts.values())) + 1
         assert "tokens/s" in err
 
-    def test_files_of_a_directory_that_are_no_text_are_all_named(self, run, model, tmp_path):
+    def test_all_files_of_a_directory_that_are_not_text_are_named(self, run, model, tmp_path):
         (tmp_path / "folder").mkdir()
         for name in ("a.gz", "b.zip", "c.txt"):
             (tmp_path / "folder" / name).write_text("some text")
@@ -568,7 +568,7 @@ class TestAll:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
     @pytest.mark.parametrize("limit", [300, 1500, 2100])
-    def test_a_limit_that_is_too_low_is_one_line_wherever_it_is_met(self, tmp_path, limit):
+    def test_a_memory_limit_that_is_too_low_is_one_line_wherever_it_is_reached(self, tmp_path, limit):
         """300 MB: in torch's import; then in mapping or reading 600 MB of weights, which are a hole in a file."""
         config = MambaLMConfig(d_model=64, n_layer=1, vocab_size=2_300_000, ssm_cfg={"layer": "Mamba2"})
         entries, size = {}, 0

@@ -1,4 +1,4 @@
-"""`anymamba eval` on several workers: what one process prints, and mistakes once."""
+"""`anymamba eval` on several workers prints what one process does, and reports errors once."""
 
 import functools
 import io
@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -55,13 +55,24 @@ def said(rank, size, *arguments):
 
 
 def assert_same_output(found, expected):
-    """Word for word; numbers to float error, as a text that is shared is cut elsewhere."""
+    """Compare word for word, and numbers to float error: a shared text is cut at other places."""
     assert len(found.splitlines()) == len(expected.splitlines())
     for word, wanted in zip(found.split(), expected.split(), strict=True):
         if re.fullmatch(r"\d+\.\d{4}", wanted):
             assert float(word) == pytest.approx(float(wanted), rel=1e-5, abs=1.1e-4)
         else:
             assert word == wanted
+
+
+@contextmanager
+def chdir(directory):
+    """Another working directory during the block."""
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def prepare(rank, name):
@@ -85,7 +96,7 @@ def output_case(rank, name):
 
 
 def likelihood_case(rank, family):
-    """The parts that workers predict cost what the text does, however it is cut; each has its own."""
+    """The costs of the workers' parts add up to that of the text, however it is cut, and every worker has a part."""
     model = small_lm(family, dtype=torch.float64)
     size = dist.get_world_size()
     neighbours = Neighbours(list(range(size)), rank)
@@ -124,11 +135,33 @@ def mistake_case(rank):
         assert rank or words in err, err
 
 
+def other_texts_case(rank):
+    """If one worker sees another text, or none, all workers refuse it, whoever would score it."""
+    last = dist.get_world_size() - 1
+    model, *texts = prepare(rank, "several")
+    for number, change in enumerate((lambda text: text.swapcase(), lambda text: text + "more", None)):
+        directory = shared_directory(f"texts of {rank if rank == last else 'the others'} {number}")
+        if rank in (0, last):
+            directory.mkdir()
+            for path in texts:
+                (directory / path.name).write_text(path.read_text())
+        if rank == last:
+            other = directory / texts[1].name
+            other.unlink() if change is None else other.write_text(change(other.read_text()))
+        dist.barrier()
+        with chdir(directory):
+            code, out, err = said(rank, last + 1, model, *(path.name for path in texts))
+        assert (code, out) == (2, "")
+        assert err.count("\n") == (rank == 0)
+        assert rank or f"worker {last} of {last + 1}: 1.txt: every worker must see the same text" in err, err
+
+
 WORKER_CASES = {
     size: {
         **{f"output, {name}": functools.partial(output_case, name=name) for name in TEXTS},
         **{f"likelihood, {family}": functools.partial(likelihood_case, family=family) for family in FAMILIES},
         "mistakes": mistake_case,
+        "other texts": other_texts_case,
     }
     for size in (2, 3)
 }
@@ -167,5 +200,5 @@ def test_torchrun_prints_what_one_process_does(tmp_path):
         ([2, 7, 3, 4], 2, [0, 0, 1, 1]),
     ],
 )
-def test_the_largest_texts_are_shared_and_the_others_given_to_who_has_least(sizes, count, expected):
+def test_the_largest_texts_are_shared_and_the_others_go_to_the_worker_with_the_least(sizes, count, expected):
     assert _divided(sizes, count) == expected

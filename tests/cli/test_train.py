@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from anymamba import MambaLM
 from anymamba.models.loss import head_nats
-from tests.training.cases import LENGTHS, write_corpus
+from tests.training.cases import LENGTHS, draw_nothing, write_corpus
 
 CONFIG = """
 threads = 1
@@ -46,9 +46,10 @@ def config(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def patient_disk(monkeypatch):
-    """Nothing here survives a power cut, so nothing waits for the disk."""
+def quick_runs(monkeypatch):
+    """No test here needs to survive a power cut, or looks at a plot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    draw_nothing(monkeypatch.setattr)
 
 
 def weights(directory):
@@ -298,7 +299,7 @@ def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, mo
     assert run("train", "--resume", tmp_path / "run")[0] == 0
 
 
-def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_message_and_the_run_continues_from_before(run, config, tmp_path, monkeypatch):
     saved = []
 
     def full(tensors, path, metadata=None):
@@ -310,7 +311,7 @@ def test_a_full_disk_is_a_message_and_the_run_goes_on_from_before(run, config, t
     monkeypatch.setattr("anymamba.ground.files.save_file", full)
     code, _, err = run("train", config, "--out", tmp_path / "run", "--checkpoints.every", 5)
     assert code == 2
-    assert "step-00000010: cannot be written, those before it are kept" in err
+    assert "step-00000010: cannot be written; earlier ones are kept" in err
     assert "No space left on device" in err
     monkeypatch.undo()
     code, _, err = run("train", "--resume", tmp_path / "run")

@@ -21,6 +21,7 @@ from tests.support import in_another_process
 
 SIGNATURES = json.loads((Path(__file__).parents[1] / "golden" / "functions" / "signatures.json").read_text())
 SCRIPTS = Path(__file__).parent / "scripts"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # tensors are so small that threads would only wait for each other
 KNOWN = {"F": F, "nn": nn, "float": float, "dict": dict, "list": list}
 
 
@@ -127,14 +128,15 @@ except RuntimeError as error:
 def test_scripts_written_for_mamba_ssm_run_unchanged(script, tmp_path):
     assert "anymamba" not in script.read_text()
     command = [sys.executable, "-W", "error", "-m", "anymamba.compat", str(script), str(tmp_path), "--quiet"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("done\n")
 
 
 def test_models_of_transformers_pick_it_up_and_compute_the_same():
     script = Path(__file__).parent / "pickup.py"
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert result.returncode == 0, result.stderr
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(found) == 9

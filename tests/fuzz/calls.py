@@ -1,7 +1,7 @@
-"""Part 2: random calls of the public functions and blocks, held against the recurrence in float64.
+"""Part 2: random calls of the public functions and blocks, compared with the recurrence in float64.
 
-What fits gives the values of the recurrence, to the floor of its dtype; what does not fit is a ValueError, TypeError,
-IndexError or RuntimeError, and never a crash.
+A valid call gives the values of the recurrence, to the floor of its dtype; an invalid one raises ValueError, TypeError,
+IndexError or RuntimeError, and never crashes.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""One case in a process of its own: what it returned, or how it ended."""
+"""One case in a separate process: what it returned, or how it ended."""
 
 import faulthandler
 import json

@@ -1,4 +1,4 @@
-"""Part 3: runs of training that are killed or stopped or cannot write, and end as undisturbed ones once resumed."""
+"""Part 3: training runs that are killed or stopped or cannot write, and that end like undisturbed ones once resumed."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EAC
 
 def prepare(directory):
     """Text, and for each mode a run that nobody disturbs."""
-    os.fsync = lambda descriptor: None  # nothing here survives a power cut
+    os.fsync = lambda descriptor: None  # no case needs to survive a power cut
     write_corpus(directory / "corpus")
     for mode in MODES:
         run_in_child(_train, directory / mode, mode, None, seconds=SECONDS)

@@ -181,7 +181,7 @@ class TestDoor:
             ([{"role": "user", "content": object()}], TypeError, "plain data"),
         ],
     )
-    def test_what_is_no_conversation_is_refused(self, unchecked, messages, error, words):
+    def test_an_invalid_conversation_is_refused(self, unchecked, messages, error, words):
         with pytest.raises(error, match=words):
             chat("x").render(messages)
 

@@ -72,7 +72,7 @@ def test_any_shape_any_cut_any_boundary(data):
 
 @settings(max_examples=30)
 @given(algorithm=st.sampled_from(ALGORITHMS), t=st.integers(2, 20), data=st.data())
-def test_a_cut_sequence_goes_on_from_its_state(algorithm, t, data):
+def test_a_cut_sequence_continues_from_its_state(algorithm, t, data):
     cut = data.draw(st.integers(1, t - 1))
     inputs = make_inputs(t=t, r=2)
     state = inputs.pop("initial_state")

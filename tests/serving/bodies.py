@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Bodies that nobody should send: every answer to them is 200, or a JSON error with a status of 4xx."""
+"""Malformed bodies: every answer to them is 200, or a JSON error with a status of 4xx."""
 
 import json
 import random

@@ -42,7 +42,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        """The result of a command; what the page complains of meanwhile is noted."""
+        """The result of a command; errors of the page meanwhile are noted."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:

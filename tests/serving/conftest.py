@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test of this room that hangs fails, and shows what each thread was doing, here and in the servers."""
+    """Fail a test that hangs, and show what each thread was doing, here and in the servers."""
     if HERE not in item.path.parents:
         return (yield)
 
@@ -44,7 +44,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(served):
-    """A server that the tests of this room share."""
+    """A server that the tests here share."""
     running = Running(
         served[1], "--body-seconds", "1.5", "--max-body", "1", "--max-prompt", "4096", "--segment-len", "32"
     )

@@ -29,11 +29,11 @@ def make_model(directory, **fields):
 
 # Metrics that are 0 when nothing is left to do.
 IDLE = ("anymamba_rows_running", "anymamba_rows_ready", "anymamba_rows_waiting", "anymamba_requests_open")
-PATIENCE = 3600  # seconds, for what hangs: a busy machine may slow a server down a hundredfold
+PATIENCE = 3600  # seconds, only for a server that hangs: a busy machine may slow one down a hundredfold
 
 
 class Running:
-    """A server; `stop` ends it and gives its exit code."""
+    """A server; `stop` ends it and returns its exit code."""
 
     alive = []  # noqa: RUF012
 
@@ -107,7 +107,7 @@ class Running:
             time.sleep(0.05)
 
     def stop(self, number=signal.SIGTERM):
-        """End the process; nothing may have gone wrong in it."""
+        """End the process, and assert that it reported no error."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(PATIENCE)

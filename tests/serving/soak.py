@@ -3,8 +3,8 @@
 python -m tests.serving.soak --only fuzz --clients 10000
 python -m tests.serving.soak --only vanish --clients 1000
 
-Clients ask, talk, stream, vanish at any point and send what they should not. Replies are compared with what `generate`
-gives alone. Every half minute the server's memory and descriptors are noted; at the end it must have nothing left to
+Clients ask, chat, stream, disconnect at any point and send malformed bodies. Replies are compared with what `generate`
+gives alone. Every half minute the server's memory and descriptors are noted. At the end it must have nothing left to
 do, no more descriptors than at the beginning and, after ten minutes or more, no more memory than in the second quarter
 of the time.
 """
@@ -67,7 +67,7 @@ class Soak:
         return json.loads(content)
 
     def exact(self, chance, _):
-        """Is a reply what it is alone?"""
+        """Check that a reply is what `generate` gives alone."""
         body, expected = chance.choice(self.known)
         found = self.post("/v1/completions", body)["choices"][0]["token_ids"]
         assert found == expected, (body, found, expected)
@@ -97,13 +97,13 @@ class Soak:
             assert content.endswith(b"data: [DONE]\n\n"), content[-300:]
 
     def fuzz(self, _, fuzzed):
-        """What nobody should send."""
+        """Send a malformed body."""
         path, body = next(fuzzed)
         status, _, content = self.server.ask(path, body, timeout=PATIENCE)
         assert status == 200 or (400 <= status < 500 and json.loads(content)["error"]["message"]), (status, body[:300])
 
     def vanish(self, chance, _):
-        """A client that goes away."""
+        """Be a client that disconnects."""
         body = {"prompt": "z" * chance.randrange(1, 2000), "max_tokens": 4000, "n": 2, "stream": chance.random() < 0.7}
         content = json.dumps(body).encode()
         content = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + (
@@ -132,7 +132,7 @@ def _known(model, chance):
 
 
 def soak(seconds, seed, only=None, most=float("inf")):
-    """Run the load; what went wrong, a line each."""
+    """Run the load; returns a line for each error."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory) / "model")
         options = ["--states", f"{directory}/states", "--state-memory", 1, "--state-disk", 4, "--segment-len", SEGMENT]
@@ -153,7 +153,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
 
 
 def stop(server):
-    """End the server; what went wrong."""
+    """End the server; returns what went wrong."""
     try:
         code = server.stop()
     except subprocess.TimeoutExpired:

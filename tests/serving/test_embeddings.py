@@ -84,7 +84,7 @@ def test_any_value_is_taken_or_refused(embedder):
             assert status == 200 or (status in (400, 404) and json.loads(content)["error"]["message"]), (field, value)
 
 
-def test_each_kind_of_model_says_what_it_is_for(embedder, server, client):
+def test_each_kind_of_model_says_what_it_can_do(embedder, server, client):
     with pytest.raises(openai.BadRequestError, match="this model does not generate text"):
         client.completions.create(model="vectors", prompt="x")
     assert embedder[1].ask("/")[0] == 400

@@ -11,6 +11,7 @@ import torch
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import start
 from anymamba.ground.operators import kernels_off
+from anymamba.serving import engine as module
 from anymamba.serving.engine import Engine, prompt_key
 from anymamba.serving.jobs import Began, Ended, Failed, Job, Start, Wrote
 from anymamba.serving.rows import Row, RowPlan, choose_tokens
@@ -28,7 +29,7 @@ def byte_model(family="Mamba2"):
 
 @pytest.fixture
 def running():
-    """Makes engines, and closes them."""
+    """Make engines, and close them after the test."""
     made = []
 
     def make(model, **options):
@@ -165,7 +166,7 @@ def test_one_broken_job_touches_no_other(running):
     assert tokens_of(events) == model.generate(torch.tensor([[5, 6]]), 200, seed=1, temperature=1.0).rows()
 
 
-def test_a_cancelled_job_leaves_and_says_nothing_more(running):
+def test_a_cancelled_job_leaves_and_has_no_further_events(running):
     engine = running(byte_model())
     made, events = job([1, 2], [plan(10**6)] * 3)
     engine.submit(made)
@@ -243,7 +244,7 @@ def test_closing_does_not_wait_for_a_long_prompt(running):
     assert engine.tokens_read < 5000 * SEGMENT
 
 
-def test_what_nobody_foresaw_fails_the_jobs_at_hand_and_no_other(running, monkeypatch, capsys):
+def test_an_unforeseen_error_fails_the_current_jobs_and_no_other(running, monkeypatch, capsys):
     model = byte_model()
     engine = running(model)
     seat = engine._writer.seat
@@ -257,6 +258,28 @@ def test_what_nobody_foresaw_fails_the_jobs_at_hand_and_no_other(running, monkey
     engine.submit(made)
     assert tokens_of(events) == model.generate(torch.tensor([[1]]), 12, seed=1, temperature=1.0).rows()
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_nobody_waits_while_an_idle_engine_returns_memory(running, monkeypatch):
+    """A job that is submitted meanwhile is accepted, and runs afterwards."""
+    returning, may_end = threading.Event(), threading.Event()
+
+    def slowly():
+        returning.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(module, "_REST", 0.01)
+    monkeypatch.setattr(module, "return_freed_memory", slowly)
+    engine = running(byte_model())
+    assert returning.wait(60)
+    made, events = job([1], [plan(3)])
+    asking = threading.Thread(target=engine.submit, args=(made,), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert engine.load["waiting"] == 1
+    may_end.set()
+    assert len(tokens_of(events)[0]) == 3
 
 
 def test_closing_fails_what_is_not_done(running):
@@ -273,7 +296,7 @@ def test_closing_fails_what_is_not_done(running):
         engine.submit(made)
 
 
-def test_whoever_comes_while_the_engine_ends_hears_of_it():
+def test_jobs_that_come_while_the_engine_ends_are_told_so():
     model = byte_model()
     for seed in range(STORMS):
         chance, asked = random.Random(seed), []

@@ -82,7 +82,7 @@ def test_errors_are_counted_and_not_timed(server):
         (b"HTTP/1.1 502 Bad\r\nContent-Length: 3\r\n\r\nbad", "status 502"),
     ],
 )
-def test_answers_that_are_none_are_errors_of_that_request(answer, kind):
+def test_invalid_answers_are_errors_of_their_request(answer, kind):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():

@@ -92,7 +92,7 @@ def test_a_reply_streams_in_and_its_text_is_never_markup(page, words):
     assert "for " in page.run("document.getElementById('memory').textContent")
     say(page, "and then it was winter", 40)
     done(page, 4)
-    # The reply is known, although the template writes it with a space that the model did not.
+    # The reply is found, although the template adds a space that the model did not write.
     facts = page.run("[...document.querySelectorAll('article.assistant .facts')][1].textContent")
     assert "read 7, remembered 67" in facts
     shot(page, "light")
@@ -157,7 +157,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page):
     assert page.run("document.documentElement.scrollWidth") <= 360
 
 
-def test_what_goes_wrong_is_said(page):
+def test_errors_are_shown(page):
     say(page, "the house", stop="x" * 2000)
     done(page, 2)
     assert "stop must be a string" in page.run("document.querySelector('.problem').textContent")

@@ -18,7 +18,7 @@ def chat(**body):
     return read_chat({"messages": [{"role": "user", "content": "x"}], **body}, LIMITS, 256, "m")
 
 
-def test_what_is_left_out_is_as_the_api_has_it():
+def test_fields_that_are_left_out_have_the_defaults_of_the_api():
     wanted = completion()
     assert (wanted.max_tokens, wanted.n, wanted.stops, wanted.stream, wanted.logprobs) == (16, 1, (), False, None)
     assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k) == (1.0, 1.0, None)
@@ -75,7 +75,7 @@ def test_a_mistake_names_the_field(read, body, param, message):
         (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )
-def test_a_body_that_is_no_json_says_where(content, message):
+def test_a_body_that_is_not_json_is_refused_with_the_place(content, message):
     found = problem("/v1/completions", content)
     assert (found.status, str(found)) == (400, f"the body must be a JSON object in UTF-8: {message}")
 

@@ -282,7 +282,7 @@ def send(connection, body, path="/v1/completions", host="127.0.0.1"):
 
 
 def vanish(server, count, seed=0):
-    """Clients that go away at random points."""
+    """Clients that disconnect at random points."""
     chance = random.Random(seed)
 
     def one(_):
@@ -338,7 +338,7 @@ class TestTheDoor:
         assert server.ask("/v1/completions", method="OPTIONS")[1].get("access-control-allow-origin") is None
         assert server.ask("/page/..%2f..%2fapp.py")[0] == 404
 
-    def test_a_key_is_asked_for_where_one_is_set(self, served):
+    def test_a_key_is_required_if_one_is_set(self, served):
         server = Running(
             *(served[1], "--api-key", "sésame", "--cors", "https://site.example", "--max-requests", "2"),
             *("--grace", "0.2"),
@@ -354,7 +354,7 @@ class TestTheDoor:
         assert server.ask("/health")[0] == server.ask("/")[0] == 200
         status, answer, _ = server.ask("/v1/models", headers={**key, "Origin": "https://site.example"})
         assert (status, answer["access-control-allow-origin"]) == (200, "https://site.example")
-        # Beyond the bound on requests, clients are told when to come again; those that run finish after SIGTERM.
+        # Beyond the limit on requests, clients are told when to retry; running requests finish after SIGTERM.
         found = []
         body = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "n": 8, "ignore_eos": True}
         asking = [
@@ -371,7 +371,7 @@ class TestTheDoor:
         assert server.stop() == 0
         for thread in asking:
             thread.join()
-        # What does not finish within the grace ends there.
+        # What does not finish within the grace period is cut.
         assert [status for status, _, _ in found] == [200, 200]
         reasons = {choice["finish_reason"] for _, _, content in found for choice in json.loads(content)["choices"]}
         assert reasons == {"length"}
@@ -379,7 +379,7 @@ class TestTheDoor:
     def test_a_signal_that_comes_at_once_ends_the_server(self, served):
         assert Running(served[1]).stop() == 0
 
-    def test_a_client_that_takes_nothing_of_its_answer_is_not_waited_for(self, server):
+    def test_a_client_that_does_not_read_its_answer_is_not_waited_for(self, server):
         before = server.settled()["process_open_fds"]
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -401,7 +401,7 @@ class TestTheDoor:
             )
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
-    def test_large_bodies_are_refused_before_and_while_they_come(self, server):
+    def test_large_bodies_are_refused_before_and_while_they_arrive(self, server):
         assert server.ask("/v1/completions", b" " * (2**20 + 1))[0] == 413
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.sendall(
@@ -412,7 +412,7 @@ class TestTheDoor:
                 connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
             assert connection.recv(1000).startswith(b"HTTP/1.1 413")
 
-    def test_answers_carry_the_pages_policy(self, server):
+    def test_answers_carry_the_security_policy_of_the_page(self, server):
         _, headers, content = server.ask("/")
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         assert headers["X-Content-Type-Options"] == "nosniff"

@@ -3,6 +3,8 @@
 import numpy as np
 
 from anymamba.training import TrainingConfig
+from anymamba.training.file_task import FileTask
+from anymamba.training.language_task import LanguageTask
 
 # Documents of awkward lengths: shorter than a row, one token, longer than several rows.
 LENGTHS = [700, 5, 1, 130, 64, 257, 400, 33, 90, 610]
@@ -34,5 +36,11 @@ def tiny(corpus, **sections):
     return TrainingConfig.from_dict(values)
 
 
+def draw_nothing(setattr=setattr):
+    """Let runs draw no plots: each takes longer than a small run. A test passes the `setattr` of its monkeypatch."""
+    for task in (LanguageTask, FileTask):
+        setattr(task, "plot", lambda task, directory: None)
+
+
 def silent(message):
-    """Tell nobody."""
+    """Ignore a report."""

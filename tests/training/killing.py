@@ -1,7 +1,7 @@
 """Runs that are killed: a process that forks a trainer again and again and kills it with SIGKILL.
 
-A trainer is killed by itself at the n-th operation on the file system, which falls into a save (or the tokenising) more
-often than not, or by its parent after a random time, which falls anywhere.
+A trainer kills itself at its n-th operation on the file system, which more often than not is part of a save or of
+tokenising, or its parent kills it after a random time, which may be anywhere.
 
     python -m tests.training.killing DIRECTORY SEED MODE KILLS
 """
@@ -15,14 +15,14 @@ import threading
 import time
 from pathlib import Path
 
-# Here, so that no trainer has to.
+# Here, so that no trainer has to import them.
 import torch
 import torch._dynamo
 
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.file_runs import begin_files, open_files
 from anymamba.training.language import begin, open_run
-from tests.training.cases import silent, tiny, write_corpus
+from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.training.test_file_task import config_of, write_files
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
@@ -47,7 +47,7 @@ def trainer_for(directory, mode):
 
 
 def child(directory, mode, operations):
-    """Run to the end, or until as many operations on the file system; never returns."""
+    """Run to the end, or until a number of operations on the file system; never returns."""
     left = operations
 
     def count(event, arguments):
@@ -62,7 +62,7 @@ def child(directory, mode, operations):
 
 
 def attempt(directory, mode, operations=None, seconds=None):
-    """Fork a trainer; how it ended."""
+    """Fork a trainer; returns how it ended."""
     process = os.fork()
     if not process:
         try:
@@ -79,6 +79,7 @@ def attempt(directory, mode, operations=None, seconds=None):
 def main(directory, seed, mode, kills):
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None
+    draw_nothing()
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     directory, chance = Path(directory), random.Random(int(seed))
     write_corpus(directory / "corpus")

@@ -1,7 +1,8 @@
-"""Runs of two workers that are killed at random: torchrun starts them again, and they end as if nothing had happened.
+"""Runs of two workers that are killed at random: torchrun restarts them, and they end as if nothing had happened.
 
-A worker is killed by itself with SIGKILL, at the n-th operation on the file system, which falls into a save more often
-than not, or after a random time, which falls anywhere. Saves are slowed down, so that steps are taken meanwhile.
+A worker kills itself with SIGKILL: at its n-th operation on the file system, which more often than not is part of a
+save, at an operation that is named, or after a random time, which may be anywhere. Saves are slowed down, so that steps
+are taken meanwhile.
 
     python -m tests.training.kills --kills 20 --seed 1
 """
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +20,10 @@ import threading
 import time
 from pathlib import Path
 
-from anymamba.training import TrainingConfig, train
+from anymamba.training import TrainingConfig, saving, train
 from anymamba.training.checkpoint import checkpoints
 from anymamba.training.report import read_metrics
-from tests.training.cases import tiny, write_corpus
+from tests.training.cases import draw_nothing, tiny, write_corpus
 from tests.training.killing import OPERATIONS
 
 MESHES = {"replicate": {"replicate": 2}, "shard": {"shard": 2}, "context": {"context": 2}}
@@ -29,7 +31,15 @@ RESTARTS = 4
 
 
 def arm(directory, how, amount, slow, note):
-    """Let this process kill itself, and say where it was, at an operation on a file of `directory`, or after a time."""
+    """Let this process kill itself and note where it was.
+
+    Args:
+        directory: of the run, whose files count.
+        how: "operation", "named" or "time".
+        amount: the number of operations, a pattern of the operation and its file, or seconds.
+        slow: seconds that each operation of a save takes longer.
+        note: the file for the note.
+    """
     lock, left = threading.Lock(), amount
 
     def die(where):
@@ -44,10 +54,11 @@ def arm(directory, how, amount, slow, note):
             return
         if threading.current_thread().name == "checkpoint":
             time.sleep(slow)
+        where = f"{event} {str(arguments[0]).partition(f'{directory}{os.sep}')[2]}"
         if how == "operation":
             left -= 1
-            if left < 0:
-                die(f"{event} {Path(str(arguments[0])).name}")
+        if (how == "operation" and left < 0) or (how == "named" and re.fullmatch(amount, where)):
+            die(where)
 
     sys.addaudithook(count)
     if how == "time":
@@ -57,8 +68,10 @@ def arm(directory, how, amount, slow, note):
 
 
 def worker(directory, whole):
-    """Train undisturbed into `whole`, unless that is there, and then into `directory`/run; what torchrun runs."""
+    """Train undisturbed into `whole`, unless it exists, and then into `directory`/run; torchrun runs this."""
     os.fsync = lambda descriptor: None
+    saving._PATIENCE = 2.0  # a worker that was killed never answers
+    draw_nothing()
     directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))
     plan = json.loads((directory / "plan.json").read_text())
@@ -74,7 +87,7 @@ def worker(directory, whole):
 
 
 def attempt(directory, whole, corpus, mesh, plan):
-    """One run on a mesh that is killed as planned, a kill in each of its lives; where it was killed."""
+    """Train on a mesh, with one kill in each life as planned; returns where the workers were killed."""
     directory.mkdir()
     config = tiny(
         corpus,
@@ -98,7 +111,7 @@ def attempt(directory, whole, corpus, mesh, plan):
 
 
 def expect_same(killed, whole):
-    """Everything that a run leaves is there, byte for byte."""
+    """Assert that a killed run leaves the same files as a whole one, byte for byte."""
     (latest, *_), (expected, *_) = (checkpoints(run / "checkpoints") for run in (killed, whole))
     assert latest.name == expected.name
     assert sorted(path.name for path in latest.iterdir()) == sorted(path.name for path in expected.iterdir())
@@ -114,7 +127,7 @@ def expect_same(killed, whole):
 
 
 def drawn(chance, mesh):
-    """Who is killed in each life, how, and when: at which operation, or after which share of the time of a run."""
+    """For each life, who is killed, how, and when: at which operation, or after which share of a run's time."""
     found = []
     for _ in range(RESTARTS):
         rank = chance.randrange(2)
@@ -126,7 +139,7 @@ def drawn(chance, mesh):
 
 
 def main(kills, seed):
-    """Kill until it is enough; every run is compared with the one on the same mesh that nobody killed."""
+    """Kill as often as asked for; every run is compared with an undisturbed one on the same mesh."""
     chance, found = random.Random(seed), []
     with tempfile.TemporaryDirectory() as name:
         corpus, runs = write_corpus(Path(name) / "corpus"), 0

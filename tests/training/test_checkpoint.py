@@ -31,12 +31,12 @@ def steps(trainer):
     return [int(path.name[5:]) for path in checkpoints(trainer.directory / "checkpoints")]
 
 
-def test_as_many_are_kept_as_asked(trainer):
+def test_as_many_are_kept_as_the_config_asks(trainer):
     assert steps(trainer) == [6, 4]
 
 
-@pytest.mark.parametrize("goes_on_to", [3, 8])
-def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, goes_on_to):
+@pytest.mark.parametrize("reached", [3, 8])
+def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, reached):
     corpus = write_corpus(tmp_path / "corpus")
     config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9}, checkpoints={"keep": 9})
     trainer = begin(config, tmp_path / "run", silent)
@@ -47,10 +47,10 @@ def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, goes_on_to):
         (path / "model.safetensors").write_bytes(b"")
     again = open_run(trainer.directory, {"checkpoints.keep": "2"}, silent)
     assert again.step == 2
-    again.step = goes_on_to
+    again.step = reached
     again.save()
-    assert steps(trainer) == [goes_on_to, 2]
-    assert load_latest(trainer.directory / "checkpoints", pytest.fail).step == goes_on_to
+    assert steps(trainer) == [reached, 2]
+    assert load_latest(trainer.directory / "checkpoints", pytest.fail).step == reached
 
 
 def test_files_of_other_names_are_left_alone(trainer):
@@ -86,6 +86,23 @@ def test_everything_is_on_the_disk_before_the_name_is_given(trainer, monkeypatch
     assert events[-2:] == [directory / "step-00000007", directory.stat().st_ino]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="directories cannot be brought to the disk there")
+def test_a_changed_config_is_on_the_disk_before_it_replaces_the_former_one(trainer, monkeypatch):
+    """First the bytes, then the name, then the directory: a power cut leaves one manifest or the other."""
+    directory, events = trainer.directory / "checkpoints/step-00000006", []
+
+    def replace(path, target, replace=Path.replace):
+        events.append((path.stat().st_ino, target))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "replace", replace)
+    module.amend_checkpoint(directory, {"seed": 5}, [])
+    manifest = (directory / "training.json").stat().st_ino
+    assert events == [manifest, (manifest, directory / "training.json"), directory.stat().st_ino]
+    assert module._read_manifest(directory)["config"] == {"seed": 5}
+
+
 def test_a_checkpoint_opens_as_a_model(trainer):
     path = checkpoints(trainer.directory / "checkpoints")[0]
     model = MambaLM.from_pretrained(path)
@@ -94,7 +111,7 @@ def test_a_checkpoint_opens_as_a_model(trainer):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "training.json", "config.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_a_damaged_one_is_told_of_and_the_one_before_it_used(trainer, name, damage):
+def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, damage):
     file = checkpoints(trainer.directory / "checkpoints")[0] / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -106,7 +123,7 @@ def test_a_damaged_one_is_told_of_and_the_one_before_it_used(trainer, name, dama
     assert load_latest(trainer.directory / "checkpoints", told.append).step == 4
     assert len(told) == 1
     assert "step-00000006" in told[0]
-    assert "going back" in told[0]
+    assert "; using the checkpoint before it" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +212,7 @@ def test_odd_carried_states_are_refused_whoever_wrote_their_checksum(tmp_path, d
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
+def test_a_damaged_one_is_replaced_when_the_run_reaches_its_step_again(trainer):
     (checkpoints(trainer.directory / "checkpoints")[0] / "model.safetensors").write_bytes(b"")
     again = open_run(trainer.directory, {}, silent)
     assert again.step == 4
@@ -204,7 +221,7 @@ def test_a_damaged_one_is_replaced_when_the_run_comes_there_again(trainer):
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), trainer.model.parameters(), strict=True))
 
 
-def test_one_that_cannot_be_read_is_not_given_up_like_a_damaged_one(trainer, monkeypatch):
+def test_one_that_cannot_be_read_is_not_skipped_like_a_damaged_one(trainer, monkeypatch):
     """It may be good, and the next save would remove it."""
 
     def unreadable(path):
@@ -218,15 +235,15 @@ def test_one_that_cannot_be_read_is_not_given_up_like_a_damaged_one(trainer, mon
     assert checkpoints(directory) == before
 
 
-def test_a_file_that_a_worker_wrote_and_that_is_gone_is_missed(tmp_path):
+def test_a_file_of_another_worker_that_is_gone_is_an_error(tmp_path):
     temporary = begin_checkpoint(tmp_path, 3)
     facts = Facts(3, 0, "data", False, {}, [])
-    with pytest.raises(OSError, match=r"step-00000003: cannot be written, .*model-00002-of-00002.safetensors"):
+    with pytest.raises(OSError, match=r"step-00000003: cannot be written; .*model-00002-of-00002.safetensors"):
         finish_checkpoint(temporary, facts, {"model-00002-of-00002.safetensors": "0"}, before=-1, keep=1)
     assert checkpoints(tmp_path) == []
 
 
-def test_none_that_is_whole_is_an_error(trainer, tmp_path):
+def test_without_a_good_one_there_is_an_error(trainer, tmp_path):
     for path in checkpoints(trainer.directory / "checkpoints"):
         (path / "training.json").unlink()
     with pytest.raises(ValueError, match="expected a checkpoint to resume from, found 2, all damaged"):
@@ -255,7 +272,7 @@ def test_a_full_disk_leaves_the_previous_ones(trainer, monkeypatch, full_after):
     assert load_latest(trainer.directory / "checkpoints", silent).step == 6
 
 
-def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(trainer):
+def test_what_a_killed_save_leaves_is_no_checkpoint_and_is_removed(trainer):
     directory = trainer.directory / "checkpoints"
     left = directory / ".step-00000008.1.tmp"
     shutil.copytree(checkpoints(directory)[0], left)
@@ -297,7 +314,7 @@ def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
     assert {path: path.read_bytes() for path in trainer.directory.iterdir() if path.is_file()} == before
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(trainer, tmp_path, monkeypatch):
+def test_a_run_that_failed_before_its_first_checkpoint_starts_again(trainer, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""The costs that are predicted are those of real steps: bytes of the collectives, operations of the products."""
+"""Predicted costs are those of real steps: bytes of the collectives, operations of the products."""
 
 import functools
 import os
@@ -81,7 +81,7 @@ OTHERS = ("all_gather", "broadcast", "gather", "scatter", "reduce", "all_to_all"
 
 @contextmanager
 def counted():
-    """Bytes of the collectives that run here, by kind and number of workers; single numbers are left out."""
+    """The bytes of collectives in the block, by kind and number of workers; single numbers are left out."""
     found, nested = Counter(), []
 
     def wrapped(function, kind, place, name):
@@ -112,7 +112,7 @@ def counted():
 
 
 def step_case(rank, name, model, sections, mesh):
-    """One step of a real run; where workers share rows, each has one of them, which no document ends at a cut."""
+    """One step of a real run; where workers share rows, each has a part of one row, and no document ends at a cut."""
     corpus, size = shared_directory("corpus"), dist.get_world_size()
     if rank == 0:
         corpus.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def step_case(rank, name, model, sections, mesh):
 
 
 def bytes_on_the_wire():
-    """Those that this process has sent through TCP."""
+    """The bytes that this process has sent through TCP."""
     total = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
@@ -150,7 +150,7 @@ def bytes_on_the_wire():
 
 
 def wire_case(rank):
-    """A ring sends as much as a message says; gloo's reduce-scatter as much as its all-reduce, twice what is needed."""
+    """A ring sends as much as predicted; gloo's reduce-scatter sends as much as its all-reduce, twice what it needs."""
     size, number = dist.get_world_size(), 2**18
     whole, part = torch.ones(size * number), torch.ones(number)
     one = Message("all-reduce", size, whole.nbytes)
@@ -191,7 +191,7 @@ def test_a_step_sends_what_is_predicted(size, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_takes_as_many_operations_as_predicted(family):
-    """Projections, MLP and head, and the products of the scan where it has chunks; backward twice as many."""
+    """Projections, MLP and head, and the products of a scan in chunks; the backward pass takes twice as many."""
     config = MambaLMConfig(d_model=32, n_layer=2, vocab_size=61, d_intermediate=128, ssm_cfg=FAMILIES[family])
     model, sizes, length = MambaLM(config), sizes_of(config), 64
     path = None if family == "Mamba1" else SsdPath.for_block(model.backbone.layers[0].mixer, "serial")

@@ -39,7 +39,7 @@ def batches(tokens, mode="packed", seed=0, rows=4, length=32, accumulation=1):
 
 
 class Gaps:
-    """A tokenizer with fewer tokens than its highest id tells."""
+    """A tokenizer whose highest id is larger than its number of tokens suggests."""
 
     vocab_size, end = 256, []
 
@@ -73,7 +73,7 @@ class TestCorpus:
     @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
     @pytest.mark.parametrize("lines", [True, False])
     @pytest.mark.parametrize("sizes", [(5_400_000, 5_400), (900, 40_000, 700), (1000,) * 40, (501,), (10, 10)])
-    def test_near_the_asked_share_of_the_bytes_is_held_out_and_nothing_twice(self, tmp_path, sizes, lines, share):
+    def test_about_the_requested_share_of_the_bytes_is_held_out_and_nothing_twice(self, tmp_path, sizes, lines, share):
         texts = [("äöü\U0001f600x" * size)[:size] for size in sizes]
         if lines:
             (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -90,12 +90,12 @@ class TestCorpus:
         ) == (sorted(texts))
 
     @pytest.mark.parametrize("most", [0, 1, 700, 10**6])
-    def test_a_sample_has_at_most_as_many_bytes(self, corpus, most):
+    def test_a_sample_has_at_most_as_many_bytes_as_asked_for(self, corpus, most):
         parts = sample(find(corpus), b"", most)
         assert sum(map(len, parts)) == min(most, sum(LENGTHS))
         assert all(part in {d.read(b"") for d in find(corpus)} for part in parts[:-1])
 
-    def test_how_much_is_held_out_is_told(self, corpus, tmp_path):
+    def test_how_much_is_held_out_is_reported(self, corpus, tmp_path):
         told = []
         prepare(tiny(corpus).data, tmp_path / "data", ByteTokenizer(), told.append)
         held_out = split(find(corpus), 0.1, b"")[1]
@@ -116,7 +116,7 @@ class TestCorpus:
         assert open_corpus(tmp_path / "data").checksum == before.checksum
         assert prepared(corpus, tmp_path / "data", **shared).checksum == before.checksum
 
-    def test_shards_that_another_process_writes_are_left_alone(self, corpus, tmp_path):
+    def test_shards_that_another_process_writes_are_not_touched(self, corpus, tmp_path):
         (tmp_path / "data").mkdir()
         with locked(tmp_path / "data"), pytest.raises(ValueError, match="another process is using this run"):
             prepared(corpus, tmp_path / "data")
@@ -133,7 +133,7 @@ class TestCorpus:
         (begin,), (end,) = split(find(tmp_path / "one.txt"), 0.25, b"")
         assert begin.read(b"").decode() + end.read(b"").decode() == "ä" * 501
 
-    def test_tokenising_goes_on_where_it_stopped(self, corpus, tmp_path, monkeypatch):
+    def test_tokenising_continues_where_it_stopped(self, corpus, tmp_path, monkeypatch):
         whole = prepared(corpus, tmp_path / "whole", shard_tokens=300)
         from anymamba.training import shards
 
@@ -334,7 +334,7 @@ class TestPacking:
         for name, tensor in state.tensors().items():
             assert_near(carried.tensors()[name], tensor, 1e-9, name)
 
-    def test_segments_read_everything_once_and_go_on(self, corpus, tmp_path):
+    def test_segments_read_everything_once_and_carry_their_state(self, corpus, tmp_path):
         tokens = prepared(corpus, tmp_path / "data").train
         model = small_lm("Mamba3", torch.float64, vocab_size=256)
         costs = []

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None or sys.platform == 
 
 @pytest.fixture
 def demo(tmp_path):
-    """Runs `make demo` in an empty directory; what `anymamba` is asked to do there."""
+    """Run `make demo` in an empty directory; returns what `anymamba` is asked to do there."""
     command = tmp_path / "bin" / "anymamba"
     command.parent.mkdir()
     command.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")
@@ -41,7 +41,7 @@ def begun(tmp_path):
     return begin(tiny(write_corpus(tmp_path / "corpus")), tmp_path / "runs" / "demo", silent)
 
 
-def test_a_demo_that_was_stopped_or_finished_goes_on(demo, tmp_path):
+def test_a_demo_that_was_stopped_or_finished_continues(demo, tmp_path):
     assert demo() == FRESH
     trainer = begun(tmp_path)
     trainer.save()
@@ -50,7 +50,7 @@ def test_a_demo_that_was_stopped_or_finished_goes_on(demo, tmp_path):
     assert demo() == RESUMED
 
 
-def test_a_demo_that_failed_in_its_first_save_begins_anew(demo, tmp_path, monkeypatch):
+def test_a_demo_that_failed_in_its_first_save_starts_again(demo, tmp_path, monkeypatch):
     def killed(*arguments):
         raise KeyboardInterrupt
 

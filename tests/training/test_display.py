@@ -14,7 +14,7 @@ fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "t
 
 
 def show(steps):
-    """What a run does to its display."""
+    """Show what a run shows."""
     display = Display(steps=40, done=0, every=10)
     for step in range(1, steps + 1):
         display.at(Row(step, 64 * step, 4.0 / step, 1e-3, 0.1, 0.5, {}), 64)
@@ -27,7 +27,7 @@ def show(steps):
 
 
 def screen(written, width):
-    """What a terminal shows: lines, from what was written to it."""
+    """The lines that a terminal shows after what was written to it."""
     lines, y, x = [""], 0, 0
     for piece in re.findall(r"\x1b\[\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
         if piece == "\r":
@@ -48,7 +48,7 @@ def screen(written, width):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Shows a display on a pseudo-terminal, and returns what it wrote."""
+    """Show a display on a pseudo-terminal; returns what it wrote."""
 
     def run(steps=40, width=100, encoding="utf-8", **environment):
         for name in ("NO_COLOR", "TERM"):
@@ -63,7 +63,7 @@ def terminal(monkeypatch):
             try:
                 while part := os.read(main, 65536):
                     written.append(part)
-            except OSError:  # how Linux says that the other side is closed
+            except OSError:  # how Linux reports that the other side is closed
                 pass
 
         reader = threading.Thread(target=read)
@@ -79,7 +79,7 @@ def terminal(monkeypatch):
     return run
 
 
-def test_a_terminal_shows_two_live_lines_below_what_was_told(terminal):
+def test_a_terminal_shows_two_live_lines_below_what_was_reported(terminal):
     written = terminal(steps=30)
     lines = screen(written, 100)
     assert lines[:2] == ["step 20: a sample", "  | of?[2J two?lines?"]

@@ -1,4 +1,4 @@
-"""Runs on files: what is learnt, what a resume gives, what is predicted, and what is refused."""
+"""Runs on files: what they learn, how they resume, what they predict, and what they refuse."""
 
 import json
 import math
@@ -92,6 +92,7 @@ def test_fields_that_a_family_does_not_have_are_refused_before_the_first_step(se
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("plots")
 def test_a_resumed_run_ends_with_the_same_bytes_and_predicts(kind, files, tmp_path):
     config = config_of(files, kind, batch={"accumulation": 2})
     whole = train(config, tmp_path / "whole", report=silent)
@@ -127,7 +128,7 @@ def test_a_resumed_run_ends_with_the_same_bytes_and_predicts(kind, files, tmp_pa
     ],
 )
 def test_short_runs_learn(kind, name, level, files, tmp_path):
-    """Chance has 0.5; the mean of two rates is off by 0.45; the last value of the series by 19."""
+    """Chance reaches 0.5; the mean of two rates is off by 0.45, and the last value of the series by 19."""
     config = config_of(files, kind, schedule={"steps": 50}, evaluation={"every": 0})
     run = train(config, tmp_path, report=silent)
     found, (beside,) = run.evaluated.values[name], run.task.beside.values()

@@ -1,4 +1,4 @@
-"""The losses of a small run, so that a change in the numbers is seen."""
+"""The losses of a small run, so that a change in the numbers is noticed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another model, and runs that change on the way."""
+"""Runs that start from the weights of another model, and runs whose config changes on the way."""
 
 import shutil
 
@@ -55,7 +55,7 @@ def test_weights_are_learnt_in_the_precision_of_the_run(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_resumed_run_is_bit_equal_and_needs_the_model_no_more(corpus, tmp_path, kind):
+def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_path, kind):
     small_lm("Mamba3", **MODEL).save_pretrained(tmp_path / "model")
     config = begun_with(corpus, tmp_path / "model", optimiser={"kind": kind}, data={"mode": "stream"})
     whole = begin(config, tmp_path / "whole", silent)
@@ -89,7 +89,7 @@ def test_a_resumed_run_is_bit_equal_and_needs_the_model_no_more(corpus, tmp_path
 )
 def test_sizes_that_contradict_the_model_are_refused(corpus, tmp_path, section, message):
     small_lm("Mamba2", **MODEL).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"model.init = .*: another model than the fields beside it: {message}"):
+    with pytest.raises(ValueError, match=f"model.init = .*: not what the other fields say: {message}"):
         begin(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
     assert not (tmp_path / "run").exists()
 
@@ -139,11 +139,11 @@ class TestTokenizer:
 
 
 class TestChanges:
-    """What a run that is resumed may change on the way."""
+    """What may change when a run is resumed."""
 
     @pytest.mark.parametrize("mode", ["packed", "stream"])
     @pytest.mark.parametrize("kind", ["constant", "wsd"])
-    def test_a_longer_schedule_continues_as_if_it_had_been_from_the_start(self, corpus, tmp_path, mode, kind):
+    def test_a_longer_schedule_continues_as_if_it_had_been_there_from_the_start(self, corpus, tmp_path, mode, kind):
         def config(steps):
             return tiny(corpus, schedule={"kind": kind, "steps": steps, "decay": 0.3}, data={"mode": mode})
 
@@ -198,7 +198,7 @@ class TestChanges:
             open_run(tmp_path / "run", {"schedule.steps": "3"}, silent)
 
     @pytest.mark.parametrize("kind", ["adamw", "muon"])
-    def test_a_learning_rate_counts_from_the_next_step_on_and_is_recorded(self, corpus, tmp_path, kind):
+    def test_a_learning_rate_applies_from_the_next_step_on_and_is_recorded(self, corpus, tmp_path, kind):
         config = tiny(corpus, optimiser={"kind": kind}, checkpoints={"keep": 9})
         part = begin(config, tmp_path / "run", silent)
         part.save()
@@ -238,7 +238,7 @@ class TestChanges:
         assert third.config.optimiser.lr == 0.001
         assert third.run()
 
-    def test_what_makes_another_model_or_other_data_is_refused(self, corpus, tmp_path):
+    def test_changes_of_the_model_or_the_data_are_refused(self, corpus, tmp_path):
         begin(tiny(corpus), tmp_path / "run", silent).save()
         with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to start another run from its weights:"):
             open_run(tmp_path / "run", {"seed": "1", "optimiser.lr": "1"}, silent)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and 
 
 
 @pytest.mark.parametrize(("mode", "kills"), [("packed", 12), ("stream", 12), ("files", 6)])
-def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, mode, kills):
-    """At least 30 kills in all modes together, most of them while a file is written."""
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path, mode, kills):
+    """There are at least 30 kills in all modes together, most of them while a file is written."""
     command = [sys.executable, "-m", "tests.training.killing", str(tmp_path), "1", mode, str(kills)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     ends = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Workers end without an abort: no thread of their messages outlives the process group."""
+"""Workers exit without an abort: no thread of gloo outlives the process group."""
 
 import importlib
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def worker():
-    """Exchange something, with FSDP's modules imported on the way, and leave; what torchrun runs."""
+    """Exchange something, with FSDP's modules imported meanwhile, and leave; torchrun runs this."""
     workers = parallel.joined()
     importlib.import_module("torch.distributed.fsdp")  # which imports much of torch.distributed
 
@@ -26,7 +26,7 @@ def worker():
 
 
 def threads():
-    """The names of this process's threads; one that ends meanwhile has none."""
+    """The names of this process's threads, without those that end meanwhile."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -35,7 +35,7 @@ def threads():
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the names of threads")
-def test_no_thread_of_messages_is_left():
+def test_no_thread_of_gloo_is_left():
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*launch, "-m", __name__], capture_output=True, text=True, check=False, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr

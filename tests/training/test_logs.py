@@ -26,7 +26,7 @@ class TestCallbacks:
         assert metrics[0][1].keys() == {"tokens", "loss", "learning_rate", "gradient_norm", "seconds"}
         assert metrics[-1][1]["held_out_bits_per_byte"] == run.evaluated.values["held_out_bits_per_byte"]
 
-    def test_one_that_returns_true_stops_the_run_which_can_be_resumed(self, corpus, tmp_path):
+    def test_one_that_returns_true_stops_the_run_and_it_can_be_resumed(self, corpus, tmp_path):
         whole = train(tiny(corpus), tmp_path / "whole", report=silent)
         seen = []
         run = train(tiny(corpus), tmp_path / "run", callbacks=[lambda row: row.step == 3, seen.append], report=silent)
@@ -49,7 +49,7 @@ class TestCallbacks:
             train(tiny(corpus), tmp_path / "run", callbacks=[prune], report=silent)
         assert resume(tmp_path / "run", {"evaluation.every": "1"}, report=silent).finished
 
-    def test_whoever_is_told_sees_no_progress_elsewhere(self, corpus, tmp_path, capsys):
+    def test_a_caller_that_receives_reports_sees_no_progress_elsewhere(self, corpus, tmp_path, capsys):
         told = []
         train(tiny(corpus), str(tmp_path / "run"), report=told.append)
         assert capsys.readouterr() == ("", "")
@@ -73,7 +73,7 @@ def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
 class TestWeightsAndBiases:
     @pytest.fixture
     def runs(self, tmp_path, monkeypatch):
-        """Runs of the library on disk alone: themselves, and what each was asked to log."""
+        """Runs of wandb on disk only: the runs, and what each was asked to log."""
         wandb = pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
         begun = []

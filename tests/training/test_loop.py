@@ -33,6 +33,7 @@ def losses(trainer):
     return [row.loss for row in read_metrics(trainer.directory / "metrics.csv")]
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     config = tiny(corpus, schedule={"steps": 30}, evaluation={"every": 10, "sample_tokens": 8, "prompt": "alp"})
     trainer = begin(config, tmp_path / "run", silent)
@@ -53,7 +54,7 @@ def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
 class TestTokenizers:
     @pytest.fixture
     def tokenizer(self, corpus, tmp_path):
-        """A tokenizer.json, and a file beside it that tells the end of a text."""
+        """A tokenizer.json, and a file beside it that names the token at the end of a text."""
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
         made = Tokenizer(models.BPE())
@@ -90,7 +91,7 @@ class TestTokenizers:
             assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
             assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 0
 
-    def test_an_end_token_that_nobody_knows_is_said_and_can_be_named(self, corpus, tmp_path, tokenizer):
+    def test_an_unknown_end_token_is_reported_and_can_be_named(self, corpus, tmp_path, tokenizer):
         (tokenizer.parent / "tokenizer_config.json").unlink()
         told = []
         trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "without", told.append)
@@ -231,7 +232,7 @@ def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been(corpus, tmp_path, number, monkeypatch):
+def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been_stopped(corpus, tmp_path, number, monkeypatch):
     """Every file of its last checkpoint, torch's generator included: an additional save draws nothing."""
     config = tiny(corpus, data={"mode": "stream"}, evaluation={"sample_tokens": 4})
     assert begin(config, tmp_path / "whole", silent).run()
@@ -249,7 +250,7 @@ def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been(corpus, tm
     rng = load_file(whole / "optimiser.safetensors")["rng"]
     torch.manual_seed(config.seed)
     begin(config, tmp_path / "fresh", silent)
-    assert torch.equal(rng, torch.get_rng_state())  # nothing of a run draws but its fresh weights
+    assert torch.equal(rng, torch.get_rng_state())  # a run draws its fresh weights and nothing else
 
 
 class TestNonFinite:
@@ -302,6 +303,7 @@ class TestNonFinite:
         assert "the gradient at the output of backbone.layers.0.mixer.out_proj." in message
 
 
+@pytest.mark.usefixtures("plots")
 def test_no_plot_without_matplotlib_is_one_line(corpus, tmp_path, monkeypatch, capsys):
     import anymamba.training.loop as loop
 

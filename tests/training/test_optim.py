@@ -29,7 +29,7 @@ def values(model):
 
 
 class Wrapped(torch.nn.Module):
-    """A model in another."""
+    """A model inside another one."""
 
     def __init__(self, model):
         super().__init__()
@@ -37,7 +37,7 @@ class Wrapped(torch.nn.Module):
 
 
 def decayed_names(model, **options):
-    """Names of the parameters in the group that is decayed; both groups together must be all, each once."""
+    """The names of the decayed parameters; both groups together must have every parameter once."""
     decayed, others = parameter_groups(model, 0.3, **options)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -90,7 +90,7 @@ def test_without_a_gradient_only_the_decayed_shrink(kind):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("d_intermediate", [0, 128])
-def test_muon_turns_the_parts_of_a_projection_each_by_itself(family, d_intermediate):
+def test_muon_makes_each_part_of_a_projection_orthogonal_by_itself(family, d_intermediate):
     model = small_lm(family, torch.float64, d_intermediate=d_intermediate)
     before = values(model)
     optimiser = Optimiser(model, OptimiserSection(kind="muon", lr=0.1, weight_decay=0.0))
@@ -218,7 +218,7 @@ def test_no_warm_up_and_warm_up_to_the_end():
     assert learning_rate(4, 1.0, ScheduleSection(steps=5, warmup=10)) == pytest.approx(0.5)
 
 
-def test_the_plan_shows_who_moves_what():
+def test_the_plan_shows_which_optimiser_moves_what():
     model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
     rows = {row.name: row for row in plan(model)}
     assert abs(sum(row.share for row in rows.values()) - 1) < 1e-9

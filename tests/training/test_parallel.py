@@ -17,7 +17,7 @@ from anymamba.training.parallel import SharedError, Workers
 from anymamba.training.report import read_metrics
 from anymamba.training.sections import ParallelSection
 from tests.support import assert_near
-from tests.training.cases import silent, tiny, write_corpus
+from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
@@ -70,6 +70,7 @@ def workers_of(rank):
 
 
 def prepare(rank):
+    draw_nothing()
     if rank == 0:
         write_corpus(shared_directory("corpus"))
     dist.barrier()
@@ -166,7 +167,7 @@ MISTAKES = {
 
 
 def mistakes_case(rank):
-    """Every worker raises the same, before a file is written."""
+    """Every worker raises the same error before a file is written."""
     prepare(rank)
     for number, (words, (fields, mesh)) in enumerate(MISTAKES.items()):
         directory = shared_directory(f"mistake{number}")
@@ -176,7 +177,7 @@ def mistakes_case(rank):
 
 
 def mistake_elsewhere_case(rank):
-    """A mistake on one worker ends all of them, and says where it was."""
+    """An error on one worker ends all of them, and names that worker."""
 
     def look():
         if rank == 1:
@@ -187,7 +188,7 @@ def mistake_elsewhere_case(rank):
 
 
 def bfloat16_case(rank):
-    """Gradients that are added up in bfloat16 are near; and the computation may be in it too."""
+    """Gradients that are added up in bfloat16 are close to others; the computation may be in bfloat16 as well."""
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         fields = {"precision": {"dtype": "bfloat16"}}
@@ -227,15 +228,18 @@ def overflow_case(rank):
 
 
 def hang_case(rank):
-    """A worker that does not answer is named, with what the others wait for."""
+    """The error names a worker that does not answer, and what the others wait for."""
     workers = workers_of(rank)
     workers.arrange(ParallelSection(timeout=2), torch.device("cpu"))
+    heard, end = shared_directory("heard"), time.monotonic() + 60
     if rank == 1:
-        time.sleep(12)
+        while not heard.exists() and time.monotonic() < end:
+            time.sleep(0.1)
         return
     with pytest.raises(TimeoutError, match=r"waited 2 s to add up gradients .*no answer from worker 1 "):  # noqa: SIM117
         with workers.watched():
             workers.sum(torch.zeros(3), "to add up gradients")
+    heard.touch()
 
 
 WORKER_CASES = {

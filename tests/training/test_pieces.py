@@ -1,4 +1,4 @@
-"""Tensors in pieces: any rows can be read from them, and files that do not go together are refused."""
+"""Tensors in pieces: any rows can be read, and files that do not belong together are refused."""
 
 import json
 
@@ -14,7 +14,7 @@ SPANS = {"a": [((4, 6), (0, 1)), ((1, 4), (6, 7))], "b": [((0, 5),), ()]}
 
 
 def write(directory, spans=SPANS, **changed):
-    """Two files; `changed` replaces what their headers say of a tensor."""
+    """Write two files; `changed` replaces what their headers say about a tensor."""
     files = []
     for place in range(2):
         pieces = {"count": WHOLE["count"]} if place == 0 else {}
@@ -49,7 +49,7 @@ def test_any_rows_can_be_read(tmp_path):
 
 
 def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
-    """As of an optimiser before its first step."""
+    """That is so for an optimiser before its first step."""
     files = [tmp_path / file_name("optimiser", place, 2) for place in range(2)]
     write_pieces(files[0], {"rng": torch.arange(3)})
     write_pieces(files[1], {})
@@ -116,7 +116,7 @@ def test_rows_that_overlap_or_are_missing_are_refused(tmp_path, entry, words):
         StoredTensors(write(tmp_path, a=entry))
 
 
-def test_files_that_do_not_go_together_are_refused(tmp_path):
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
     files = write(tmp_path)
     with pytest.raises(ValueError, match="each of the 7 rows of a"):
         StoredTensors(files[:1])

@@ -1,4 +1,4 @@
-"""Checkpoints of several workers are read by any number of them; what is wrong with one is named."""
+"""Any number of workers can read the checkpoints of several; what is wrong with one is named."""
 
 import functools
 import json
@@ -95,7 +95,7 @@ DAMAGES = {
 
 
 def damage_case(rank):
-    """Whatever is wrong with a piece is named; all workers use the checkpoint before it, and so does one process."""
+    """Damage to a piece is named; all workers use the checkpoint before it, and so does one process."""
     trained(rank, "sound", STREAM, {"shard": 2})
     for damage, words in DAMAGES.items():
         directory = shared_directory(f"damaged by {damage.__name__}")
@@ -109,13 +109,13 @@ def damage_case(rank):
         if rank == 0:
             assert load_latest(directory / "checkpoints", told.append).step == 2
             for line in told:
-                pattern = rf"step-00000004: damaged: {words}.*; going back to the checkpoint before it"
+                pattern = rf"step-00000004: damaged: {words}.*; using the checkpoint before it"
                 assert re.search(pattern, line), (line, words)
         dist.barrier()
 
 
 def own_rows_case(rank):
-    """Who resumes on a mesh that divides the weights reads no more than its own rows, and what is not divided."""
+    """A worker on a mesh that divides the weights reads only its own rows, and what is not divided."""
     fields = STREAM | MUON
     trained(rank, "half", fields, {}, stop=3)
     read = []
@@ -142,7 +142,7 @@ def own_rows_case(rank):
 
 
 def init_case(rank):
-    """A run that began with another model's weights continues from pieces, without that model."""
+    """A run that started from another model's weights continues from pieces, without that model."""
     trained(rank, "first", {}, {"shard": 2})
     config = {"model": {"init": str(shared_directory("moved"))}, "schedule": {"steps": 4}}
     if rank == 0:

@@ -1,8 +1,9 @@
-"""Checkpoints of several workers: each writes its own rows, in the background; all of it is there, or none."""
+"""Checkpoints of several workers: each writes its own rows in the background; a checkpoint is complete or absent."""
 
 import functools
 import resource
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from anymamba import MambaLM
+from anymamba.training import saving
 from anymamba.training.checkpoint import Facts, checkpoints
 from anymamba.training.language import begin, open_run
 from anymamba.training.parallel import SharedError
@@ -47,7 +49,7 @@ def names_in(path):
 
 @contextmanager
 def replaced(owner, name, make):
-    """A method is another, made from it, during the block."""
+    """Replace an attribute during the block by one that is made from it."""
     before = getattr(owner, name)
     setattr(owner, name, make(before))
     try:
@@ -57,7 +59,7 @@ def replaced(owner, name, make):
 
 
 def format_case(rank):
-    """Workers that divide tensors write their own rows of them; where there is nothing to divide, one file is whole."""
+    """Workers that divide tensors write their own rows; without anything to divide, there is one whole file."""
     _, (path, *_) = trained(rank, "divided", STREAM | MUON, {"shard": 2})
     numbered = [f"{kind}-0000{i}-of-00002.safetensors" for kind in ("carried", "model", "optimiser") for i in (1, 2)]
     assert names_in(path) == sorted([*numbered, "config.json", "training.json"])
@@ -81,17 +83,17 @@ def format_case(rank):
 
 
 def background_case(rank, mesh):
-    """Steps are taken while a slow disk writes, with the bits of a run that saves once, at its end."""
+    """Steps are taken while a slow disk writes, and give the bits of a run that saves only at its end."""
     fields, when = STREAM | PARTS | MUON | {"checkpoints": {"every": 1, "keep": 9}}, []
     once = fields | {"checkpoints": {"every": 0}}
     _, (expected, *_) = trained(rank, f"once{'-'.join(mesh)}", once, mesh)
 
     def slow(write):
-        def written(part, directory):
+        def written(part, directory, *more):
             began, end = trainer.step, time.monotonic() + 60
             while 0 < began < 4 and trainer.step == began and time.monotonic() < end:
                 time.sleep(0.02)
-            write(part, directory)
+            write(part, directory, *more)
             when.append((began, trainer.step))
 
         return written
@@ -111,13 +113,13 @@ def background_case(rank, mesh):
 
 
 def on_a_full_disk(write):
-    """No file that this process writes meanwhile can have more than 2,000 bytes."""
+    """Limit every file that this process writes meanwhile to 2,000 bytes."""
 
-    def written(part, directory):
+    def written(part, directory, *more):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
         try:
-            write(part, directory)
+            write(part, directory, *more)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -125,7 +127,7 @@ def on_a_full_disk(write):
 
 
 def full_disk_case(rank, victim):
-    """A worker that cannot write ends all, with its name and the file's; what was there stays and is resumed from."""
+    """A worker that cannot write ends the run, naming itself and the file; the run resumes from what was there."""
     prepare(rank)
     directory = shared_directory(f"full{victim}")
     config = config_of(STREAM | {"checkpoints": {"every": 1, "keep": 9}}, {"shard": 2})
@@ -133,7 +135,7 @@ def full_disk_case(rank, victim):
     trainer.run([lambda row: row.step == 2], shown=False)
     again = open_run(directory, {}, silent, workers_of(rank))
     name = f"optimiser-0000{victim + 1}-of-00002.safetensors"
-    words = rf"^worker {victim} of 2: \S*step-00000003: cannot be written, .* File too large: \S*/{name}'"
+    words = rf"^worker {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
     again._take_step()
     disk = replaced(Part, "write", on_a_full_disk) if rank == victim else nullcontext()
     with pytest.raises(SharedError, match=words), disk:
@@ -157,10 +159,10 @@ def failed_in_the_background_case(rank):
     trainer.save()
 
     def failing(write):
-        def written(part, place):
+        def written(part, place, *more):
             if rank == 1:
                 raise OSError(28, "No space left on device", str(place / "model-00002-of-00002.safetensors"))
-            write(part, place)
+            write(part, place, *more)
 
         return written
 
@@ -178,7 +180,7 @@ FACTS = Facts(7, 0, "data", False, {}, [])
 
 
 def silent_worker_case(rank):
-    """A worker that says nothing of its part in time has failed, and is named."""
+    """A worker that does not report its part in time has failed, and the error names it."""
     directory = shared_directory("silent")
     saver = Saver(directory, workers_of(rank), 0.3)
 
@@ -188,14 +190,14 @@ def silent_worker_case(rank):
 
     part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
     saver.start(part, FACTS, before=-1, keep=2)
-    with pytest.raises(SharedError, match=r"worker 1 of 2: .*step-00000007: cannot be written, .*no answer"):
+    with pytest.raises(SharedError, match=r"worker 1 of 2: .*step-00000007: cannot be written; .*no answer"):
         saver.finish()
     assert checkpoints(directory) == []
     dist.barrier()
 
 
 def error_meanwhile_case(rank):
-    """An error that no other worker knows of waits for what is being written."""
+    """After an error that no other worker knows of, a worker waits for what is being written."""
     directory = shared_directory("meanwhile")
     saver = Saver(directory, workers_of(rank), 30)
     part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
@@ -205,6 +207,28 @@ def error_meanwhile_case(rank):
     dist.barrier()
     assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
     assert not list(directory.glob(".*"))
+    dist.barrier()
+
+
+def slow_disk_case(rank):
+    """A run that has failed waits for a slow disk only for a while; what is written later is no checkpoint."""
+    directory, disk = shared_directory("slow disk"), threading.Event()
+    saver = Saver(directory, workers_of(rank), 30)
+    name = f"model-0000{rank + 1}-of-00002.safetensors"
+    part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
+    saver.start(part, FACTS, before=-1, keep=2)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
+    with replaced(saving, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
+        1 / 0  # noqa: B018
+    assert thread.is_alive()
+    disk.set()
+    thread.join()
+    dist.barrier()
+    assert checkpoints(directory) == []
+    assert not list(directory.glob(".*"))
+    saver.start(part, FACTS, before=-1, keep=2)  # a later one has all the time it needs
+    saver.finish()
+    assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
     dist.barrier()
 
 
@@ -218,6 +242,7 @@ WORKER_CASES = {
         "failed in the background": failed_in_the_background_case,
         "silent worker": silent_worker_case,
         "error meanwhile": error_meanwhile_case,
+        "error on a slow disk": slow_disk_case,
     }
 }
 

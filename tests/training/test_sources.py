@@ -94,7 +94,7 @@ def test_packed_text_is_refused_by_its_name(tmp_path, name):
 class TestBadFiles:
     @pytest.fixture
     def mixed(self, tmp_path):
-        """A folder of texts with one of each kind that cannot be used."""
+        """A folder of texts, with one file of each kind that cannot be used."""
         folder = write_corpus(tmp_path / "folder")
         (folder / "packed.txt").write_bytes(gzip.compress(b"text"))
         (folder / "deep").mkdir()

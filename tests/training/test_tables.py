@@ -73,10 +73,10 @@ def test_arrays_with_targets_beside_them(tmp_path):
         ("a.jsonl", '{"x": [1], "y": 1}', {}, "data.inputs must say which field is read: x, y"),
         ("a.jsonl", '{"x": [1]}', {"targets": ["y"]}, "line 1: no field 'y'; there are x"),
         ("a.jsonl", '{"x": [[1, 2], [3]]}', {}, "line 1: step 1 of 'x' must have 2 numbers, got 1"),
-        ("a.jsonl", '{"x": [1]}\n{"x": [[1, 2]]}', {}, "line 2: expected 1 numbers a step, as line 1 has, got 2"),
-        ("a.jsonl", '{"x": [1]}\n{"x": "one"}', {}, "line 2: expected 1 numbers a step, as line 1 has, got a text"),
+        ("a.jsonl", '{"x": [1]}\n{"x": [[1, 2]]}', {}, "line 2: expected 1 numbers per step, as line 1 has, got 2"),
+        ("a.jsonl", '{"x": [1]}\n{"x": "one"}', {}, "line 2: expected 1 numbers per step, as line 1 has, got a text"),
         ("a.jsonl", '{"x": [1, NaN]}', {}, "'x'.1. must be a finite number, got nan"),
-        ("a.jsonl", '{"x": []}', {}, "'x' must be a text, or numbers or lists of numbers"),
+        ("a.jsonl", '{"x": []}', {}, "'x' must be a text, or a list of numbers or of lists"),
         ("a.jsonl", '{"x": ""}', {}, "'x' must have text, got none"),
         ("a.npy", "nothing", {}, "not a readable .npy file of numbers"),
         ("a.txt", "x", {}, "expected a file named .csv, .jsonl, .ndjson, .npy, got .txt"),
@@ -102,7 +102,7 @@ def test_arrays_that_cannot_be_used(tmp_path):
         with pytest.raises(ValueError, match=message):
             read_tables(saved(array), **options)
     np.save(tmp_path / "y.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"expected 2 rows, one a sequence of .*x.npy, got \(3,\)"):
+    with pytest.raises(ValueError, match=r"expected 2 rows, as .*x.npy has sequences, got \(3,\)"):
         read_tables(saved(np.zeros((2, 3))), targets=[str(tmp_path / "y.npy")])
     for sources, message in [([], "data.sources must name files"), (["none.csv"], "none.csv: no such file")]:
         with pytest.raises(ValueError, match=message):

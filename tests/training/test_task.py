@@ -1,4 +1,4 @@
-"""The loop with another task than text: one block on real numbers, in lengths that grow, until it is solved."""
+"""The loop with a task other than text: one block on real numbers, at growing lengths, until it is solved."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

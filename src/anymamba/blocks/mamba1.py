@@ -227,7 +227,11 @@ class Mamba1(Block):
     def _shared_start(
         self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: Context
     ) -> Tensor:
-        """The states that the scan starts from, (z, i, n), given the worker before."""
+        """The states that the scan starts from, (z, i, n), given the worker before.
+
+        The state at the end of the part is a whole scan: each state of a channel has its own decay, so it is not the
+        matrix product that Mamba-2 has. One scan would do if each worker waited for the scan of the one before it.
+        """
         tail = last_sequence(cu_seqlens)
         x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
         _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.after else (None, starts[-1:])

@@ -19,6 +19,7 @@ from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_by
 from anymamba.generation.likelihood import Likelihood, likelihood
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.ground.context import Neighbours
+from anymamba.ground.files import digest_file
 from anymamba.models.lm import MambaLM
 from anymamba.models.opening import resolve
 from anymamba.training.corpus import Document
@@ -110,8 +111,9 @@ def _load(args: argparse.Namespace, workers: Workers) -> tuple[MambaLM, Tokenize
 
 def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, workers: Workers) -> list[_Score]:
     """What each text costs. Workers take whole texts, and share those that are more than the part of one."""
-    sizes_of_first = json.loads(workers.first(lambda: json.dumps([text.size for text in texts])))
-    workers.together(lambda: _expect_same(texts, sizes_of_first))
+    if workers.size > 1:
+        expected = workers.first(lambda: json.dumps([digest_file(text.path) for text in texts]))
+        workers.together(lambda: _expect_same(texts, json.loads(expected)))
     places = _divided([text.size for text in texts], workers.size)
     own = [number for number, place in enumerate(places) if place == workers.rank]
     shared = [number for number, place in enumerate(places) if place is None]
@@ -137,14 +139,17 @@ def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: b
     return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
 
 
-def _expect_same(texts: list[_Text], sizes: list[int]) -> None:
-    """Refuse texts that one worker sees otherwise than the first: they could not be divided.
+def _expect_same(texts: list[_Text], digests: list[str]) -> None:
+    """Refuse texts that are not those of the first worker: they could not be divided.
 
     Raises:
         ValueError: there are some.
     """
-    if (found := [text.size for text in texts]) != sizes:
-        raise ValueError(f"every worker must see the same texts, of {sizes} bytes, got {found}")
+    for text, expected in zip(texts, digests, strict=True):
+        if (found := digest_file(text.path)) != expected:
+            raise ValueError(
+                f"{text.path}: every worker must see the same text: expected the checksum {expected}, got {found}"
+            )
 
 
 def _divided(sizes: list[int], count: int) -> list[int | None]:

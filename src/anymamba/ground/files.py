@@ -164,10 +164,23 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
-def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
-    """Write a JSON object, indented."""
+def write_json(path: str | os.PathLike[str], value: dict[str, Any], *, durable: bool = False) -> None:
+    """Write a JSON object, indented; a `durable` one is on the disk before it replaces what was there."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        if durable:
+            bring_to_disk(temporary)
+
+
+def bring_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a directory, would survive a power cut."""
+    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest_file(path: str | os.PathLike[str]) -> str:

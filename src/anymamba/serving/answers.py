@@ -26,10 +26,10 @@ class _Choice:
 
 
 class Answer:
-    """The answer to a request; `add` takes its events and gives the chunks that a stream sends for them.
+    """The answer to a request; `add` takes its events and returns the chunks that a stream sends for them.
 
     Args:
-        service: that answers.
+        service: what answers.
         wanted: what was asked for.
     """
 
@@ -65,7 +65,7 @@ class Answer:
         return []
 
     def _begin(self, i: int, prompt: int, event: Began) -> dict[str, Any] | None:
-        """What comes before the first token: the role of a message, the prompt if it is to be echoed."""
+        """What comes before the first token: the role of a message, or the prompt if it is echoed."""
         if self._chat:
             return self._chunk(i, "", [], [], role=True)
         if not self._wanted.echo:
@@ -101,7 +101,7 @@ class Answer:
         return chunk
 
     def last_chunk(self) -> dict[str, Any]:
-        """The number of tokens, at a stream's end."""
+        """The numbers of tokens, for the end of a stream."""
         return {**self._frame([], chunk=True), "usage": self._usage()}
 
     def whole(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Answer:
         }
 
     def _likeliest(self, scores: list[Scored]) -> dict[str, float]:
-        """By text; of two tokens with the same text, the likelier."""
+        """Log-probabilities by text; of two tokens with the same text, that of the likelier one."""
         return {self._tokenizer.decode([s.token]): _number(s) for s in reversed(scores[1:])}
 
     def _chat_entry(self, scores: list[Scored]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: its routes, the door in front of them, and answers when something fails."""
+"""The server as an ASGI application: its routes, the door in front of them, and the answers to failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_app(
 
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    closing = {"Connection": "close"} if error.status in (408, 413) else {}  # the rest is not waited for
+    closing = {"Connection": "close"} if error.status in (408, 413) else {}  # the rest of the body is not waited for
     content, headers = json.dumps(error.body()), {**error.headers, **closing}
     return Response(content, error.status, headers, media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""The server's door: who may send requests, which headers every answer has, and what becomes of errors."""
+"""The server's door: who may send requests, which headers every answer has, and how errors are answered."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Door:
     Args:
         app: the application behind it.
         key: clients must send it as a bearer token; None if no key is required.
-        hosts: names of the server besides localhost and plain addresses. A page of another site can make a browser
-            believe that its own name leads here, but it cannot send an address in place of it.
+        hosts: names of the server besides localhost and plain addresses. The page of another site can make its own
+            name resolve to this server, but it cannot make a browser send an address in place of that name.
         origins: sites whose pages may send requests.
-        seconds: for a request and its answer, after which the connection is closed.
-        metrics: to count requests in.
+        seconds: the time for a request and its answer, after which the connection is closed.
+        metrics: counts the requests.
         verbose: print a line for each request.
     """
 
@@ -79,7 +79,7 @@ class Door:
             await answer.send_error(error)
         except (asyncio.TimeoutError, TimeoutError):  # different before Python 3.11
             await answer.send_error(ApiError(408, "the time for the request ran out", code="timeout"))
-        except asyncio.CancelledError:  # the server ends, and this did not end in time
+        except asyncio.CancelledError:  # the server ends, and this request did not end in time
             await answer.send_error(ApiError(503, "the server is shutting down", code="shutting_down"))
         except Exception:  # a bug: its traceback is for the log, not for the client
             traceback.print_exc(file=sys.stderr)
@@ -146,7 +146,7 @@ def _preflight(cors: list[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 class _Answer:
-    """Sends an answer with the door's headers, or an error if none has begun."""
+    """Sends an answer with the door's headers, or an error if no answer has begun."""
 
     def __init__(self, send: Send, cors: list[tuple[bytes, bytes]]) -> None:
         self._send, self.cors, self.status = send, cors, 0
@@ -158,7 +158,7 @@ class _Answer:
         await self._send(message)
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error; if an answer has begun, the connection ends without its end."""
+        """Send an error; if an answer has begun, its connection is closed before it is complete."""
         if not self.status:
             await self.send_json(error.status, error.body(), error.headers)
 

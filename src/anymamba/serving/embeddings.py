@@ -28,7 +28,7 @@ class WantedVectors(NamedTuple):
     """What a request asks for.
 
     Attributes:
-        texts: or lists of token ids.
+        texts: the texts, or their lists of token ids.
         encoding: of the vectors, float or base64.
     """
 
@@ -43,10 +43,10 @@ class EmbeddingService:
         model: a bidirectional model.
         tokenizer: of its text.
         name: what clients call the model.
-        limits: of requests.
+        limits: on requests.
 
     Attributes:
-        open: how many requests are being answered or wait.
+        open: how many requests are being answered or waiting.
         tokens_read: since the start.
     """
 
@@ -107,7 +107,7 @@ class EmbeddingService:
         return texts
 
     async def answer(self, wanted: WantedVectors) -> dict[str, Any]:
-        """The answer to a request; when the task is cancelled, the worker stops at the next text.
+        """The answer to a request; if the task is cancelled, the worker stops at the next text.
 
         Raises:
             ApiError: a text is too long, too many requests are open, or the time ran out.

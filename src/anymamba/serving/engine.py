@@ -35,7 +35,7 @@ class Engine:
     Args:
         model: the language model.
         tokenizer: of its text.
-        deliver: takes the events of a round, in the engine's thread.
+        deliver: takes the events of each round, in the engine's thread.
         rows: the most rows that are decoded together.
         segment_len: tokens of a prompt that are read at once.
         stall: seconds that reading may take between two tokens of others; at least one segment is read.
@@ -90,7 +90,7 @@ class Engine:
 
     @property
     def load(self) -> dict[str, int]:
-        """Rows that are decoded, rows that wait for a place, prompts that are read or wait to be."""
+        """Rows that are being decoded, rows that wait for a place, and prompts that are being read or wait for it."""
         waiting = len(self._reader) + len(self._new)
         return {"running": self._writer.running, "ready": self._writer.ready, "waiting": waiting}
 
@@ -115,19 +115,19 @@ class Engine:
         while self._wait():
             try:
                 self._round()
-            except Exception as error:  # noqa: PERF203  # not one job's, as far as we know: all fail, new ones are taken
+            except Exception as error:  # noqa: PERF203  # it may concern any job, so all of them fail; new ones are taken
                 traceback.print_exc(file=sys.stderr)
                 self._give_up(error)
         self._give_up(ShuttingDown("the server is shutting down"))
 
     def _wait(self) -> bool:
-        """Take new jobs, waiting for one if there is nothing to do; whether to carry on."""
+        """Take new jobs, waiting for one if there is nothing to do; returns whether to continue."""
         with self._changed:
             rest: float | None = _REST
             while not (self._new or len(self._reader) or not self._writer.is_idle or self._closing):
                 if not self._changed.wait(rest):
                     rest = None
-                    self._changed.release()  # who submits a job does not wait for this
+                    self._changed.release()  # whoever submits a job does not wait for this
                     return_freed_memory()
                     self._changed.acquire()
             self._take_new()
@@ -160,5 +160,5 @@ class Engine:
 
 
 def prompt_key(ids: list[int]) -> int:
-    """The identity for sampling of a row that starts with these tokens, as `generate` has it."""
+    """The identity for sampling of a row that starts with these tokens, as in `generate`."""
     return row_key(torch.tensor(ids, dtype=torch.int64))

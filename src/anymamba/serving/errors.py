@@ -11,9 +11,9 @@ class ApiError(Exception):
     """An error that is sent to the client.
 
     Attributes:
-        status: of HTTP.
+        status: the status of HTTP.
         message: one sentence.
-        param: the field that is wrong, if one is.
+        param: the field that is wrong, if there is one.
         code: a word for programs.
         headers: to send with it.
     """

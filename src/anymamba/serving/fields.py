@@ -105,7 +105,7 @@ def truth(body: dict[str, Any], name: str) -> bool:
 
 
 def is_text(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Whether it has no unpaired surrogate, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -119,7 +119,7 @@ def _kind(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, cut to fit a line; what is not JSON, as Python shows it."""
+    """A value as JSON, shortened to fit a line; if it is not JSON, as Python shows it."""
     try:
         text = json.dumps(
             value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value))

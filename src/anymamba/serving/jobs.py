@@ -25,7 +25,7 @@ class Start(NamedTuple):
 
 
 class Began(NamedTuple):
-    """The prompt was read: so many tokens, after so many that a kept state had read; scores if they were asked for."""
+    """The prompt was read: `read` tokens, after `reused` ones that a kept state had read; scores if asked for."""
 
     read: int
     reused: int
@@ -40,7 +40,7 @@ class Wrote(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A row has ended, with the rest of its text; nothing more comes of it."""
+    """A row has ended, with the rest of its text; it has no further events."""
 
     row: int
     reason: Reason
@@ -48,7 +48,7 @@ class Ended(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The job was given up; nothing more comes of it."""
+    """The job was given up; it has no further events."""
 
     error: BaseException
 
@@ -69,11 +69,11 @@ class Job:
         keys: each continuation's identity for sampling; None to continue as the state has it.
         emit: takes the events, in the thread of the engine's `deliver`.
         deadline: on the clock of `time.monotonic`.
-        kept_at: whether the state after so many new tokens, not at the end, is wanted.
-        on_read: takes the states that are wanted, and that at the prompt's end, with the number of new tokens read.
+        kept_at: whether the state after a number of new tokens, before the end, is wanted.
+        on_read: takes the states that are wanted and the one at the prompt's end, each with its number of new tokens.
         on_end: takes a row and its last state.
         score_prompt: how many most likely tokens are scored beside each token of the prompt; None for no scores.
-        length: how many tokens there seem to be to read: short prompts are not made to wait for long ones.
+        length: an estimate of the tokens to read, so that short prompts do not wait for long ones.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Job:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Have the job given up at the next token."""
+        """Give up the job at the next token."""
         self._cancelled.set()
 
     @property
@@ -107,7 +107,7 @@ class Job:
 
 
 class Ready:
-    """A job whose prompt was read, and the next of its continuations that has no place yet."""
+    """A job whose prompt was read, and the number of its next continuation without a place."""
 
     def __init__(self, job: Job, state: GenerationState) -> None:
         """The first continuation is next."""

@@ -19,7 +19,7 @@ _HELP = {
 
 
 class Metrics:
-    """Counters and histograms; they are changed in the server's loop only."""
+    """Counters and histograms; only the server's loop changes them."""
 
     def __init__(self) -> None:
         """All at zero."""
@@ -41,7 +41,7 @@ class Metrics:
         self._sums[what] += seconds
 
     def text(self, counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
-        """Everything, with counters and gauges of others."""
+        """All of it as text, with the counters and gauges of others."""
         lines: list[str] = []
         said: set[str] = set()
         for name, value in sorted(self._counters.items()):

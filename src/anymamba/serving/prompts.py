@@ -1,4 +1,4 @@
-"""A prompt on its way to the engine: what of it is read, from which state, and which states are kept on the way."""
+"""A prompt on its way to the engine: which tokens are read, from which state, and which states are kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from anymamba.serving.states import Kept, Key, StateStore, ids_key, text_key
 
 
 class Prompt:
-    """A prompt of a completion: its result never depends on what is kept.
+    """The prompt of a completion: its result never depends on what is kept.
 
-    It starts from states that were read in the same segments, so it is bit for bit what a read from the start gives.
+    It continues only states that were read in the same segments, so its bits are those of a read from the start.
 
     Args:
         ids: its tokens, at least one.
@@ -25,7 +25,7 @@ class Prompt:
 
     Attributes:
         fixed_key: whether the rows' identity for sampling comes from the prompt, and not from a session.
-        feeds_last: whether the state at the end is to have read every token.
+        feeds_last: whether the state at the end has read every token.
     """
 
     fixed_key, feeds_last = True, False
@@ -42,11 +42,11 @@ class Prompt:
         return start
 
     def length(self) -> int:
-        """How many tokens there seem to be to read, as long as nobody else reads some of them."""
+        """An estimate of the tokens to read: another prompt may read some of them first."""
         return len(self._look().ids)
 
     def kept_at(self, position: int) -> bool:
-        """Whether the state after so many new tokens is kept: at 1, 2, 4, 8 ... segments, and at the last whole one."""
+        """Whether the state after `position` new tokens is kept: at 1, 2, 4 ... segments, and at the last whole one."""
         segments, rest = divmod(self._reused + position, self._segment)
         return not rest and (segments & (segments - 1) == 0 or segments == len(self.ids) // self._segment)
 
@@ -60,7 +60,7 @@ class Prompt:
         """Keep nothing: a completion has no next turn."""
 
     def settle(self) -> None:
-        """Do what is left to do once a row has ended, and may take a while."""
+        """Finish what may take a while, once a row has ended."""
 
     @property
     def keeps_end(self) -> bool:
@@ -100,11 +100,11 @@ class ScoredPrompt(Prompt):
 
 
 class ChatPrompt(Prompt):
-    """A rendered conversation: it also starts from the end of its last turn, and keeps the end of this one.
+    """A rendered conversation: it can also start from the end of its last turn, and it keeps the end of this one.
 
     Args:
         text: the conversation as the template renders it.
-        session: under which its state is kept for good, if it has a name.
+        session: the key under which its state is kept for good, if it has a name.
         tokenizer: for the rest of the text.
         render: the conversation with a reply at its end.
     """
@@ -127,11 +127,11 @@ class ChatPrompt(Prompt):
 
     @property
     def keeps_end(self) -> bool:
-        """It does."""
+        """A conversation and a session keep it."""
         return True
 
     def _look(self) -> Start:
-        """Where the fewest tokens are left to read; of equals, where the bits are those of a read from the start."""
+        """The start with the fewest tokens left to read; among equals, one with the bits of a read from the start."""
         start, self._exact = self._find_exact(), True
         content = self._text.encode()
         found = self._store.longest("text", content)
@@ -144,11 +144,11 @@ class ChatPrompt(Prompt):
         return start
 
     def kept_at(self, position: int) -> bool:
-        """As for any prompt, if it is read as from the start."""
+        """As for any prompt, if it is read in the segments of a read from the start."""
         return self._exact and super().kept_at(position)
 
     def on_read(self, position: int, state: GenerationState) -> None:
-        """Keep a state; that at the end under the text, too."""
+        """Keep a state; the one at the end also under the text."""
         if self._exact and self._reused + position < len(self.ids):
             super().on_read(position, state)
         elif position:
@@ -174,10 +174,10 @@ class ChatPrompt(Prompt):
                 self._store.save(kept)
 
     def _rendered(self, reply: str) -> str | None:
-        """The conversation up to the end of a reply, as the next turn's text will begin if only spaces differ."""
+        """The conversation up to the end of a reply, as the next turn's text will begin, apart from spaces."""
         try:
             text = self._render(reply)
-        except (ValueError, TypeError):  # some templates take no conversation that ends with a reply
+        except (ValueError, TypeError):  # some templates refuse a conversation that ends with a reply
             return None
         begin, bare = len(self._text), reply.strip()
         begin += len(text[begin:]) - len(text[begin:].lstrip())
@@ -186,17 +186,17 @@ class ChatPrompt(Prompt):
 
 
 class SessionPrompt(Prompt):
-    """Text that is added to a session, which then holds all that was read and written.
+    """Text that is added to a session, which then has read all of its text and replies.
 
     Args:
         session: its name's key.
-        earlier: where it stands, None if it begins.
+        earlier: its state so far, None if it begins.
     """
 
     feeds_last = True
 
     def __init__(self, ids: list[int], store: StateStore, segment_len: int, session: Key, earlier: Kept | None) -> None:
-        """Take up the session."""
+        """Continue the session."""
         super().__init__(ids, store, segment_len)
         self._session, self._earlier = session, earlier
         self._tokens = len(ids) + (0 if earlier is None else earlier.tokens)
@@ -205,34 +205,34 @@ class SessionPrompt(Prompt):
 
     @property
     def keeps_end(self) -> bool:
-        """It does."""
+        """A conversation and a session keep it."""
         return True
 
     def _look(self) -> Start:
-        """Where the session stands."""
+        """The state of the session so far."""
         if self._earlier is None:
             return Start(None, self.ids, 0)
         return Start(self._earlier.state, self.ids, self._earlier.tokens)
 
     def kept_at(self, position: int) -> bool:
-        """Nothing on the way."""
+        """Keep nothing on the way."""
         return False
 
     def on_read(self, position: int, state: GenerationState) -> None:
-        """Nothing before the end."""
+        """Keep nothing before the end."""
 
     def on_end(self, row: Row, state: GenerationState) -> None:
-        """Keep where it stands now."""
+        """Keep the new state."""
         self._kept = self._store.put(state, self._tokens + row.written, self._session)
 
     def settle(self) -> None:
-        """Write it to disk, if there is one."""
+        """Write the state to disk, if there is a directory."""
         if self._kept is not None:
             self._store.save(self._kept)
 
 
 def keep_callbacks(prompt: Prompt) -> dict[str, Any]:
-    """The arguments of a job that keep the prompt's states."""
+    """The arguments of a job that make it keep the prompt's states."""
     return {
         "find": prompt.find,
         "kept_at": prompt.kept_at,

@@ -1,4 +1,4 @@
-"""Prompts into states: each is read by itself, in segments cut at fixed places, whatever else is going on."""
+"""Prompts into states: each is read by itself, in segments cut at fixed places, whatever else runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HALF_READ = 8  # prompts that are begun at a time: each holds a state
 
 
 class _Reading:
-    """A job whose prompt is being read, or waits to be."""
+    """A job whose prompt is being read or waits for it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -25,7 +25,7 @@ class _Reading:
         self.position = 0
         self.state: GenerationState | None = None
         self.scores: list[list[Scored]] = []
-        self.last_logits_1v: Tensor | None = None  # of the segment before, to score the first token of the next
+        self.last_logits_1v: Tensor | None = None  # of the last segment, to score the first token of the next
 
     @property
     def left(self) -> int:
@@ -65,7 +65,7 @@ class Reader:
         self.tokens_read = 0
 
     def __len__(self) -> int:
-        """How many prompts are being read or wait to be."""
+        """How many prompts are being read or wait for it."""
         return len(self._waiting)
 
     def add(self, job: Job) -> None:
@@ -88,7 +88,7 @@ class Reader:
         reading = self._next()
         try:
             at_end = self._read_segment(reading)
-        except Exception as error:  # of this job alone
+        except Exception as error:  # of this job only
             self._outbox.add(reading.job, Failed(error))
             self._waiting.remove(reading)
             return True
@@ -100,8 +100,8 @@ class Reader:
         return True
 
     def _next(self) -> _Reading:
-        """In turn the prompt that came first and the one with the least left to read: a long prompt delays no short
-        one, and short ones delay a long one by no more than the time it takes itself."""
+        """Alternate between the prompt that came first and the one with the least left to read: a long prompt does not
+        hold up short ones, and short ones at most double the time that a long one takes."""
         self._oldest_next = not self._oldest_next
         if self._oldest_next:
             return self._waiting[0]

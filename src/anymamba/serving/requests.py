@@ -1,4 +1,4 @@
-"""What a request asks for, read from its body; every mistake is one error that names the field."""
+"""What a request asks for, read from its body; for every mistake, one error names the field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Limits:
         prompt: tokens of a prompt.
         max_tokens: tokens of a reply.
         n: continuations of a request, of all its prompts together.
-        requests: open requests, including those that wait.
+        requests: open requests, including waiting ones.
         seconds: time for a request, from its arrival to its end.
         body_seconds: time for a request's headers to arrive, and as much again for its body.
     """
@@ -61,13 +61,13 @@ class Wanted:
         max_tokens: the most tokens of each continuation.
         n: continuations of each prompt.
         stops: texts before which a continuation ends.
-        logprobs: how many likely tokens are listed beside each, None for no log-probabilities.
+        logprobs: how many likely tokens are listed for each token, None for no log-probabilities.
         echo: whether a completion begins with its prompt.
         stream: whether tokens are sent as they come.
         include_usage: whether a stream ends with the number of tokens.
         session: a conversation's name.
         ignore_eos: whether the token that ends a text is treated like any other.
-        return_token_ids: whether token ids are sent, too.
+        return_token_ids: whether token ids are sent as well.
     """
 
     messages: list[dict[str, str]] | None = None

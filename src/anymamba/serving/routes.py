@@ -75,7 +75,7 @@ class EmbeddingRoutes(_Common):
         ]
 
     async def health(self, _: Request) -> Response:
-        """Whether the server is up, and its load."""
+        """The state of the server, and its load."""
         return json_answer({"status": "ok", "version": __version__, "requests": self._service.open})
 
     async def metrics(self, _: Request) -> Response:
@@ -91,11 +91,11 @@ class EmbeddingRoutes(_Common):
         made = await unless_gone(request, service.answer(wanted), service.metrics)
         if made is None:
             return Response(status_code=499)
-        content = await asyncio.to_thread(json.dumps, made)  # many numbers, which are not to hold up the loop
+        content = await asyncio.to_thread(json.dumps, made)  # many numbers, which would hold up the loop
         return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def no_text(self, _: Request) -> Response:
-        """Refuse, and say what the model is for."""
+        """Refuse, and say what the model can do."""
         raise ApiError(400, "this model does not generate text; it serves /v1/embeddings", code="model_without_text")
 
     def _model(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Routes(_Common):
         return Response(self._page[name], media_type=_PAGE[name], headers={"Cache-Control": "no-cache"})
 
     async def health(self, _: Request) -> Response:
-        """Whether the server is up, and its load."""
+        """The state of the server, and its load."""
         return json_answer(
             {"status": "ok", "version": __version__, "requests": self._service.open, **self._service.engine.load}
         )
@@ -169,7 +169,7 @@ class Routes(_Common):
         }
 
     async def no_embeddings(self, _: Request) -> Response:
-        """Refuse, and say what the model is for."""
+        """Refuse, and say what the model can do."""
         message = "this model does not give embeddings; it serves /v1/completions and /v1/chat/completions"
         raise ApiError(400, message, code="model_without_embeddings")
 

@@ -1,4 +1,4 @@
-"""One continuation in the making: how its tokens are chosen, and the text they are."""
+"""One continuation in the making: how its tokens are chosen, and the text that they make."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reason = Literal["end", "stop", "length"]
 
 
 class Scored(NamedTuple):
-    """A token and its log-probability, of the model before temperature and filters."""
+    """A token and its log-probability under the model, before temperature and filters."""
 
     token: int
     logprob: float
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     Attributes:
         token: its id.
-        text: that is now certain, maybe none.
+        text: the text that is now certain, which may be empty.
         scores: the token, then the most likely ones, if they were asked for.
     """
 
@@ -49,8 +49,8 @@ class RowPlan:
         max_tokens: the most tokens.
         ends: tokens that end it.
         stops: texts before which it ends.
-        logprobs: how many most likely tokens are scored beside the one that was chosen; None for no scores.
-        feed_last: whether the state that is kept at the end has read every token, those that ended it too.
+        logprobs: how many of the most likely tokens are scored beside the chosen one; None for no scores.
+        feed_last: whether the state that is kept at the end has read every token, including one that ended it.
     """
 
     sampling: Sampling
@@ -67,12 +67,12 @@ class Row:
 
     Attributes:
         plan: what is asked.
-        pending: the token that was taken and not fed yet, if there is one.
+        pending: the token that was taken but not fed yet, if there is one.
         reason: why it ended, None until it does.
         text: all of the text so far.
         known_text: the text of the tokens that the state has read, None if it ends within a character.
         written: how many tokens were taken.
-        way: the same for rows that choose tokens in the same way, but for their seeds.
+        way: equal for rows that choose tokens in the same way, apart from their seeds.
     """
 
     def __init__(self, plan: RowPlan, tokenizer: Tokenizer, vocab_size: int, state: GenerationState, key: int) -> None:
@@ -89,7 +89,7 @@ class Row:
         self.way = _way(plan.sampling)
 
     def _uniform(self) -> float:
-        """The number with which it draws its next token."""
+        """The random number that draws its next token."""
         sampling = self.plan.sampling
         assert sampling.seed is not None
         return uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
@@ -110,7 +110,7 @@ class Row:
         self.pending = None
 
     def end_now(self) -> str:
-        """End before all tokens were taken; the rest of the text."""
+        """End the row early; returns the rest of the text."""
         return self._finish("length")
 
     @property
@@ -119,12 +119,12 @@ class Row:
         return self.pending is not None and (self.plan.feed_last or self.reason == "length")
 
     def state(self, cache: LMCache, logits_1v: Tensor) -> GenerationState:
-        """Where the row stands, with these tensors, which nobody else may change."""
+        """The state of the row, with these tensors, which nobody else may change."""
         keys, counts = torch.tensor([self._key]), torch.tensor([self._count])
         return GenerationState(cache, logits_1v, self._seen_v.unsqueeze(0), keys, counts)
 
     def _write(self, token: int) -> str:
-        """Add a token to the text, and see whether it ends it."""
+        """Add a token to the text, and check whether the text ends with it."""
         if token in self.plan.ends:
             return self._finish("end")
         self.known_text = self._raw if self._stream.is_whole else None
@@ -159,7 +159,7 @@ def choose_tokens(rows: Sequence[Row], logits_bv: Tensor) -> list[int | ValueErr
         logits_bv: their logits.
 
     Returns:
-        A token for each, or why there is none: its logits are not finite.
+        A token for each row, or the error of a row whose logits are not finite.
     """
     alike: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
@@ -169,7 +169,7 @@ def choose_tokens(rows: Sequence[Row], logits_bv: Tensor) -> list[int | ValueErr
         logits = logits_bv if len(group) == len(rows) else logits_bv[group]
         try:
             tokens: list[int | ValueError] = [*_choose([rows[i] for i in group], logits)]
-        except ValueError:  # of one of them: the others are not to suffer for it
+        except ValueError:  # of one row, which must not fail the others
             tokens = [_choose_alone(rows[i], logits_bv[i : i + 1]) for i in group]
         chosen.update(zip(group, tokens, strict=True))
     return [chosen[i] for i in range(len(rows))]

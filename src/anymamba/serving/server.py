@@ -20,7 +20,7 @@ from anymamba.serving.service import Service
 
 
 class Server(uvicorn.Server):
-    """Shuts down in order: a reply that is still being written when the grace period ends has reached its length."""
+    """Shuts down in order: a reply that is not complete when the grace period ends is cut there, as by its length."""
 
     def __init__(self, config: uvicorn.Config, service: Service | EmbeddingService, grace: float) -> None:
         """Nothing runs yet."""
@@ -56,7 +56,7 @@ class PatientProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take data, and see whether headers are still to come."""
+        """Take data, and check whether headers are still to come."""
         super().data_received(data)
         self._watch()
 
@@ -73,7 +73,7 @@ class PatientProtocol(H11Protocol):
         self._full = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
+        """Note that the client reads."""
         self._stop_full()
         super().resume_writing()
 
@@ -113,7 +113,7 @@ def serve(
 
     Args:
         service: what answers.
-        app: makes the application, once the service has been started.
+        app: makes the application once the service has started.
         host: address to listen on.
         port: to listen on; 0 for a free one.
         grace: seconds for running requests to finish, and as many again to write kept states to disk.
@@ -129,7 +129,7 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         protocol = type("Protocol", (PatientProtocol,), {"seconds": service.limits.body_seconds, "most": connections})
         ends = _Ends()
-        # Before uvicorn takes the signals, and when it hands them on after its end.
+        # Until uvicorn handles signals, and when it raises them again after its end.
         before = {number: signal.signal(number, ends) for number in (signal.SIGINT, signal.SIGTERM)}
         url = f"http://{shown}:{listener.getsockname()[1]}"
         try:

@@ -39,12 +39,12 @@ class Service:
         template: of its conversations.
         name: what clients call the model.
         store: of states.
-        limits: of requests.
+        limits: on requests.
         engine: options of `Engine`.
 
     Attributes:
         engine: what computes, after `start`.
-        open: how many requests are being answered or wait.
+        open: how many requests are being answered or waiting.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Service:
         return self._engine
 
     def start(self) -> None:
-        """Start the engine; its events come to the loop that runs now."""
+        """Start the engine; its events are delivered to the running loop."""
         loop = asyncio.get_running_loop()
 
         def deliver(events: list[tuple[Job, Event]]) -> None:
@@ -90,7 +90,7 @@ class Service:
         self.engine.finish_by(deadline)
 
     def close(self, seconds: float = float("inf")) -> None:
-        """End the engine, and write kept states to disk for up to so many seconds."""
+        """End the engine, and write kept states to disk for at most `seconds`."""
         if self._engine is not None:
             self._engine.close()
         self.store.close(seconds)
@@ -166,9 +166,9 @@ class Service:
         return prompts, [prompt.length() for prompt in prompts]
 
     def prepare(self, wanted: Wanted, session: Key | None) -> list[Prompt]:
-        """Prompts as tokens, with what is known of their sessions.
+        """Prompts as tokens, with the states of their sessions.
 
-        It may take a while, so that it must not run in the loop's thread.
+        This may take a while, so it must not run in the loop's thread.
 
         Raises:
             ApiError: a prompt is empty or too long, or its session cannot be resumed.
@@ -231,7 +231,7 @@ class Service:
         queue: asyncio.Queue[tuple[int, Event]],
         deadline: float,
     ) -> list[Job]:
-        """A job for each prompt; rows that start alike draw differently."""
+        """A job for each prompt; rows with the same start draw different tokens."""
         keys = [prompt_key(p.ids) if p.fixed_key else 0 for p in prompts for _ in range(wanted.n)]
         keys = split_keys(keys, [0] * len(keys))
         scored = wanted.logprobs if wanted.echo else None

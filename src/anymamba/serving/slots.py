@@ -1,4 +1,4 @@
-"""The rows that are decoded together, in memory that stays where it is: a row joins or leaves for one row's copy."""
+"""The rows that are decoded together, in memory that stays where it is: to join or leave costs the copy of one row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Slots:
     """Places 0 to `used` - 1 of a cache, each with the state of one row.
 
     The compiled kernels compute a row the same in any batch of up to `MAX_ROWS`. Where they do not run, the last bits
-    of a row depend on its batch, so there each row is stepped alone unless `together` asks for speed.
+    of a row depend on its batch, so each row is stepped alone there, unless `together` asks for speed.
 
     Args:
         model: the language model.
         capacity: the most rows, at most `MAX_ROWS`.
-        together: whether rows share a step; if not given, where the kernels run.
+        together: whether rows share a step; if not given, they do where the kernels run.
 
     Raises:
         ValueError: a capacity out of range.

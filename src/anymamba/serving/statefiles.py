@@ -1,4 +1,4 @@
-"""Kept states in a directory: one file each, whole or refused, the oldest removed when their bytes run out."""
+"""Kept states in a directory: one file each, complete or refused; the oldest are removed to stay within a limit."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from anymamba.models.lm import MambaLM
 
 _FACTS = ["fingerprint", "tokens", "keys"]
 _PREFERRED = ("session", "text", "cut", "end")  # whose name a file has
-_SPARE = 0.1  # of the limit, freed beyond what is needed: the directory is not searched again for every file
+_SPARE = 0.1  # share of the limit that is freed beyond what is needed, so that not every write searches the directory
 _NAME = re.compile(r"(cut|end|text|session)-(\d+)-([0-9a-f]{32})\.safetensors")
 
 
 class StateFiles:
-    """States by their keys. A file has the name of one key; the others are found once it was read.
+    """States by their keys. A file is named after one key; its other keys are known once it was read.
 
     Args:
         directory: made if it is not there.
-        model: whose states they are; those of other models in the directory are not seen.
-        limit: bytes for states, and as many again for sessions.
+        model: whose states they are; those of other models in the directory are ignored.
+        limit: bytes for states, and as many more for sessions.
     """
 
     def __init__(self, directory: Path, model: MambaLM, limit: int) -> None:
-        """Look at what is there."""
+        """List the files that are there."""
         self._model, self._limit, self._lock = model, limit, threading.Lock()
         self._fingerprint = model.fingerprint()
         # A directory for each model, so that one server's states are not another's.
         self._directory = directory / self._fingerprint.replace(":", "-")
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lengths: dict[str, set[int]] = {}
-        self._bytes = {True: 0, False: 0}  # at most, of sessions and of other states; a file written anew counts twice
+        # Upper bounds, of sessions and of other states: a file that is written again counts twice.
+        self._bytes = {True: 0, False: 0}
         for file in self._directory.iterdir():
             self._note(file)
 
     def lengths(self, kind: str) -> set[int]:
-        """Of the keys of this kind that there may be files of."""
+        """The lengths of the keys of this kind for which there may be files."""
         return self._lengths.get(kind, set())
 
     def write(self, state: GenerationState, tokens: int, keys: tuple[Any, ...], *, used: float | None = None) -> None:
-        """Write a state. If it cannot be written, that is an error for a session only: others can be read again.
+        """Write a state. Only for a session is it an error if that fails: other prompts can be read again.
 
         Args:
             state: of one row.
             tokens: how many it has read.
-            keys: under which it is found.
+            keys: the keys under which it is found.
             used: when it was used last, on the clock of `time.time`; now if not given.
 
         Raises:
-            OSError: it is a session's, and cannot be written.
+            OSError: the state of a session cannot be written.
         """
         keys = tuple(sorted(keys, key=lambda key: _PREFERRED.index(key.kind)))
         file = self._file(keys[0])
@@ -77,10 +78,10 @@ class StateFiles:
                 raise
 
     def read(self, key: Any) -> tuple[GenerationState, int, tuple[Any, ...]] | None:
-        """The state, tokens and keys of the file of this name; None if there is none, or none that can be read.
+        """The state, tokens and keys of the file with this name; None if there is none that can be read.
 
         Raises:
-            ValueError: it is a session's, and damaged.
+            ValueError: the state of a session is damaged.
         """
         file = self._file(key)
         if not file.is_file():
@@ -101,7 +102,7 @@ class StateFiles:
             return None
 
     def remove(self, key: Any) -> bool:
-        """Remove the file of this name; whether there was one."""
+        """Remove the file with this name; returns whether there was one."""
         try:
             self._file(key).unlink()
         except FileNotFoundError:
@@ -118,7 +119,7 @@ class StateFiles:
                 self._bytes[found[1] == "session"] += file.stat().st_size
 
     def _shrink(self, sessions: bool) -> None:
-        """Remove the files that were used longest ago, if there are too many bytes of them."""
+        """Remove the least recently used files if they exceed the limit."""
         if self._bytes[sessions] <= self._limit:
             return
         found = []

@@ -1,4 +1,4 @@
-"""Kept states: what was read is not read again.
+"""Kept states: what was read once is not read again.
 
 A state is kept under what it has read, by digest, so that its size does not depend on the length:
 
@@ -6,11 +6,11 @@ A state is kept under what it has read, by digest, so that its size does not dep
   read in the same segments as from the start, so it gives the same bits.
 - *end*: all tokens of a prompt, for the same prompt again: `n` samples, another try, a branch.
 - *text*: a conversation as the chat template renders it, up to the end of a prompt or of a reply. The state has read
-  the tokens that were really fed; a reply that is rendered again may be cut into others.
+  the tokens that were fed; a reply that is rendered again may consist of other tokens.
 - *session*: a name that a client chose.
 
-The least recently used go first when the bytes run out. With a directory, those that are pushed out of memory go to
-files there, and sessions are written at the end of every turn, so that both survive a restart.
+When memory runs out, the least recently used states leave first. With a directory, states that leave memory are
+written to files there, and sessions are written at the end of every turn, so both survive a restart.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Kept(NamedTuple):
     Attributes:
         state: of one row.
         tokens: how many it has read.
-        keys: under which it is found.
+        keys: the keys under which it is found.
     """
 
     state: GenerationState
@@ -89,14 +89,14 @@ class StateStore:
     Args:
         model: whose states they are.
         limit: bytes of memory for them.
-        directory: for files, which are made readable for their owner alone; memory only if not given.
-        disk_limit: bytes of files for states that were pushed out of memory, and as many again for sessions.
+        directory: for files that only their owner can read; if not given, states are kept in memory only.
+        disk_limit: bytes of files for states that left memory, and as many more for sessions.
     """
 
     def __init__(
         self, model: MambaLM, limit: int = 2**30, directory: Path | None = None, disk_limit: int = 2**33
     ) -> None:
-        """Open the directory, if one is given; files of other models in it are left alone."""
+        """Open the directory, if one is given; files of other models in it are ignored."""
         self.limit, self.nbytes = limit, 0
         self.files = None if directory is None else StateFiles(directory, model, disk_limit)
         self._lock = threading.RLock()
@@ -104,7 +104,7 @@ class StateStore:
         self._by_key: dict[Key, Kept] = {}
         self._lengths: dict[Kind, Counter[int]] = {"cut": Counter(), "text": Counter()}
         self._writer = ThreadPoolExecutor(1, "states")
-        self._leaving: dict[Key, Kept] = {}  # pushed out of memory and not yet in files
+        self._leaving: dict[Key, Kept] = {}  # left memory and not yet in files
         self.hits = self.misses = self.evictions = 0
 
     def __len__(self) -> int:
@@ -112,10 +112,10 @@ class StateStore:
         return len(self._kept)
 
     def put(self, state: GenerationState, tokens: int, *keys: Key) -> Kept:
-        """Keep a state of one row, in place of those that had these keys.
+        """Keep a state of one row, in place of the states that had these keys.
 
         Raises:
-            NoRoom: it is that of a session, and sessions alone would exceed the limit.
+            NoRoom: it is the state of a session, and sessions alone would exceed the limit.
         """
         kept = Kept(_compact(state), tokens, keys)
         with self._lock:
@@ -163,7 +163,7 @@ class StateStore:
             self.files.write(kept.state, kept.tokens, kept.keys)
 
     def remove(self, key: Key) -> bool:
-        """Forget what is kept under a key; whether there was something."""
+        """Forget what is kept under a key; returns whether there was anything."""
         with self._lock:
             found = self._by_key.get(key)
             if found is not None:
@@ -175,8 +175,8 @@ class StateStore:
         """Write what is in memory to files, if there is a directory: the most recently used first.
 
         Args:
-            seconds: after which the rest is given up. Sessions were written at the end of every turn, and what else is
-                lost can be read again.
+            seconds: the time after which the rest is dropped. Sessions were written at the end of every turn, and the
+                other states can be read again.
         """
         now, until = time.time(), time.monotonic() + seconds
         self._writer.shutdown()
@@ -221,7 +221,7 @@ class StateStore:
                 self._lengths[key.kind] -= Counter({key.length: 1})
 
     def _shrink(self) -> list[Kept]:
-        """Drop the least recently used until the rest fits; what was dropped. Without files, sessions stay."""
+        """Drop the least recently used until the rest fits; returns what was dropped. Without files, sessions stay."""
         pushed = []
         for kept in list(self._kept.values()):
             if self.nbytes <= self.limit:
@@ -234,7 +234,7 @@ class StateStore:
         return pushed
 
     def _write(self, pushed: list[Kept]) -> None:
-        """Have states written to files in a thread of its own; when it falls behind, some are dropped."""
+        """Let a thread write states to files; if it falls behind, some are dropped."""
         for kept in pushed:
             if self.files is None or _is_session(kept):  # which has been written
                 continue

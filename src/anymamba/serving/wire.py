@@ -1,4 +1,4 @@
-"""HTTP in and out, whatever is asked: bodies as JSON objects, answers, streams, and clients that disconnect."""
+"""HTTP in and out for any request: bodies as JSON objects, answers, streams, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anymamba.serving.fields import parse_body
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.requests import Limits
 
-# Bytes beyond the limit that are read and dropped: most clients read the answer only when they have sent their body.
+# Bytes beyond the limit that are read and dropped: most clients read the answer only after they have sent their body.
 _DRAINED = 2**24
 
 
@@ -36,7 +36,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self, content: AsyncGenerator[bytes, None], *, events: AsyncGenerator[Any, None], **options: Any
     ) -> None:
-        """Nothing is sent yet; `events` are those of the request that `content` is made from."""
+        """Nothing is sent yet; `content` is made from `events`, those of the request."""
         super().__init__(content, **options)
         self._generators = (content, events)
 

@@ -17,17 +17,17 @@ from anymamba.serving.slots import Slots
 
 
 class _Place:
-    """A row that is being decoded, the job it belongs to, and its number there."""
+    """A row that is being decoded, its job, and its number in the job."""
 
     def __init__(self, job: Job, number: int, row: Row) -> None:
         self.job, self.number, self.row = job, number, row
 
 
 class Writer:
-    """Continues the rows of jobs whose prompts have been read, all of them by one token at a time.
+    """Continues the rows of jobs whose prompts have been read, one token of every row at a time.
 
     Args:
-        slots: where the states of rows are.
+        slots: hold the states of the rows.
         tokenizer: of the model's text.
         vocab_size: of the model.
         outbox: for events.
@@ -68,7 +68,7 @@ class Writer:
         self._ready.append(ready)
 
     def clear(self) -> set[Job]:
-        """Give up all rows; their jobs."""
+        """Give up all rows; returns their jobs."""
         jobs = {place.job for place in self._places} | {ready.job for ready in self._ready}
         self._places, self._ready = [], deque()
         self.slots.clear()
@@ -80,7 +80,7 @@ class Writer:
         return not self._ready
 
     def seat(self) -> None:
-        """Let rows that are ready take their first token, and a place if they need another."""
+        """Let rows that are ready take their first token, and a place if they need further ones."""
         while self._ready and self.slots.used < self.slots.capacity:
             ready = self._ready[0]
             job, number = ready.job, ready.next
@@ -105,7 +105,7 @@ class Writer:
                 self._end(place, "", lambda: row.state(state.cache, state.logits))
                 return
             self.slots.join(state.cache)
-        except Exception as error:  # of this job alone
+        except Exception as error:  # of this job only
             self._outbox.fail(job, error)
             return
         self._places.append(place)
@@ -119,7 +119,7 @@ class Writer:
         try:
             pending: list[Any] = [place.row.pending for place in self._places]
             logits_bv = self.slots.step(pending)
-        except Exception as error:  # it can belong to any of them
+        except Exception as error:  # it may belong to any of them
             for job in {place.job for place in self._places}:
                 self._outbox.fail(job, error)
             self._leave(range(len(self._places)))
@@ -133,7 +133,7 @@ class Writer:
         self._leave([i for i in range(len(self._places)) if self._advance(i, tokens.get(i), logits_bv[i : i + 1])])
 
     def _advance(self, i: int, token: int | ValueError | None, logits_1v: Tensor) -> bool:
-        """Let a row whose pending token was fed take the next, if it has not ended; whether it is done."""
+        """Let a row whose pending token was fed take the next, if it has not ended; returns whether it is done."""
         place = self._places[i]
         row = place.row
         try:
@@ -142,7 +142,7 @@ class Writer:
                 if row.reason is None or (row.must_feed and place.job.on_end is not None):
                     return False
             self._end(place, "", lambda: row.state(self.slots.row(i), logits_1v.clone()))
-        except Exception as error:  # of this job alone
+        except Exception as error:  # of this job only
             self._outbox.fail(place.job, error)
         return True
 
@@ -177,5 +177,5 @@ class Writer:
 
 
 def _some(x: Tensor, rows: list[int]) -> Tensor:
-    """These rows of a tensor, without a copy if they are all of them."""
+    """Some rows of a tensor, without a copy if they are all of them."""
     return x if len(rows) == x.shape[0] else x[rows]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Functions that need torch: the options of the command line, which come from the config, do not wait for it."""
+    """Import functions that need torch on demand: the command line makes its options from the config without it."""
     if name not in ("train", "resume"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("anymamba.training.language"), name)

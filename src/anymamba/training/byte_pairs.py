@@ -11,14 +11,14 @@ from anymamba.training.sources import Text
 PREFIX = "bpe:"
 _END = "<|endoftext|>"
 _LEAST = 257  # all bytes, and the end of a text
-_READ = 2**23  # bytes of training text that are looked at
+_READ = 2**23  # bytes of training text that are counted
 
 
 def byte_pair_size(name: str) -> int | None:
-    """The tokens of "bpe:1024"; None for the name of another tokenizer.
+    """The number of tokens in "bpe:1024"; None for the name of another tokenizer.
 
     Raises:
-        ValueError: they are no number, or too few, or the library is not installed.
+        ValueError: it is no number, or too small, or the library is not installed.
     """
     if not name.startswith(PREFIX):
         return None
@@ -33,7 +33,7 @@ def byte_pair_size(name: str) -> int | None:
 
 
 def make_byte_pairs(text: Text, size: int, path: Path) -> None:
-    """Write a tokenizer.json of `size` tokens, made of some of the training text; the same each time."""
+    """Write a tokenizer.json of `size` tokens, trained on some of the training text; the same every time."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

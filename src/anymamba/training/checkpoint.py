@@ -1,9 +1,9 @@
-"""Checkpoints: directories that hold everything a run needs to continue, and are either complete or not there.
+"""Checkpoints: directories that hold everything a run needs to continue, and are either complete or absent.
 
 A checkpoint is written under a temporary name, brought to the disk, and renamed. Its `training.json` has a checksum of
-every file and of itself. Others are removed only after that, so that a good one is there at any time.
+every file and of itself. Older ones are removed only after that, so there is a good one at any time.
 
-    step-00000100/  model.safetensors and what else the task writes (config.json: `MambaLM.from_pretrained` opens it),
+    step-00000100/  model.safetensors and other files of the task (config.json: `MambaLM.from_pretrained` opens it),
                     optimiser.safetensors, carried.safetensors (streams), training.json
 
 Workers that divide tensors between them write numbered files, each with its own rows (`pieces`).
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.ground.files import digest_file, read_json, write_json
+from anymamba.ground.files import bring_to_disk, digest_file, read_json, write_json
 from anymamba.training.parallel import Workers
 from anymamba.training.pieces import StoredTensors, files_of, is_divided
 
@@ -39,13 +39,13 @@ class RunState(NamedTuple):
     """What a run needs to continue.
 
     Attributes:
-        path: where it is.
+        path: its directory.
         step: how many steps have been taken.
         tokens: how many tokens they have read.
         config: of the run, as tables.
-        changes: of the config since the run began: the steps after which, and the values before and after, by name.
-        data: fingerprint of what it learns from.
-        solved: the task was found solved, so that the run is finished before its last step.
+        changes: of the config since the run began: after which step, and the values before and after, by name.
+        data: fingerprint of what the run learns from.
+        solved: whether the task was found to be solved, which finishes a run before its last step.
         model: parameters by name, not yet read.
         optimiser: its state by name.
         rng: state of torch's generator.
@@ -65,7 +65,7 @@ class RunState(NamedTuple):
     carried: StoredTensors | None
 
     def close(self) -> None:
-        """Close the files, once all that is needed has been read."""
+        """Close the files once everything needed has been read."""
         for tensors in (self.model, self.optimiser, self.carried):
             if tensors is not None:
                 tensors.close()
@@ -88,7 +88,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:
-    """A temporary directory for the files of a checkpoint.
+    """Make a temporary directory for the files of a checkpoint.
 
     Raises:
         OSError: it cannot be made.
@@ -103,18 +103,18 @@ def begin_checkpoint(directory: Path, step: int) -> Path:
 
 
 def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *, before: int, keep: int) -> Path:
-    """Give a checkpoint its name, and then remove those that no longer count, and of the others all but `keep`.
+    """Give a checkpoint its name; then remove those that no longer count, and all but the latest `keep` of the others.
 
     Args:
         temporary: its directory, with all files but the manifest.
         facts: for the manifest.
-        digests: of files that other workers wrote, which have brought them to the disk.
-        before: the step of the one that the run wrote or was resumed from last, -1 if there is none. Those after it do
-            not count: they are damaged, or the run would have been resumed from them.
-        keep: how many of the latest.
+        digests: of the files that other workers wrote and brought to the disk.
+        before: the step of the checkpoint that the run wrote or was resumed from last, -1 if there is none. Later ones
+            do not count: they are damaged, or the run would have been resumed from them.
+        keep: how many of the latest to keep.
 
     Raises:
-        OSError: it cannot be written; those before it are as they were.
+        OSError: it cannot be written; earlier ones are as they were.
     """
     directory = temporary.parent
     target = checkpoint_path(directory, facts.step)
@@ -141,25 +141,25 @@ def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *,
 
 @contextmanager
 def keeping_others(target: Path) -> Iterator[None]:
-    """Where a checkpoint cannot be written, an error that names it.
+    """Raise an error that names the checkpoint if it cannot be written in the block.
 
     Raises:
-        OSError: it cannot.
+        OSError: it cannot be written.
     """
     try:
         yield
     except OSError as error:
-        raise OSError(f"{target}: cannot be written, those before it are kept ({error})") from error
+        raise OSError(f"{target}: cannot be written; earlier ones are kept ({error})") from error
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Those in a directory, the latest first; other files there, whatever their names begin with, are left alone."""
+    """The checkpoints in a directory, the latest first; files with other names are ignored."""
     found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step, reverse=True)
 
 
 def load_latest(directory: Path, report: Callable[[str], None], workers: Workers | None = None) -> RunState:
-    """The latest whole checkpoint in a run's directory of them; `report` receives a line for each that is damaged.
+    """The latest good checkpoint in a directory; `report` receives a line for each that is damaged.
 
     Raises:
         ValueError: there is none.
@@ -170,7 +170,7 @@ def load_latest(directory: Path, report: Callable[[str], None], workers: Workers
         try:
             state = workers.together(partial(_load_or_error, directory / name, workers))
         except ValueError as error:
-            report(f"{error}; going back to the checkpoint before it")
+            report(f"{error}; using the checkpoint before it")
             continue
         workers.together(partial(_expect_read, state))
         assert isinstance(state, RunState)
@@ -180,7 +180,7 @@ def load_latest(directory: Path, report: Callable[[str], None], workers: Workers
 
 
 def _load_or_error(path: Path, workers: Workers) -> RunState | OSError:
-    """A checkpoint, or why it cannot be read here: it may be good, and must not be given up like a damaged one."""
+    """A checkpoint, or why it cannot be read here: it may be good, so it must not be skipped like a damaged one."""
     try:
         return load_checkpoint(path, workers)
     except OSError as error:
@@ -205,7 +205,7 @@ def _refuse(directory: Path, damaged: int) -> None:
 
 
 def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
-    """Open a checkpoint, checking every byte; several workers check some of the files each.
+    """Open a checkpoint and check every byte; each of several workers checks some of the files.
 
     Raises:
         ValueError: it is damaged.
@@ -255,8 +255,8 @@ def _stored(path: Path, kind: str, names: list[str]) -> StoredTensors | None:
 
 
 def amend_checkpoint(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
-    """Give a checkpoint another config, from which the run continues however often it is stopped; all or nothing."""
-    _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes})
+    """Give a checkpoint another config, with which the run continues however often it is stopped; all or nothing."""
+    _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes}, durable=True)
     bring_to_disk(path)
 
 
@@ -274,8 +274,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    write_json(path / _MANIFEST, {**manifest, "checksum": _checksum(manifest)})
+def _write_manifest(path: Path, manifest: dict[str, Any], *, durable: bool = False) -> None:
+    write_json(path / _MANIFEST, {**manifest, "checksum": _checksum(manifest)}, durable=durable)
 
 
 def _step(path: Path) -> int:
@@ -284,17 +284,6 @@ def _step(path: Path) -> int:
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def bring_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a directory, would survive a power cut."""
-    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_unfinished(directory: Path) -> None:

@@ -1,6 +1,6 @@
 """The configuration of a training run: typed, frozen, read from TOML, and overridden field by field.
 
-`RunConfig` has what every run has, `TrainingConfig` what training a language model needs besides.
+`RunConfig` has the sections of every run, and `TrainingConfig` adds those of a language model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ C = TypeVar("C", bound="RunConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every run has, whatever it learns; a task adds its own sections in a subclass."""
+    """The sections of every run, whatever it learns; a task adds its own in a subclass."""
 
     optimiser: OptimiserSection = field(default_factory=OptimiserSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
@@ -73,7 +73,7 @@ class RunConfig:
         return dataclasses.asdict(self)
 
     def replaced(self: C, overrides: Mapping[str, str | Sequence[str]]) -> C:
-        """With fields replaced by what texts spell, by dotted name: {"optimiser.lr": "3e-4"}; a list takes several.
+        """A copy with fields replaced by values as texts, by dotted name, as {"optimiser.lr": "3e-4"}.
 
         Raises:
             ValueError: an unknown name, or a value that cannot work.
@@ -82,7 +82,7 @@ class RunConfig:
 
     @classmethod
     def merged(cls, values: Mapping[str, Any], overrides: Mapping[str, str | Sequence[str]]) -> dict[str, Any]:
-        """Nested tables with fields replaced by what texts spell.
+        """Nested tables with fields replaced by values as texts.
 
         Raises:
             ValueError: an unknown name.
@@ -99,14 +99,14 @@ class RunConfig:
         return {name: _get(self, name) for name in self.fields_by_name()}
 
     def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
-        """The values of the fields that differ, here and there, without those that change no weight."""
+        """The fields that differ, with both values, apart from those that change no weight."""
         mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
         names = [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
         return {name: (mine[name], theirs[name]) for name in names}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:
-        """Every field by its dotted name: what a command line offers."""
+        """Every field by its dotted name, as the command line offers them."""
         found: dict[str, dataclasses.Field[Any]] = {}
         for name, kind in _annotations(cls).items():
             if dataclasses.is_dataclass(kind):
@@ -140,7 +140,7 @@ class TrainingConfig(RunConfig):
 def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None) -> Any:
     """The config of a TOML file (none: the defaults), with fields replaced.
 
-    It is a `TrainingConfig`, or a `FileConfig` where its `task` is another than "language".
+    It is a `TrainingConfig`, or a `FileConfig` if its `task` is not "language".
 
     Args:
         path: the file.

@@ -1,7 +1,7 @@
 """Documents: pieces of text that stand alone, which of them are held out, and their tokens.
 
 A document is a file, a line of JSON lines, or stdin. It is named by its path below its source (below the directory
-before the first wildcard of a pattern), so that the split does not depend on where a corpus is.
+before the first wildcard of a pattern), so the split does not depend on where a corpus is.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Document(NamedTuple):
     Attributes:
         name: of the document, unique in its corpus.
         path: of its file; None for stdin.
-        begin, end: its bytes of that text, or the share of them that a split took; end None: to the end.
-        line: the bytes of the file that are a JSON object with the text, if it is one, and the field that holds it.
+        begin, end: which bytes of that text belong to it, after a split perhaps not all; end None: to the end.
+        line: for a line of JSON, the bytes of its object in the file, and the field that holds the text.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Document(NamedTuple):
     line: tuple[int, int, str] | None = None
 
     def read(self, stdin: bytes) -> bytes:
-        """Its bytes; `stdin` is what came from there."""
+        """Its bytes; `stdin` is what was read from stdin."""
         if self.line is not None:
             begin, end, field = self.line
             content = self._bytes(stdin, begin, end)
@@ -58,14 +58,14 @@ class Document(NamedTuple):
 
 
 def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents; of all bytes between half of `share` and `share` are held out.
+    """Training and held-out documents; between half of `share` and `share` of all bytes are held out.
 
-    In the order of a hash of their names, documents are held out as a whole while they fit. Where those that fit are
-    less than half, the end of the first that does not is cut off for the rest, between two characters.
+    In the order of a hash of their names, whole documents are held out while they fit. If those that fit are less than
+    half, the end of the first that does not fit is cut off for the rest, between two characters.
     """
     sizes = {document: document.size(stdin) for document in documents}
     total = sum(sizes.values())
-    room = most = min(max(2, int(share * total)), total - 2)  # no less than a token and its successor on either side
+    room = most = min(max(2, int(share * total)), total - 2)  # at least a token and its successor on either side
     order = ranked(documents)
     chosen: dict[Document, None] = {}
     for document in order:
@@ -84,7 +84,7 @@ def split(documents: list[Document], share: float, stdin: bytes) -> tuple[list[D
 
 
 def _cut(document: Document, place: int, stdin: bytes) -> tuple[Document, Document]:
-    """A document before and after a place, or up to three bytes before it where a character would be cut."""
+    """A document before and after a place, or up to three bytes before that if a character would be cut."""
     first = document.begin + max(0, place - 3)
     place += document.begin
     around = document._replace(begin=first, end=place + 1).read(stdin)
@@ -97,7 +97,7 @@ def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
     """The tokens (t,) of a document, and the end token after it if the tokenizer has one.
 
     Raises:
-        ValueError: not UTF-8, which every tokenizer but that of bytes needs, or ids beyond its vocabulary.
+        ValueError: it is not UTF-8, which all tokenizers but bytes need, or an id is beyond the vocabulary.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return torch.tensor(bytearray(content), dtype=torch.uint8)
@@ -125,7 +125,7 @@ def line_text(line: bytes, field: str) -> bytes:
 
 
 def ranked(documents: list[Document]) -> list[Document]:
-    """Documents in the order of a hash of their names: at random, and the same wherever they lie."""
+    """Documents in the order of a hash of their names: random, and the same wherever they are."""
 
     def rank(document: Document) -> bytes:
         return hashlib.blake2b(document.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()

@@ -1,8 +1,8 @@
-"""What a step on several workers costs: operations, bytes that a worker sends, and the time that both take.
+"""What a step on several workers costs: operations, bytes that a worker sends, and the time for both.
 
 A step reads rows of t tokens on a mesh of `replicate · shard · context` workers (`anymamba.training.parallel`) and adds
-up gradients once, however many parts it has. Counted are matrix products, the recurrence of Mamba-1, and tensors of
-more than one number. docs/scale.md has the formulas.
+up gradients once, however many parts it has. Matrix products, the recurrence of Mamba-1, and messages of more than one
+number are counted. docs/scale.md has the formulas.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Mesh(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What costs depend on in a model whose layers are alike.
+    """The sizes that costs depend on, in a model whose layers are alike.
 
     Attributes:
         layers: how many there are.
         layer: shapes of a layer's parameters.
         rest: those of embedding, head and last norm.
-        carried: bytes that a layer carries from one token to the next, of one sequence.
-        products: operations of the matrix products of a token, forward, scans apart.
-        scan: operations of a token in the scans of all layers, forward.
-        again: those that context adds: the state at the end of a part is computed before the part itself.
+        carried: bytes that a layer carries from one token to the next, for one sequence.
+        products: forward operations of a token in matrix products other than those of scans.
+        scan: forward operations of a token in the scans of all layers.
+        again: the operations that context adds: the state at the end of a part is computed before the part itself.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
         return self.layers * _numbers(self.layer) + _numbers(self.rest)
 
     def flops(self, context: int = 1) -> int:
-        """Operations of a token, forward and backward, which takes twice as many."""
+        """Operations of a token, forward and backward; backward takes twice as many."""
         return 3 * (self.products + self.scan + (self.again if context > 1 else 0))
 
 
@@ -113,8 +113,8 @@ def _scan(c: Any) -> tuple[int, int]:
     if isinstance(c, Mamba2Config):
         inside = 2 * chunk * (c.ngroups * c.d_state + width)
         return inside + 4 * width * c.d_state, 2 * width * c.d_state
-    # Keys have a bias and a rotation a head; the newest token is a product of its own, of values too where there are
-    # several.
+    # Keys have a bias and a rotation for each head; the newest token is a separate product, and with several ranks so
+    # are its values.
     keys = c.nheads * c.d_state
     inside = 2 * rank**2 * (chunk * (keys + width) + keys + (width if c.is_mimo else 0))
     found = inside + 4 * rank * width * c.d_state
@@ -127,7 +127,7 @@ class Message(NamedTuple):
     Attributes:
         kind: of the exchange.
         workers: that take part.
-        size: bytes of what all of them have in the end together, or of what is sent to a neighbour.
+        size: bytes of the whole tensor in the end, or of what is sent to a neighbour.
     """
 
     kind: Kind
@@ -171,7 +171,7 @@ def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, place: int = 0, gradie
 def ring_attention_bytes(layers: int, width: int, length: int, context: int, number: int = 2) -> float:
     """Bytes that a worker sends for one row under ring attention.
 
-    Keys and values of all other parts pass by in the forward pass, and again in the backward pass with their gradients.
+    Keys and values of all other parts are passed on in the forward pass, and with their gradients in the backward pass.
 
     Args:
         layers: of attention.
@@ -189,7 +189,7 @@ class Machine(NamedTuple):
     Attributes:
         flops: operations a second that it achieves.
         bandwidth: bytes a second that it sends.
-        latency: seconds that a message takes, however short it is.
+        latency: seconds that even the shortest message takes.
         memory: bytes.
     """
 
@@ -199,15 +199,15 @@ class Machine(NamedTuple):
     memory: float
 
     def hop(self, sizes: Sizes) -> float:
-        """Seconds in which what a layer carries is sent to a neighbour."""
+        """Seconds to send what a layer carries to a neighbour."""
         return self.latency + sizes.carried / self.bandwidth
 
 
 def step_seconds(sizes: Sizes, mesh: Mesh, rows: int, length: int, machine: Machine) -> float:
     """Seconds of a step in which nothing is sent while something is computed.
 
-    A worker that shares a row begins a layer when the one before it has sent what the layer carries. So it follows by
-    one hop, in all layers: from the first token's first layer to the last token's last one, there are a hop for every
+    A worker that shares a row begins a layer when the worker before it has sent what the layer carries, so it follows
+    by one hop in all layers. From the first token's first layer to the last token's last layer there is a hop for every
     layer and one for every worker, and as many on the way back.
     """
     own = math.ceil(rows / (mesh.replicate * mesh.shard)) * length / mesh.context
@@ -217,7 +217,7 @@ def step_seconds(sizes: Sizes, mesh: Mesh, rows: int, length: int, machine: Mach
 
 
 def best_context(sizes: Sizes, length: int, machine: Machine) -> float:
-    """Workers that share a row in the least time: with more of them, waiting outweighs what is gained."""
+    """How many workers share a row in the least time: with more of them, waiting outweighs the gain."""
     return math.sqrt(length * sizes.flops(2) / machine.flops / (2 * machine.hop(sizes)))
 
 
@@ -231,5 +231,5 @@ def _numbers(shapes: tuple[Shape, ...]) -> int:
 
 
 def _padded(shapes: tuple[Shape, ...], shard: int) -> int:
-    """Numbers of parameters whose rows are divided, each padded to as many rows on every worker."""
+    """How many numbers parameters have whose rows are divided, each padded to the same rows on every worker."""
     return sum(-(-shape[0] // shard) * shard * math.prod(shape[1:]) for shape in shapes)

@@ -1,7 +1,7 @@
 """Batches: which tokens a step reads, as a pure function of the seed and the step.
 
 Rows of fixed length are cut from the documents and laid end to end in one sequence, with a boundary wherever a row or a
-document begins. No state crosses a boundary, except that of a row that continues in a stream.
+document begins. No state crosses a boundary, except that of a row that continues a stream.
 
 Letters: t tokens of a batch, z sequences in it, r rows.
 """
@@ -29,8 +29,8 @@ class Batch(NamedTuple):
         cu_seqlens: where the sequences begin, and t, (z + 1,).
         carried: the row whose state each sequence continues from, (z,); the number of rows for a fresh start.
         last: the last sequence of each row, (r,), whose state the row continues from.
-        context: of a batch that several workers share, of which this is a part; `last` then is of rows that end here,
-            and -1 for the others.
+        context: of a batch that several workers share, of which this is a part; `last` is then -1 for rows that do not
+            end here.
     """
 
     inputs: Int[Tensor, "1 t"]
@@ -60,7 +60,7 @@ class Sequence:
     """Documents in some order, as one sequence of tokens."""
 
     def __init__(self, tokens: Tokens, order: Int[Tensor, " documents"] | None = None) -> None:
-        """Documents that have tokens, in the order of `order`, or as they come."""
+        """Take the documents that have tokens, in the order of `order`, or in that of the shards."""
         self._tokens = tokens
         order = torch.arange(len(tokens.lengths)) if order is None else order
         order = order[tokens.lengths[order] > 0]
@@ -90,8 +90,8 @@ class Sequence:
 
         Args:
             spans: begin and end of each row.
-            fresh: no row continues from an earlier state.
-            neighbours: workers that share the batch, each a part of it.
+            fresh: whether no row continues from an earlier state.
+            neighbours: the workers that share the batch.
         """
         if neighbours is not None:
             return self._part(spans, fresh, neighbours)
@@ -120,7 +120,7 @@ class Sequence:
         )
 
     def _part(self, spans: list[tuple[int, int]], fresh: bool, neighbours: Neighbours) -> Batch:
-        """This worker's part of rows that several share: as many tokens as the others', and only these are read."""
+        """This worker's part of rows that several share: as many tokens as the others have, and no others are read."""
         begin, end = neighbours.part(sum(stop - start for start, stop in spans))
         here, whole, offset = [], [], 0
         for row, (start, stop) in enumerate(spans):
@@ -153,9 +153,9 @@ class Sequence:
 class Batches:
     """The batches of a run.
 
-    "packed": the text is cut into rows, which come in a new random order every time all have been seen.
-    "stream": the documents, in a new random order every time, are one text, cut into as many lanes as a step has rows;
-    every row continues where the row of the step before it ended.
+    "packed": the text is cut into rows, which come in a new random order whenever all have been seen.
+    "stream": the documents, in a new random order each time, are one text, cut into as many lanes as a step has rows;
+    every row continues where its lane ended in the step before.
     """
 
     def __init__(
@@ -182,10 +182,10 @@ class Batches:
             seed: of the order.
             reader: which of the `readers` this worker is; they divide the rows of each part.
             readers: how many there are.
-            neighbours: workers that read the same rows, each a part of them.
+            neighbours: the workers that share the same rows.
 
         Raises:
-            ValueError: there is less than one row, or one step of a stream.
+            ValueError: there is less text than one row, or than one step of a stream.
         """
         self._tokens, self._mode, self._seed = tokens, mode, seed
         self._length, self._rows, self._parts = length, rows, accumulation
@@ -225,7 +225,7 @@ class Batches:
 
 
 def segments(tokens: Tokens, length: int, first: int = 0, last: int | None = None) -> list[Batch]:
-    """Tokens from `first` to `last`, or all, in order, in batches of one row that continues from the one before it."""
+    """Tokens from `first` to `last`, or all, in batches of one row, each of which continues the one before it."""
     sequence = Sequence(tokens)
     last = len(sequence) if last is None else last
     begins = range(first, last, length)
@@ -235,7 +235,7 @@ def segments(tokens: Tokens, length: int, first: int = 0, last: int | None = Non
 def permuted(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     """Where a random permutation of `count` numbers sends each of `index`, the same on every machine.
 
-    A Feistel network over the next even power of two; what falls outside is sent on until it falls inside.
+    A Feistel network over the next even power of two; what falls outside is permuted again until it falls inside.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -1,4 +1,4 @@
-"""Progress on stderr: live on a terminal, now and then a plain line elsewhere.
+"""Progress on stderr: live on a terminal, and a plain line every few steps elsewhere.
 
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸─────────────────────────────────────────  step 312/700   0:41 left
 loss 1.4321 █▆▅▄▃▃▂▂▂▁▁▁   held out bits per byte 2.0123   9,712 tokens/s   312 MiB
@@ -24,14 +24,14 @@ class Display:
     """What a run shows while it trains."""
 
     def __init__(self, steps: int, done: int, every: int, shown: bool = True) -> None:
-        """Begin after `done` of `steps`; elsewhere than on a terminal, a line comes every `every` steps; or nothing."""
+        """Begin after `done` of `steps`; without a terminal, print a line every `every` steps, if `shown`."""
         self._is_shown = shown
         self._steps, self._first, self._every = steps, done, every
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began, self._shown, self._lines = perf_counter(), 0.0, 0
         self._losses, self._scores = _History(), ""
         self._row: Row | None = None
-        self._seconds = self._tokens = 0.0  # of the last steps, those long ago counting less
+        self._seconds = self._tokens = 0.0  # of the last steps; earlier ones count less
 
     def at(self, row: Row, tokens: int) -> None:
         """Show a step that read `tokens`."""
@@ -46,7 +46,7 @@ class Display:
             self.report("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._facts(row)]))
 
     def evaluating(self) -> None:
-        """Show that the model is looked at, which may take longer than a step."""
+        """Show that the model is being evaluated, which may take longer than a step."""
         if self._row is None:
             return
         if self._live:
@@ -55,13 +55,13 @@ class Display:
             self.report(f"step {self._row.step}: evaluating")
 
     def score(self, values: Mapping[str, float]) -> None:
-        """What the last evaluation found, by name."""
+        """Show what the last evaluation found, by name."""
         self._scores = _GAP.join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         if self._live and self._row is not None:
             self._draw(self._row)
 
     def report(self, message: str) -> None:
-        """Lines that stay, without what would steer the terminal."""
+        """Print lines that stay, without control characters."""
         self._write("".join(x if x.isprintable() or x in "\n\t" else "?" for x in message) + "\n")
         if self._live and self._row is not None:
             self._draw(self._row)
@@ -103,7 +103,7 @@ class Display:
 
 
 class _History:
-    """A series in at most a few hundred values, however long it is: each the mean of as many as all others."""
+    """A series of any length in at most a few hundred values, each the mean of equally many."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
@@ -121,13 +121,13 @@ class _History:
             self._stride *= 2
 
     def values(self, most: int) -> list[float]:
-        """The series in at most as many values."""
+        """The series in at most `most` values."""
         size = -(-len(self._means) // most)
         return [sum(part) / len(part) for i in range(most) if (part := self._means[i * size : (i + 1) * size])]
 
 
 def memory() -> str:
-    """The most memory that the process had so far, on the accelerator if it uses one, where the system says."""
+    """The peak memory of the process so far, on the accelerator if it uses one; empty if unknown."""
     if torch.cuda.is_initialized():
         return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
     try:
@@ -148,7 +148,7 @@ def _bar(share: float, width: int, plain: bool) -> tuple[str, str]:
 
 
 def _spark(values: Sequence[float]) -> str:
-    """A line of blocks, the lowest value the lowest."""
+    """A line of blocks whose heights are the values."""
     if not values:
         return ""
     low, span = min(values), max(values) - min(values)

@@ -1,4 +1,4 @@
-"""What is looked at while a run trains: bits per byte of held-out text, those of simpler methods, and a sample."""
+"""What is evaluated while a run trains: bits per byte of held-out text, those of simpler methods, and a sample."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from anymamba.training.shards import Corpus, Tokens
 from anymamba.training.step import batch_nats
 
 _SEGMENT = 2048  # tokens that are computed at once
-_LOOKED_AT = 256  # tokens of the held-out text in which a prompt is looked for
-_PROMPT = 32  # its characters, at most
+_LOOKED_AT = 256  # tokens of the held-out text that a prompt is taken from
+_PROMPT = 32  # characters of a prompt, at most
 
 
 class HeldOut(NamedTuple):
@@ -48,7 +48,7 @@ def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype, workers: Worker
         nats += cost.item()
     if workers.size > 1:
         counts = [-(-(end - begin) // _SEGMENT) for begin, end in shares]
-        for _ in range(counts[workers.rank], max(counts)):  # a divided model is put together by all or by none
+        for _ in range(counts[workers.rank], max(counts)):  # all workers take part when a divided model is gathered
             (batch,) = segments(tokens, _SEGMENT, 0, min(_SEGMENT, tokens.total))
             batch_nats(model, batch.to(model.device), None, dtype)
         nats = workers.sum(torch.tensor(nats, dtype=torch.float64), "to add up an evaluation").item()
@@ -61,7 +61,7 @@ def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype, workers: Worker
 
 
 def _shares(tokens: Tokens, count: int) -> list[tuple[int, int]]:
-    """Begin and end of as many stretches of whole documents, of about the same length."""
+    """Begin and end of `count` stretches of whole documents, of about the same length."""
     ends = tokens.lengths.cumsum(0)
     cuts = [0]
     for i in range(1, count):
@@ -71,7 +71,7 @@ def _shares(tokens: Tokens, count: int) -> list[tuple[int, int]]:
 
 
 def beginning(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """The first words of the held-out text, a space if there are none that can be printed."""
+    """The first words of the held-out text, or a space if none can be printed."""
     tokens = corpus.held_out
     text = tokenizer.decode(tokens.read(0, min(_LOOKED_AT, tokens.total)).tolist())
     words = " ".join("".join(x if x.isprintable() and x != "\ufffd" else " " for x in text).split())

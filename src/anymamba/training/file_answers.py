@@ -52,7 +52,7 @@ class Classification(FileTask):
         return torch.tensor([self.numbers[i] for i in chosen])
 
     def cost(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
+        """The cross-entropy in nats."""
         with autocast(model, dtype):
             logits = model(batch.inputs, mask=batch.mask).logits
         return F.cross_entropy(wide(logits), batch.targets, reduction="sum"), None
@@ -79,7 +79,7 @@ class Regression(FileTask):
     MODEL = SequenceRegressor
 
     def prepare(self, report: Callable[[str], None]) -> None:
-        """Bring the targets to one scale."""
+        """Scale the targets."""
         rows, names = [], self.config.data.targets
         for place, said in zip(self.table.places, self.table.targets, strict=True):
             rows.append([_target(place, " ".join(names), x) for x in said])
@@ -97,7 +97,7 @@ class Regression(FileTask):
         return super().make_config(output_size=self.numbers.shape[1], **fields)
 
     def facts(self) -> dict[str, Any]:
-        """With the scale of what is predicted."""
+        """As for other tasks, with the scale of the targets."""
         return {**super().facts(), "target_scale": [x.tolist() for x in self.target_scale]}
 
     def targets(self, chosen: list[int]) -> Tensor:
@@ -105,7 +105,7 @@ class Regression(FileTask):
         return torch.tensor(self.numbers[chosen], dtype=self._dtype)
 
     def cost(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Squared errors, the mean over the numbers of a sequence."""
+        """The squared error, averaged over the numbers of a sequence."""
         with autocast(model, dtype):
             found = model(batch.inputs, mask=batch.mask).logits
         return (wide(found) - batch.targets).square().mean(1).sum(), None
@@ -124,7 +124,7 @@ class Regression(FileTask):
 
 
 def _label(place: str, said: list[Any]) -> str:
-    """The name of a class; whole numbers as such, however they are written."""
+    """The name of a class; a whole number has one name, however it is written."""
     if len(said) != 1 or isinstance(said[0], list | dict) or said[0] is None or said[0] == "":
         raise ValueError(f"{place}: expected a class, a text or a number, got {said if len(said) != 1 else said[0]!r}")
     value = said[0]

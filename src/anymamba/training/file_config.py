@@ -14,7 +14,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceModelSection:
-    """The model: one dial, or its sizes."""
+    """The model, by its sizes."""
 
     family: str = option("Mamba3", "family of the blocks: Mamba1, Mamba2 or Mamba3")
     n_layer: int = option(2, "number of layers, those of both directions counted")
@@ -60,7 +60,7 @@ class FilesSection:
     sequence: str | None = option(
         None,
         "column of a table that names the sequence of which a row is a step",
-        default="a row is a sequence; for next-value, a step",
+        default="a row is a sequence, or for next-value a step",
     )
     labels: tuple[str, ...] = option((), "names of the classes, in order", default="those in the files, sorted")
     held_out: float = option(0.1, "share to hold out: of the sequences, or for next-value the end of each")

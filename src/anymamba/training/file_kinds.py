@@ -1,4 +1,4 @@
-"""The tasks on files by their names."""
+"""The tasks on files, by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def file_task(config: FileConfig, report: Callable[[str], None]) -> FileTask:
 
 
 def open_table(facts: dict[str, Any], path: str) -> Table:
-    """The sequences of a file to predict for, read as those of the training were; targets in it are left alone.
+    """The sequences of a file to predict for, read as in training; targets in it are ignored.
 
     Raises:
         ValueError: something in it cannot be used, or it has other inputs.

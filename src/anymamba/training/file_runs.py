@@ -1,4 +1,4 @@
-"""Runs on files: begun, and continued from their latest checkpoint."""
+"""Runs on files: how one begins, and how it continues from its latest checkpoint."""
 
 from __future__ import annotations
 

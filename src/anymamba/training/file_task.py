@@ -1,4 +1,4 @@
-"""What all tasks on files share: sequences that are read, cut, held out, scaled and put into batches."""
+"""What all tasks on files share: sequences are read, cut, held out, scaled and put into batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anymamba.training.sequences import Scale, SequenceBatch, checksum, order_of
 from anymamba.training.tables import read_tables
 from anymamba.training.task import Evaluation, Task
 
-FACTS = "task.json"  # beside the model: what `predict` has to know of the files
+FACTS = "task.json"  # beside the model: what `predict` must know about the files
 
 
 class FileTask(Task[SequenceBatch]):
@@ -31,12 +31,12 @@ class FileTask(Task[SequenceBatch]):
     Attributes:
         table: what the files have, sequences cut to the config's length.
         scale: of the numbers that are read.
-        beside: what a simpler method reaches on what is held out, by name.
+        beside: what simpler methods reach on the held-out data, by name.
     """
 
     MODEL: ClassVar[type[SequenceModel]]
     BETTER: ClassVar[str] = "lower is better"
-    STEPS: ClassVar[bool] = False  # a row of a table is a step of one sequence, and not a sequence
+    STEPS: ClassVar[bool] = False  # whether a row of a table is a step of a sequence rather than a sequence
     config: FileConfig
     beside: dict[str, float]
 
@@ -59,11 +59,11 @@ class FileTask(Task[SequenceBatch]):
         """Bring the sequences and targets into the form that the task needs."""
 
     def split_and_scale(self, report: Callable[[str], None]) -> None:
-        """Cut sequences that are too long, hold some out, and bring the numbers of all to one scale."""
+        """Cut sequences that are too long, hold some out, and scale all numbers."""
         c, longest = self.config, max(len(x) for x in self.table.sequences)
         if longest > c.batch.length:
             cut = sum(len(x) > c.batch.length for x in self.table.sequences)
-            report(f"{cut} sequences are longer than batch.length = {c.batch.length}, and are cut ({longest} at most)")
+            report(f"{cut} sequences are cut to batch.length = {c.batch.length} steps; the longest has {longest}")
         self.table = self.table._replace(sequences=[x[: c.batch.length] for x in self.table.sequences])
         self.training, self.held_out = split(self.table, c.seed, c.data.held_out)
         self.scale: Scale | None = None
@@ -103,17 +103,17 @@ class FileTask(Task[SequenceBatch]):
         return SequenceBatch(inputs, lengths, self.targets(chosen), len(chosen))
 
     def targets(self, chosen: list[int]) -> Tensor:
-        """What is to be said of some sequences."""
+        """What is to be predicted for some sequences."""
         raise NotImplementedError
 
     def held_out_batches(self) -> Iterator[SequenceBatch]:
-        """What is held out."""
+        """The held-out sequences."""
         rows = self.config.batch.rows
         for i in range(0, len(self.held_out), rows):
             yield self.batch(self.held_out[i : i + rows], -1)
 
     def facts(self) -> dict[str, Any]:
-        """What `predict` has to know besides the model."""
+        """What `predict` must know besides the model."""
         d, scale = self.config.data, self.scale
         return {
             "task": self.config.task,
@@ -126,7 +126,7 @@ class FileTask(Task[SequenceBatch]):
         }
 
     def write_model(self, model: SequenceModel, directory: Path) -> None:
-        """Config, weights, and what `predict` has to know of the files."""
+        """Write config, weights, and what `predict` must know about the files."""
         write_json(directory / FACTS, self.facts())
         model.save_pretrained(directory)
 

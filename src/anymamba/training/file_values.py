@@ -47,7 +47,7 @@ class MaskedLanguage(FileTask):
         return super().make_config(**{"vocab_size": MASK + 1, **fields})
 
     def batch(self, chosen: list[int], step: int) -> SequenceBatch:
-        """Some texts with bytes hidden, by the step or, held out, always the same."""
+        """Some texts with hidden bytes: others at each step, but for held-out texts always the same."""
         ids, lengths = padded([self.table.sequences[i] for i in chosen], self._dtype)
         seed = np.random.SeedSequence([self.config.seed, step + 1, chosen[0]]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed) >> 1)
@@ -57,14 +57,14 @@ class MaskedLanguage(FileTask):
         return SequenceBatch(torch.where(real, hidden, 0), lengths, labels, int((labels != _IGNORED).sum()))
 
     def cost(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
+        """The cross-entropy in nats."""
         with autocast(model, dtype):
             logits = model(batch.inputs, mask=batch.mask).logits
         return _hidden_nats(logits, batch.targets), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """Bits of a hidden byte, and the share of them that is found."""
+        """Bits per hidden byte, and the share of hidden bytes that is predicted right."""
         nats, count, right = 0.0, 0, 0
         for batch in self.held_out_batches():
             batch = batch.to(next(model.parameters()).device)
@@ -109,7 +109,7 @@ class NextValue(FileTask):
         return super().make_config(output_size=len(self.table.channels), **fields)
 
     def batches(self, step: int) -> list[SequenceBatch]:
-        """Windows from anywhere in the known parts, the longer series more often."""
+        """Windows from anywhere in the training parts; longer series come more often."""
         c = self.config
         rng = np.random.default_rng([c.seed, step])
         cuts = np.array(self.cuts)
@@ -126,7 +126,7 @@ class NextValue(FileTask):
         return SequenceBatch(values[:, :-1], lengths - 1, values[:, 1:], int((lengths - 1).sum()))
 
     def cost(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Squared errors of the next values, the mean over the numbers of a step."""
+        """The squared errors of the next values, averaged over the numbers of a step."""
         with autocast(model, dtype):
             found = model(batch.inputs, mask=batch.mask)
         real = torch.arange(found.shape[1], device=found.device) < batch.lengths.unsqueeze(1)
@@ -135,7 +135,7 @@ class NextValue(FileTask):
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """The root of the mean squared error of the held-out values, each from all values before it."""
+        """The root mean squared error of the held-out values, each predicted from all values before it."""
         assert self.scale is not None
         errors = []
         device = next(model.parameters()).device

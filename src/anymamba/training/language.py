@@ -1,4 +1,4 @@
-"""Runs of `anymamba train`: begun in a directory, and continued from their latest checkpoint."""
+"""Runs of `anymamba train`: how one begins in a directory, and how it continues from its latest checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(
     callbacks: Iterable[Callback] = (),
     report: Callable[[str], None] | None = None,
 ) -> Trainer[Any]:
-    """Train a language model, or a model of what files have: what `anymamba train CONFIG --out DIRECTORY` does.
+    """Train a language model, or a model on files: what `anymamba train CONFIG --out DIRECTORY` does.
 
         run = train(read_config("mine.toml", {"optimiser.lr": "1e-3"}), "runs/mine", callbacks=[print])
         run.finished, run.step, run.evaluated.values, run.model
@@ -35,8 +35,8 @@ def train(
     Args:
         config: of the run; all defaults if not given.
         directory: of the run.
-        callbacks: are called after every step with its `Row`; one that returns True ends the run there, as Ctrl-C does.
-        report: receives lines about what happens; without it they go to stderr, with live progress.
+        callbacks: called after every step with its `Row`; one that returns True ends the run there, as Ctrl-C does.
+        report: receives lines about what happens; if not given, they go to stderr with live progress.
 
     Returns:
         The run, finished or stopped.
@@ -75,7 +75,7 @@ def resume(
         The run, finished or stopped.
 
     Raises:
-        ValueError: there is none, or `changes` are of what a run cannot change.
+        ValueError: there is none, or `changes` name what a run cannot change.
         FloatingPointError: the loss or gradient is not finite.
     """
     trainer: Trainer[Any]
@@ -90,7 +90,7 @@ def resume(
 
 
 def to_stderr(message: str) -> None:
-    """Tell the user."""
+    """Print a line for the user."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -99,7 +99,7 @@ def begin(
 ) -> Trainer[LanguageTask]:
     """A run that is about to begin in a directory.
 
-    Where torchrun has started the workers again, because one of them was lost, the run continues if it has begun.
+    If torchrun has restarted the workers because one of them was lost, the run continues if it has begun.
 
     Raises:
         ValueError: the directory has a run or a model already, or the config or the text cannot work.
@@ -119,7 +119,7 @@ def begin(
             task = LanguageTask(config, directory, report, workers=workers)
         return ""
 
-    workers.first(make)  # which tokenises the text, once for all
+    workers.first(make)  # it tokenises the text, once for all workers
     opened = workers.together(lambda: task or LanguageTask(config, directory, report, workers=workers, prepared=True))
     return Trainer(opened, directory, None, report, workers)
 

@@ -1,4 +1,4 @@
-"""Learning to predict text: the model, its tokenizer, its rows and what is held out."""
+"""Learning to predict text: the model, its tokenizer, its rows and the held-out text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LanguageTask(Task[Batch]):
     """A language model on text.
 
     Attributes:
-        held_out: of the last evaluation, if there was one.
+        held_out: what the last evaluation found, if there was one.
     """
 
     NAMES = ("held_out_bits_per_byte",)
@@ -49,9 +49,9 @@ class LanguageTask(Task[Batch]):
         workers: Workers | None = None,
         prepared: bool = False,
     ) -> None:
-        """Prepare the text of a fresh run, or open that of one that `begun` is a checkpoint of; `config` is settled.
+        """Prepare the text of a fresh run, or open that of the run with the checkpoint `begun`; `config` is settled.
 
-        Of several `workers` the first prepares the text, and to the others it is `prepared`.
+        The first of several `workers` prepares the text; for the others it is `prepared`.
         """
         self.config, self._directory = config, directory
         self._workers = workers = workers or Workers()
@@ -90,7 +90,7 @@ class LanguageTask(Task[Batch]):
         return "def " if self.config.data.sources == ("stdlib",) else beginning(self.corpus, self._tokenizer)
 
     def make_model(self, dtype: torch.dtype) -> MambaLM:
-        """The language model to begin with, or a new one for the tokenizer's vocabulary."""
+        """The language model to start from, or a new one for the tokenizer's vocabulary."""
         if self._init is None:
             config = self._begun or self.config.model.lm_config(self._tokenizer.vocab_size)
             return MambaLM(config, dtype=dtype)
@@ -123,12 +123,12 @@ class LanguageTask(Task[Batch]):
         return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
 
     def write_model(self, model: MambaLM, directory: Path) -> None:
-        """Config, weights and the tokenizer's files, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
+        """Write config, weights and tokenizer, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
         model.save_pretrained(directory)
         self._copy_tokenizer(directory)
 
     def write_description(self, model: MambaLM, directory: Path) -> None:
-        """Config and the tokenizer's files."""
+        """Write the config and the tokenizer's files."""
         save_config(model, directory)
         self._copy_tokenizer(directory)
 
@@ -141,7 +141,7 @@ class LanguageTask(Task[Batch]):
         model.load_state_dict(tensors)
 
     def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | Piece]:
-        """The states of all streams in one cache, as far as this worker reads them."""
+        """The states of the streams that this worker reads, in one cache."""
         found = LMCache.cat(list(parts)).tensors()
         if self._workers.readers == 1:
             return dict(found)
@@ -149,11 +149,11 @@ class LanguageTask(Task[Batch]):
         return {name: Piece(x, spans, self.config.batch.rows) for name, x in found.items()}
 
     def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
-        """The states of each part's streams, as far as this worker reads them."""
+        """The states of each part's streams that this worker reads."""
         return list(carried_from(model, tensors, self.config.batch.rows, self._streams()))
 
     def _streams(self) -> list[slice]:
-        """Which rows of a step this worker reads, those of each part."""
+        """The rows of a step that this worker reads, for each part."""
         batch, workers = self.config.batch, self._workers
         size = batch.rows // batch.accumulation
         own = size // workers.readers
@@ -167,13 +167,13 @@ class LanguageTask(Task[Batch]):
             plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
 
     def _open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, from the file that belongs to the run."""
+        """The tokenizer, from the run's own file."""
         if self.config.data.tokenizer == "bytes":
             return ByteTokenizer()
         return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
 
     def _make_tokenizer(self, text: Text, report: Callable[[str], None]) -> Tokenizer:
-        """Copy the tokenizer's files into the run, or make one; those of a failed attempt with another are removed."""
+        """Copy the tokenizer's files into the run, or make one; files of a failed attempt with another are removed."""
         name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
         if (size := byte_pair_size(name)) is not None:
             make_byte_pairs(text, size, own)

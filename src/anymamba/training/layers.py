@@ -1,4 +1,4 @@
-"""How the residual layers of a model run while it learns: compiled, or computed again in the backward pass."""
+"""How the residual layers of a model run while it trains: compiled, or recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def expect_compiler(device: torch.device) -> None:
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> None:
-    """Let torch compile each residual layer for steps that learn; without gradients a layer stays as it is.
+    """Let torch compile each residual layer for training steps; without gradients a layer stays as it is.
 
-    All layers of a model share what is compiled, whatever the number of packed sequences (one sequence is a case of its
-    own to torch).
+    All layers of a model share the compiled code, for any number of packed sequences (torch compiles once more for a
+    single one).
 
     Raises:
         ValueError: the model has none, or there is no compiler.
@@ -48,13 +48,13 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Keep only the inputs of each residual layer; the backward pass computes the rest again, bit for bit.
+    """Keep only the inputs of each residual layer; the backward pass recomputes the rest, bit for bit.
 
     Raises:
         ValueError: the model has none.
     """
     for layer in _layers(model, "precision.activation_checkpointing"):
-        draws = layer.dropout > 0  # which must be the same when they are computed again
+        draws = layer.dropout > 0  # random numbers, which must be the same when they are drawn again
         forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=draws)
         layer.forward = forward  # type: ignore[method-assign]
 

@@ -26,7 +26,7 @@ def open_logs(config: RunConfig, directory: Path, step: int) -> list[Log]:
     """The logs that a config asks for; `step` steps have been taken.
 
     Raises:
-        ValueError: what one needs is not there.
+        ValueError: a library that one needs is not installed.
     """
     logs: list[Log] = []
     if config.evaluation.tensorboard:
@@ -40,7 +40,7 @@ class TensorBoard:
     """Logs for TensorBoard."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        """Open the logs; what an earlier run wrote after `step` no longer counts."""
+        """Open the logs; what was written after `step` before a resume no longer counts."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
@@ -60,7 +60,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on wandb.ai, or on disk alone with WANDB_MODE=offline; a resumed run continues the same."""
+    """A run on wandb.ai, or on disk only with WANDB_MODE=offline; a resumed run continues the same log."""
 
     def __init__(self, project: str, directory: Path, config: dict[str, Any]) -> None:
         """Open the run."""
@@ -83,7 +83,7 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             raise ValueError(
-                f"evaluation.wandb = {project}: {error} (WANDB_MODE=offline logs to the run's directory alone)"
+                f"evaluation.wandb = {project}: {error} (WANDB_MODE=offline logs to the run's directory only)"
             ) from error
 
     def add(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""The loop: read, differentiate, step, look, save; to be stopped at any point and lose nothing."""
+"""The loop: read, differentiate, step, evaluate, save. It can be stopped at any point and loses nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train_or_resume(task: T, directory: Path, report: Callable[[str], None]) -> 
     """Begin a run in a directory, or continue the one that is there.
 
     Raises:
-        ValueError: the run that is there learns something else, or with another config.
+        ValueError: the run that is there has another task or config.
     """
     if not checkpoints(directory / "checkpoints"):
         return Trainer(task, directory, None, report)
@@ -61,11 +61,11 @@ class Trainer(Generic[T]):
     """A run: everything that a checkpoint holds, and the loop over it.
 
     Attributes:
-        task: what is learnt.
-        step: steps taken.
-        tokens: read so far.
-        solved: the task was found solved, so that the run is finished before its last step.
-        evaluated: by the last evaluation, if there was one.
+        task: what the run learns.
+        step: how many steps have been taken.
+        tokens: how many were read so far.
+        solved: whether the task was found to be solved, which finishes the run before its last step.
+        evaluated: what the last evaluation found, if there was one.
         changes: of the config since the run began.
     """
 
@@ -77,7 +77,7 @@ class Trainer(Generic[T]):
         report: Callable[[str], None],
         workers: Workers | None = None,
     ) -> None:
-        """Build the model anew or from a checkpoint; `workers` have their places, and the task knows them."""
+        """Build a new model, or that of a checkpoint; `workers` have taken their places, and the task knows them."""
         self.task, self.directory, self._report = task, directory, report
         self._workers = workers = workers or Workers()
         self.config = config = task.config
@@ -117,19 +117,19 @@ class Trainer(Generic[T]):
         return self.solved or self.step >= self.config.schedule.steps
 
     def run(self, callbacks: Iterable[Callback] = (), *, shown: bool = True) -> bool:
-        """Train to the end, or until the task is solved, or until an interrupt.
+        """Train to the end, or until the task is solved or a signal arrives.
 
         Args:
-            callbacks: are called after every step; one that returns True ends the run there. The exceptions of one pass
-                through, and leave the run as it was at its last checkpoint.
-            shown: progress is shown on stderr.
+            callbacks: called after every step; one that returns True ends the run there. An exception of a callback
+                passes through and leaves the run as it was at its last checkpoint.
+            shown: whether progress is shown on stderr.
 
         Returns:
             Whether the run is finished.
 
         Raises:
             FloatingPointError: the loss or gradient is not finite; the state before that step is saved.
-            ValueError: another process is at work on the run, or a new one would replace what is there.
+            ValueError: another process is using the run, or a new run would replace what is there.
         """
         workers, lock = self._workers, ExitStack()
         # The saver waits for its thread after the other workers have been told what happened.
@@ -141,7 +141,7 @@ class Trainer(Generic[T]):
         return self.finished
 
     def _enter(self, lock: ExitStack) -> None:
-        """Keep other processes out of the directory, and look whether it may be written to."""
+        """Keep other processes out of the directory, and check that the run may write to it."""
         if not self._workers.leads:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class Trainer(Generic[T]):
         display = Display(c.schedule.steps, self.step, c.evaluation.log_every, shown and leads)
         logs: list[Log] = self._workers.together(lambda: open_logs(c, self.directory, self.step) if leads else [])
         if self._saved < 0:
-            self.save()  # before there are metrics: a run that has some can be resumed
+            self.save()  # before there are metrics, so that a run with metrics can be resumed
         self._workers.together(lambda: logs.insert(0, self._table()) if leads else None)
         if not can_plot():
             display.report("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
@@ -189,13 +189,13 @@ class Trainer(Generic[T]):
         return MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
 
     def save(self, *, wait: bool = True) -> None:
-        """Write a checkpoint of the state as it is, if it has not been written.
+        """Write a checkpoint of the current state, unless it has been written.
 
-        Several workers `wait` until it is there, or write it in the background.
+        Several workers `wait` until it is complete, or write it in the background.
 
         Raises:
-            OSError: it cannot be written, or the one before it could not; in one process.
-            SharedError: the same on some worker; the message names it and the file.
+            OSError: it cannot be written, or the one before it could not; in a single process.
+            SharedError: the same on some worker; the message names the worker and the file.
         """
         if self._saved != self.step:
             self._finish_saving()  # before the copies of the next one are made
@@ -207,7 +207,7 @@ class Trainer(Generic[T]):
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint that was begun; one that could not be written does not count as saved."""
+        """Wait for the checkpoint that was started; one that could not be written does not count as saved."""
         try:
             self._saver.finish()
         except Exception:
@@ -215,7 +215,7 @@ class Trainer(Generic[T]):
             raise
 
     def _part(self) -> Part:
-        """What this worker writes of a checkpoint; a copy, where steps are taken meanwhile."""
+        """What this worker writes of a checkpoint; a copy if steps are taken meanwhile."""
         workers, task, files = self._workers, self.task, dict[str, Tensors]()
         kept: Callable[[Tensors], Tensors] = copied if workers.size > 1 else lambda tensors: tensors
         model = self._plain
@@ -232,7 +232,7 @@ class Trainer(Generic[T]):
         return Part(files, lambda directory: write(model, directory) if workers.leads else None)
 
     def _write_model(self, directory: Path) -> None:
-        """Write the model as one; where workers have divided it between them, the first gathers it."""
+        """Write the whole model; if workers have divided it between them, the first one gathers it."""
         workers, model = self._workers, self.model
         if workers.shard > 1:
             tensors = gathered(self.model, workers.leads)
@@ -240,9 +240,9 @@ class Trainer(Generic[T]):
         workers.together(lambda: self.task.write_model(model, directory) if workers.leads else None)
 
     def _take_step(self) -> tuple[Row, int]:
-        """The metrics of a step, and the tokens that it read."""
+        """Take a step; returns its metrics and the number of tokens that it read."""
         began, c = perf_counter(), self.config
-        if self._workers.size > 1:  # which a checkpoint of one generator could not continue
+        if self._workers.size > 1:  # a checkpoint has the state of one generator only
             torch.manual_seed((c.seed * 1_000_003 + self.step * 65_537 + self._workers.rank) % 2**63)
         batches = [batch.to(self._device) for batch in self.task.batches(self.step)]
         loss, norm, carried = self._differentiate(batches)
@@ -256,7 +256,7 @@ class Trainer(Generic[T]):
         return Row(self.step, self.tokens, loss, share * c.optimiser.lr, norm, perf_counter() - began, {}), tokens
 
     def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
-        """Mean cost, norm of its gradient (which is then clipped), and the states that are carried on."""
+        """The mean cost, the norm of its gradient (before clipping), and the states for the next step."""
         self.optimiser.zero_grad()
         total, count, states, workers = 0.0, self._count(batches), [], self._workers
         for number, (cost, state) in enumerate(self._costs(batches), 1):
@@ -277,7 +277,7 @@ class Trainer(Generic[T]):
             yield self.task.cost(self.model, batch, state, self._dtype)
 
     def _count(self, batches: list[Any]) -> int:
-        """Terms of the cost, those of all workers."""
+        """The number of terms in the cost, over all workers."""
         return max(1, self._total(sum(batch.counted for batch in batches)))
 
     def _total(self, here: int) -> int:
@@ -298,7 +298,7 @@ class Trainer(Generic[T]):
 
     def _evaluate(self, display: Display) -> dict[str, float]:
         display.evaluating()
-        self.model.eval()  # a model with dropout is judged without
+        self.model.eval()  # without dropout
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.model.train()
         put_away(self.model)
@@ -333,7 +333,7 @@ class Trainer(Generic[T]):
 
 @contextmanager
 def _naming(checkpoint: RunState) -> Iterator[None]:
-    """Tensors that do not fit are a checkpoint's mistake."""
+    """Name the checkpoint in errors about tensors that do not fit."""
     try:
         yield
     except (KeyError, RuntimeError, ValueError) as error:

@@ -31,8 +31,8 @@ _ITERATIONS = 5
 def orthogonalised(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
     """A matrix with the same singular vectors, and singular values of about one.
 
-    A singular value below some thousandth of the matrix's norm stays smaller. Computed in float32 or wider on a CPU and
-    in bfloat16 elsewhere; zeros stay zeros.
+    A singular value below about a thousandth of the matrix's norm stays smaller. It is computed in float32 or wider on
+    a CPU, and in bfloat16 elsewhere; zeros stay zeros.
     """
     a, b, c = _QUINTIC
     x = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
@@ -47,7 +47,7 @@ def orthogonalised(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over matrices. A fused projection is given as its parts, or they are made orthogonal as one."""
+    """Muon over matrices. Give a fused projection as its parts, or they are made orthogonal as one matrix."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Muon(torch.optim.Optimizer):
         shares: Mapping[Tensor, Share] | None = None,
         workers: Workers | None = None,
     ) -> None:
-        """As other optimisers; every parameter must be a matrix, or those of its rows that `shares` says lie here.
+        """As other optimisers; every parameter must be a matrix, or the rows of one that `shares` says lie here.
 
-        Each of several `workers` makes some of the matrices orthogonal, for all.
+        Each of several `workers` makes some of the matrices orthogonal, for all of them.
 
         Raises:
-            ValueError: one is not.
+            ValueError: a parameter is not a matrix.
         """
         self._shares, self._workers = dict(shares or {}), workers or Workers()
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         count = self._workers.size
         for group in self.param_groups:
             lr, decay = group["lr"], group["weight_decay"]
-            # Of about the same size at a time: a worker has one of them to compute.
+            # Each worker computes one of those taken together, so they should have about the same size.
             moved = sorted((p for p in group["params"] if p.grad is not None), key=self._size)
             for begin in range(0, len(moved), count):
                 some = moved[begin : begin + count]
@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
                     p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)
 
     def _momentum(self, p: Tensor, beta: float) -> Tensor:
-        """The whole matrix that a parameter is to move along, before it is made orthogonal."""
+        """The whole matrix of an update, before it is made orthogonal."""
         assert p.grad is not None
         mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
         mean.lerp_(p.grad, 1 - beta)
@@ -98,6 +98,6 @@ class Muon(torch.optim.Optimizer):
         return update if share is None else share.whole(update)
 
     def _size(self, p: Tensor) -> int:
-        """Numbers of the whole matrix."""
+        """How many numbers the whole matrix has."""
         share = self._shares.get(p)
         return p.numel() if share is None else share.bounds[-1] * p.shape[1]

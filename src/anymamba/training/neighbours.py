@@ -1,7 +1,7 @@
-"""What simpler methods make of the held-out text, so that a model's bits per byte can be compared with something.
+"""How simpler methods do on the held-out text, to compare a model's bits per byte with.
 
-`xz -9` may copy from the held-out text itself, and knows nothing else. A byte n-gram has read some of the training text
-and predicts from the bytes before:
+`xz -9` can copy from the held-out text itself, and knows nothing else. A byte n-gram has read some of the training text
+and predicts from the preceding bytes:
 
     p_0 = 1/256        p_k+1(byte | k bytes before) = (count(before, byte) + β p_k(byte)) / (count(before) + β)
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 ORDER = 5  # bytes of an n-gram, the predicted one included
-TRAINING_BYTES = 2**22  # the most training text that it reads
+TRAINING_BYTES = 2**22  # the most training text that an n-gram reads
 _BETA = 4.0
 
 _Keys = npt.NDArray[np.uint64]
@@ -43,7 +43,7 @@ def ngram_bits(training: bytes, text: bytes) -> float:
 
 
 def _keys(text: bytes, n: int) -> _Keys:
-    """Every n bytes of a text that follow one another, as a number, the first byte foremost."""
+    """Every n consecutive bytes of a text as a number, the first byte in the highest place."""
     letters = np.frombuffer(text, np.uint8).astype(np.uint64)
     keys = np.zeros(max(0, len(letters) - n + 1), np.uint64)
     for i in range(n):

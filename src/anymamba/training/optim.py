@@ -17,7 +17,7 @@ from anymamba.training.pieces import Piece
 from anymamba.training.sections import OptimiserSection, ScheduleSection
 from anymamba.training.shares import Share, local
 
-# What the optimisers keep of a parameter.
+# What the optimisers keep for a parameter.
 _ADAM_STATE, _MUON_STATE = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
 
 
@@ -26,9 +26,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """A model's parameters in two groups for an optimiser of torch: those that are decayed, and those that are not.
 
-    Decayed are the weights of projections (`nn.Linear`). Step sizes, decay rates, skips, norms, biases, convolutions,
+    The weights of projections (`nn.Linear`) are decayed. Step sizes, decay rates, skips, norms, biases, convolutions,
     the weights of MIMO and initial states are not: they have a scale of their own. The embedding and the head of a
-    `MambaLM`, wherever it is in the model, are only if `decay_embeddings` says so.
+    `MambaLM`, wherever it is in the model, are decayed only if `decay_embeddings` says so.
 
         torch.optim.AdamW(parameter_groups(model), lr=1e-3)
     """
@@ -53,21 +53,21 @@ def _by_decay(model: nn.Module, decay_embeddings: bool) -> tuple[dict[str, Tenso
 
 
 def _embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The embeddings, and the heads that are other parameters."""
+    """The embeddings, and heads that are separate parameters."""
     weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     weights |= {id(m.lm_head.weight) for m in model.modules() if isinstance(m, MambaLM)}
     return {name: p for name, p in model.named_parameters() if id(p) in weights}
 
 
 class PlanRow(NamedTuple):
-    """Who moves a parameter, or a part of one.
+    """Which optimiser moves a parameter, or a part of one.
 
     Attributes:
         name: of the parameter, with the part in brackets.
-        shape: of it.
+        shape: of the parameter or part.
         owner: "Muon" or "AdamW".
         decayed: whether weight decay applies.
-        share: of all parameters of the model.
+        share: its share of all numbers in the model.
     """
 
     name: str
@@ -78,7 +78,7 @@ class PlanRow(NamedTuple):
 
 
 def plan(model: nn.Module, config: OptimiserSection | None = None) -> list[PlanRow]:
-    """Who moves what: a row for each parameter, or part of one, in the order of the optimisers' groups.
+    """Which optimiser moves what: a row for each parameter or part, in the order of the optimisers' groups.
 
     Args:
         model: as it will be trained.
@@ -88,7 +88,7 @@ def plan(model: nn.Module, config: OptimiserSection | None = None) -> list[PlanR
 
 
 def plan_table(rows: list[PlanRow]) -> str:
-    """A plan for a reader: layers that are alike share a row, and the last rows add up what each optimiser moves."""
+    """A plan as a table: layers that are alike share a row, and the last rows add up what each optimiser moves."""
     merged: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         name = re.sub(r"(^|\.)\d+\.", r"\1*.", row.name)
@@ -107,8 +107,8 @@ def plan_table(rows: list[PlanRow]) -> str:
 class Optimiser:
     """AdamW; or Muon for the hidden matrices, cut into their parts, and AdamW for the rest.
 
-    Make it when the parameters are where they shall stay: what is cut is a view of its parameter, with a gradient and a
-    state of its own.
+    Make it once the parameters are where they will stay: a part is a view of its parameter, with its own gradient and
+    state.
     """
 
     def __init__(self, model: nn.Module, config: OptimiserSection, workers: Workers | None = None) -> None:
@@ -116,7 +116,7 @@ class Optimiser:
         decayed, others = _by_decay(model, config.decay_embeddings)
         matrices: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, int]] = []  # a view, the parameter, the first of its rows
-        self._shares: dict[str, Share] = {}  # of what workers have divided between them
+        self._shares: dict[str, Share] = {}  # of parameters that workers have divided between them
         cut = hidden_matrices(model) if config.kind == "muon" else {}
         for name, weight in {**decayed, **others}.items():
             if name not in cut:
@@ -160,7 +160,7 @@ class Optimiser:
         self._groups = [(group, group["lr"]) for optimiser in self._optimisers for group in optimiser.param_groups]
 
     def _here(self, name: str, weight: Tensor, begin: int, rows: int) -> Tensor:
-        """Some rows of a parameter, as far as they lie here: the parameter itself, or a view of it."""
+        """The rows among these of a parameter that lie here: the parameter itself, or a view of it."""
         share = Share.of(weight, begin, rows)
         if share is None and rows == (len(weight) if weight.ndim else 1):
             return weight
@@ -173,12 +173,12 @@ class Optimiser:
         return part
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Of all rows, wherever they lie."""
+        """The shape with all rows, wherever they lie."""
         shape, share = self._owned[name][0].shape, self._shares.get(name)
         return tuple(shape) if share is None else (share.bounds[-1], *shape[1:])
 
     def plan(self) -> list[PlanRow]:
-        """Who moves what."""
+        """Which optimiser moves what."""
         sizes, adam = {name: math.prod(self._shape(name)) for name in self._owned}, self._optimisers[0].state
         total, owners = sum(sizes.values()), ("Muon", "AdamW")
         return [
@@ -204,7 +204,7 @@ class Optimiser:
     def tensors(self) -> dict[str, Tensor | Piece]:
         """The state by name: "backbone.norm_f.weight.exp_avg", "backbone.layers.0.mixer.in_proj.weight[x].momentum".
 
-        Of what workers have divided between them, the rows that lie here.
+        Tensors that workers have divided between them have the rows that lie here.
         """
         return {
             f"{name}.{key}": x if key == "step" or name not in self._shares else self._shares[name].piece(x)
@@ -213,14 +213,14 @@ class Optimiser:
         }
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
-        """Set the state, of which only the rows that lie here are read.
+        """Set the state; only the rows that lie here are read.
 
         Args:
             tensors: all rows by name, as `tensors` of one process gives them or as a checkpoint has them.
 
         Raises:
             KeyError: there is no such parameter.
-            ValueError: a state lacks a part, or one has another shape or dtype than the parameter.
+            ValueError: a state is incomplete, or has another shape or dtype than the parameter.
         """
         found: dict[str, dict[str, Any]] = {}
         for key, x in tensors.items():
@@ -242,7 +242,7 @@ class Optimiser:
 
 
 def _cut(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, int, int, bool]]:
-    """The parts of a weight: their names, the first of its rows and how many they are, and whether it is a matrix."""
+    """The parts of a weight: name, first row, number of rows, and whether it is a matrix."""
     path, _, projection = name.removesuffix(".weight").rpartition(".")
     owner: Any = model.get_submodule(path)
     parts = owner.projection_parts().get(projection, ()) if hasattr(owner, "projection_parts") else ()
@@ -264,7 +264,7 @@ def _is_named(key: str, chosen: str) -> bool:
 
 
 def _expect_named(chosen: Iterable[str], keys: list[str]) -> None:
-    """Refuse names of parts that there are not; those of a default may be of another family."""
+    """Refuse names of parts that do not exist; the default may name those of another family."""
     usual = OptimiserSection().muon_without
     if strange := [name for name in chosen if name not in usual and not any(_is_named(key, name) for key in keys)]:
         known = ", ".join(dict.fromkeys(key.replace(".weight", "").rpartition(".")[2] for key in keys))
@@ -274,7 +274,7 @@ def _expect_named(chosen: Iterable[str], keys: list[str]) -> None:
 def clip_gradients(model: nn.Module, largest: float, workers: Workers | None = None) -> float:
     """The norm of all gradients together, which are then scaled down if it is above `largest` (0: never).
 
-    Of gradients that workers have divided between them, it is the norm of the whole.
+    For gradients that workers have divided between them, it is the norm of the whole.
     """
     grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)

@@ -1,4 +1,4 @@
-"""Several processes that train one model, as torchrun starts them: their places, and what they tell each other.
+"""Several processes that train one model, as torchrun starts them: their places, and their messages.
 
 The workers are a mesh of `replicate · shard · context`, the last of which is the innermost: workers of consecutive
 ranks share a sequence. Rows of a step are divided over `replicate · shard`, the weights over `shard`.
@@ -31,20 +31,20 @@ from anymamba.training.sections import ParallelSection
 
 T = TypeVar("T")
 _TURNS = itertools.count()
-_EVER = timedelta(days=365)  # as long as it takes to tokenise a text
-_ANSWERS = 5.0  # seconds in which all that are alive have noticed that one is not
+_EVER = timedelta(days=365)  # as long as it may take to tokenise a text
+_ANSWERS = 5.0  # seconds in which all live workers have noticed that one is not
 _DROPS = 0.3  # seconds in which a thread of gloo drops the last message
-_LOOKS = 5.0  # seconds between two looks whether torchrun is alive
+_LOOKS = 5.0  # seconds between two checks whether torchrun is alive
 
 
 class SharedError(ValueError):
-    """A mistake that every worker raises, and the first one tells."""
+    """An error that every worker raises, and the first one reports."""
 
     is_shared = True
 
 
 class Workers:
-    """All processes of a run, and the place of this one. One process alone is a mesh of one.
+    """All processes of a run, and the place of this one. A single process is a mesh of one.
 
     Attributes:
         rank: of this process.
@@ -62,7 +62,7 @@ class Workers:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that speaks and writes."""
+        """Whether this is the process that reports and writes."""
         return self.rank == 0
 
     @property
@@ -72,19 +72,19 @@ class Workers:
 
     @property
     def reader(self) -> int:
-        """Which of them is read here."""
+        """Which of these parts is read here."""
         return self.rank // self.context
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Over whose last dimension the weights are divided; None where they are the same on all workers."""
+        """The mesh over whose last dimension the weights are divided; None if they are the same on all workers."""
         return self._mesh
 
     def arrange(self, section: ParallelSection, device: torch.device) -> None:
         """Take the places that a config asks for.
 
         Raises:
-            ValueError: there are more or fewer workers than that.
+            ValueError: it asks for more or fewer workers than there are.
         """
         fixed = section.shard * section.context
         wanted = fixed * (section.replicate or max(1, self.size // fixed))
@@ -112,7 +112,7 @@ class Workers:
                     self.neighbours = Neighbours(row, self.rank, group)
 
     def expect_alone(self) -> None:
-        """Refuse several workers, for what one process does.
+        """Refuse several workers, for a task of one process.
 
         Raises:
             ValueError: there are several.
@@ -123,10 +123,10 @@ class Workers:
             )
 
     def together(self, function: Callable[[], T]) -> T:
-        """What `function` gives here; a mistake on one worker is a mistake of all, raised on each.
+        """What `function` returns here; an error on one worker is raised on all of them.
 
         Raises:
-            SharedError: there was one.
+            SharedError: there was an error on some worker.
         """
         if self.size == 1:
             return function()
@@ -142,7 +142,7 @@ class Workers:
         raise SharedError(found[0] if first == 0 else f"worker {first} of {self.size}: {found[first]}")
 
     def first(self, function: Callable[[], str]) -> str:
-        """What `function` gives on the first worker, on all of them; the others wait for as long as it takes.
+        """What `function` returns on the first worker, for all of them; the others wait as long as it takes.
 
         Raises:
             SharedError: the first worker raised.
@@ -163,18 +163,18 @@ class Workers:
         return found[1:]
 
     def sum(self, values: Tensor, doing: str = "to add up numbers", group: Any = None) -> Tensor:
-        """The sum over all workers, or those of a group, in place."""
+        """The sum over all workers, or those of a group; computed in place."""
         if self.size > 1:
             self._doing = doing
             dist.all_reduce(values, group=group)
         return values
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on some worker."""
+        """Whether `here` is true on some worker."""
         return bool(self.sum(torch.tensor(float(here)), "to agree").item()) if self.size > 1 else here
 
     def told(self, here: str) -> str:
-        """What one worker says, on all of them: the first that says anything, and which it is."""
+        """What one worker says, for all of them: the first that says anything, and its rank."""
         if self.size == 1:
             return here
         said = self._said(here)
@@ -190,12 +190,12 @@ class Workers:
         return said
 
     def mailbox(self) -> tuple[Any, str]:
-        """A connection to the store for a thread, so that the others need not wait for it, and a name for messages."""
+        """A separate connection to the store for a thread, and a name for its messages."""
         return _store().clone(), _key()
 
     @property
     def writes(self) -> bool:
-        """Whether this worker writes its rows of the weights: one of each copy does."""
+        """Whether this worker writes its rows of the weights: of several with the same rows, one does."""
         return self.rank < self.shard * self.context and self.rank % self.context == 0
 
     @property
@@ -204,20 +204,20 @@ class Workers:
         return self.rank // self.context % self.shard
 
     def device_name(self, name: str) -> str:
-        """The device of this worker, where a config names a kind of them."""
+        """The device of this worker, if a config names a kind of devices."""
         return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
 
     def share_group(self) -> Any:
-        """The workers over which the weights that this one has a part of are divided."""
+        """The group of workers that divide the weights with this one."""
         return None if self._mesh is None else self._mesh.get_group("shard")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where a worker does not answer in time or is gone, an error that says so in place of one of the connection.
+        """Replace errors of the connection by one that says who did not answer in time or is gone.
 
         Raises:
-            TimeoutError: one did not answer.
-            ConnectionError: one is gone, or torchrun is.
+            TimeoutError: a worker did not answer.
+            ConnectionError: a worker or torchrun is gone.
         """
         try:
             yield
@@ -230,10 +230,10 @@ class Workers:
             raise ConnectionError(self._lost(reason)) from error
 
     def expect_launcher(self) -> None:
-        """Refuse to continue where torchrun is gone: nobody would start again what fails; looks every few seconds.
+        """Refuse to continue without torchrun, as nothing would restart a failed worker; checks every few seconds.
 
         Raises:
-            ConnectionError: it is.
+            ConnectionError: torchrun is gone.
         """
         if self.size > 1 and monotonic() - self._looked > _LOOKS:
             self._looked = monotonic()
@@ -241,7 +241,7 @@ class Workers:
                 raise ConnectionError(self._lost("the store does not answer"))
 
     def _is_launched(self) -> bool:
-        """Whether the store answers, which is torchrun's or that of the first worker."""
+        """Whether the store answers, which belongs to torchrun or the first worker."""
         try:
             _store().check(["launched"])
         except RuntimeError:
@@ -253,11 +253,11 @@ class Workers:
         return f"worker {self.rank} of {self.size}: {who} is gone, while this one waited {self._doing} ({reason})"
 
     def doing(self, what: str) -> None:
-        """Note what is about to be exchanged, to be named if it never is."""
+        """Note what is about to be exchanged, for the error if that fails."""
         self._doing = what
 
     def _missing(self, reason: str) -> str:
-        """Who does not answer: all that are alive run into the same limit, and say so."""
+        """Who does not answer: all live workers run into the same limit, and report it."""
         store = _store()
         keys = [f"alive/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], self._doing)
@@ -273,9 +273,9 @@ class Workers:
 
 
 def joined() -> Workers:
-    """The processes that torchrun has started, connected; or this one alone.
+    """Connect to the processes that torchrun has started; without torchrun, this process alone.
 
-    Messages go through gloo, and those from GPU to GPU through nccl where there are any.
+    Messages go through gloo, and those between GPUs through nccl.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -284,8 +284,8 @@ def joined() -> Workers:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
-        # Its default arguments are the group that there is when it is imported. If that were ours, its threads would
-        # outlive `_leave`, and end the process with an abort where they are not idle yet.
+        # Its default arguments hold the group that exists when it is imported. If that were ours, its threads would
+        # outlive `_leave`, and abort the process if they are not idle yet.
         import_module("torch.distributed.nn.functional")
         store, rank, size = next(rendezvous("env://"))
         store = PrefixStore(f"anymamba/{_start(store, rank, size)}", store)
@@ -297,9 +297,9 @@ def joined() -> Workers:
 def _start(store: Any, rank: int, size: int) -> str:
     """A name for this start of the workers: torchrun may have started them before, with the same store.
 
-    Every worker says hello with a token of its own; the first one lists what it has heard until all have found their
-    token in the list and answered this first one, whose token is the name. The store still has what was said before a
-    restart, so an answer names the one that it is for.
+    Every worker publishes a token. The first worker publishes a list of all tokens until every other worker has found
+    its own there and has answered; the token of the first worker is the name. The store still holds messages from
+    before a restart, so an answer names the first worker's token.
     """
     token = secrets.token_hex(8)
     store.set(f"anymamba/hello/{rank}", token)
@@ -318,10 +318,10 @@ def _start(store: Any, rank: int, size: int) -> str:
 
 
 def _leave() -> None:
-    """Take leave of the others, and of gloo's threads: one that is at work while the interpreter ends would abort it.
+    """Leave the process group and end gloo's threads: one that is busy while the interpreter exits would abort it.
 
-    A group joins its threads when nothing refers to it any more, and models that are divided refer to theirs in
-    circles. Where somebody still holds one, its threads get a moment to drop what they have sent.
+    A group joins its threads when nothing refers to it any more, and divided models refer to theirs in cycles. If
+    something still holds a group, its threads get a moment to drop what they have sent.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -330,18 +330,18 @@ def _leave() -> None:
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether an error is one of messages between processes: gloo and nccl have none of their own kind."""
+    """Whether an error is about messages between processes: gloo and nccl have no types for them."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "broken pipe")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the processes again, because one of them was lost."""
+    """Whether torchrun has restarted the processes because one of them was lost."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _key() -> str:
-    """A name in the store for what all workers are about to say; they all say the same number of things."""
+    """A name in the store for the next message; all workers send the same number of messages."""
     return f"said/{next(_TURNS)}"
 
 

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint: written whole by one worker or in pieces by several, and read by any number of them.
 
-A kind of tensors (model, optimiser, carried) is one file, `model.safetensors`, or a numbered one from each worker that
-has rows of them, `model-00001-of-00002.safetensors`. The header of a numbered file has, as JSON under "pieces", how
+A kind of tensors (model, optimiser, carried) is one file, `model.safetensors`, or a numbered file from each worker that
+has rows of them, `model-00001-of-00002.safetensors`. The header of a numbered file says, as JSON under "pieces", how
 many rows each of its divided tensors has in all, and which of them are here, in the order of the file.
 """
 
@@ -27,8 +27,8 @@ class Piece(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
-        rows: one after another.
-        spans: which they are: the first of each run of rows, and the one after its last.
+        rows: the rows, one after another.
+        spans: which rows they are: the first of each run, and the one after its last.
         total: how many rows the whole tensor has.
     """
 
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 
 
 def file_name(kind: str, place: int, places: int) -> str:
-    """Of the file with the tensors of a kind that the worker at a place writes."""
+    """The name of the file with the tensors of a kind that the worker at a place writes."""
     return f"{kind}.safetensors" if places == 1 else f"{kind}-{place + 1:05d}-of-{places:05d}.safetensors"
 
 
 def files_of(kind: str, names: list[str]) -> list[str]:
-    """The files of a kind among all of a checkpoint, in the order of their numbers; none if it has none.
+    """The files of a kind among the names in a checkpoint, in the order of their numbers.
 
     Raises:
         ValueError: some of them are missing.
@@ -73,25 +73,25 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor | Piece]) -> None:
     pieces = {name: x for name, x in tensors.items() if isinstance(x, Piece)}
     table = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
     content = {name: x.rows if isinstance(x, Piece) else x for name, x in tensors.items()}
-    # A file of nothing at all, as of an optimiser before its first step, could not be read.
+    # Without metadata, a file without tensors could not be read, as that of an optimiser before its first step.
     write_tensors(path, content, {"pieces": json.dumps(table)} if _NUMBERED.fullmatch(path.name) else {})
 
 
 class StoredTensor:
-    """A tensor of a checkpoint, wherever its rows lie; they are read when they are asked for.
+    """A tensor of a checkpoint, wherever its rows lie; they are read on demand.
 
     Attributes:
         shape: of all rows.
-        dtype: of the file.
+        dtype: as in the files.
     """
 
     def __init__(self, owner: StoredTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Nothing is read yet."""
         self.shape, self.dtype, self._owner, self._name = shape, dtype, owner, name
-        self._runs: list[tuple[int, int, Path, int]] = []  # first and last row, where they are, the first of them there
+        self._runs: list[tuple[int, int, Path, int]] = []  # first row, end, the file, and the first row's place in it
 
     def add(self, path: Path, spans: tuple[tuple[int, int], ...]) -> None:
-        """Note that a file has some rows."""
+        """Note which rows a file has."""
         first = 0
         for begin, end in spans:
             self._runs.append((begin, end, path, first))
@@ -99,10 +99,10 @@ class StoredTensor:
         self._runs.sort()
 
     def expect_all_rows(self) -> None:
-        """Refuse rows that no file has, or two have.
+        """Refuse rows that no file or more than one has.
 
         Raises:
-            ValueError: there are some.
+            ValueError: there are such rows.
         """
         if not self.shape:
             if len(self._runs) > 1:
@@ -115,7 +115,7 @@ class StoredTensor:
             raise ValueError(f"each of the {self.shape[0]} rows of {self._name} should be in one file, got {found}")
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
-        """Consecutive rows, or all, in memory of their own."""
+        """Consecutive rows, or all, in new memory."""
         if not self.shape:
             return self._owner.file(self._runs[0][2]).get_tensor(self._name).clone()
         begin, end = (0, self.shape[0]) if isinstance(rows, EllipsisType) else rows.indices(self.shape[0])[:2]
@@ -130,7 +130,7 @@ class StoredTensor:
 
 
 class StoredTensors(Mapping[str, StoredTensor]):
-    """The tensors of a kind in a checkpoint by name, of which each worker reads the rows that it needs."""
+    """The tensors of a kind in a checkpoint, by name; each worker reads the rows that it needs."""
 
     def __init__(self, files: list[Path]) -> None:
         """Read the headers.
@@ -177,11 +177,11 @@ class StoredTensors(Mapping[str, StoredTensor]):
         self._stack.close()
 
     def pop(self, name: str) -> StoredTensor | None:
-        """Take a tensor out, if it is there."""
+        """Remove and return a tensor, if it is there."""
         return self._tensors.pop(name, None)
 
     def whole(self) -> dict[str, Tensor]:
-        """All tensors, in memory of their own."""
+        """All tensors, in new memory."""
         return {name: x[...] for name, x in self.items()}
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -201,7 +201,7 @@ def _expect_piece(path: Path, name: str, entry: Any, shape: tuple[int, ...]) -> 
     """How many rows a tensor has in all, and which of them a file has.
 
     Raises:
-        ValueError: that is not what the file says, or not what it has.
+        ValueError: the file does not say so, or has other rows.
     """
     match entry:
         case {"rows": int(total), "spans": [*found]} if shape and all(map(_is_span, found)):
@@ -212,7 +212,7 @@ def _expect_piece(path: Path, name: str, entry: Any, shape: tuple[int, ...]) -> 
 
 
 def _is_span(found: Any) -> bool:
-    """Whether this is the first of some rows, and the one after the last."""
+    """Whether this is the first of some rows, and the row after the last."""
     return (
         isinstance(found, list) and len(found) == 2 and all(type(x) is int for x in found) and 0 <= found[0] < found[1]
     )

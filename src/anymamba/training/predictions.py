@@ -1,4 +1,4 @@
-"""What a model that was trained on files says of others: classes, numbers, forecasts, embeddings."""
+"""What a model that was trained on files predicts for others: classes, numbers, forecasts, embeddings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MODELS = {name: kind.MODEL for name, kind in TASKS.items()}
 
 
 class Predictor:
-    """A trained model, with what it knows of its files.
+    """A trained model, with what it knows about its files.
 
     Attributes:
         model: the model.
-        facts: of the files, as the run wrote them.
+        facts: about the files, as the run wrote them.
     """
 
     def __init__(self, directory: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -47,7 +47,7 @@ class Predictor:
         self._target_scale = _scale(self.facts.get("target_scale"))
 
     def read(self, path: str) -> Table:
-        """The sequences of a file, which has the inputs of the training's files.
+        """The sequences of a file, which must have the same inputs as the training files.
 
         Raises:
             ValueError: something in it cannot be used, or it has other inputs.
@@ -55,16 +55,16 @@ class Predictor:
         return open_table(self.facts, path)
 
     def predict(self, table: Table, *, rows: int = 32, steps: int = 1) -> Iterator[dict[str, Any]]:
-        """What the model says of each sequence, in their order; a forecast has a line for each step.
+        """What the model predicts for each sequence, in order; a forecast has a line for each step.
 
         Args:
             table: from `read`.
-            rows: sequences that are computed together.
-            steps: of a forecast, each from those before it.
+            rows: how many sequences are computed together.
+            steps: of a forecast, each predicted from those before it.
         """
         for start in range(0, len(table.sequences), rows):
             chosen = table.sequences[start : start + rows]
-            if self.facts["task"] != "next-value":  # longer ones were cut in training, too
+            if self.facts["task"] != "next-value":  # longer ones were cut in training as well
                 chosen = [x[: self.facts["length"]] for x in chosen]
             if self._scale is not None:
                 chosen = [self._scale.shrink(x) for x in chosen]

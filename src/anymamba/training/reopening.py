@@ -1,4 +1,4 @@
-"""Whether a directory has a run, and opening the one that it has, perhaps with another config."""
+"""Whether a directory has a run, and how it is opened again, perhaps with another config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def expect_no_run(directory: Path) -> None:
     """Refuse a directory that has a run, or a model or metrics that a run would replace.
 
     Raises:
-        ValueError: it has.
+        ValueError: it has one of these.
     """
     if checkpoints(directory / "checkpoints"):
         raise ValueError(
@@ -44,7 +44,7 @@ class Reopened(Generic[C]):
     Attributes:
         checkpoint: the latest good one.
         config: to continue with.
-        changes: of the config, before and after, by name: they count from the next step on.
+        changes: of the config, before and after, by name; they apply from the next step on.
     """
 
     checkpoint: RunState
@@ -62,19 +62,19 @@ def reopen(
 ) -> Reopened[C]:
     """Open a run at its latest good checkpoint.
 
-    A config may differ in what changes no weight, in what may change on the way (learning rates among them), and in its
-    schedule where that gives the steps taken the rates that they had.
+    A config may differ in fields that change no weight, in fields that may change on the way (such as learning rates),
+    and in its schedule if the steps taken keep the rates that they had.
 
     Args:
         directory: of the run.
         kind: of its config.
         wanted: the config to continue with, given that of the run.
         report: receives a line for each damaged checkpoint and each change.
-        instead: what may be done where the config differs in more.
-        workers: that open it together.
+        instead: what to do instead if the config differs in more.
+        workers: which open it together.
 
     Raises:
-        ValueError: there is no checkpoint, another process is at work on the run, or the config differs in more.
+        ValueError: there is no checkpoint, another process is using the run, or the config differs in more.
     """
     workers, lock = workers or Workers(), ExitStack()
     with lock:
@@ -101,6 +101,6 @@ def reopen(
 
 
 def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> bool:
-    """Whether the steps taken have the rates in a new schedule that they had in the old one."""
+    """Whether the steps taken have the same rates in a new schedule as in the old one."""
     rates = (learning_rate(step, 1.0, old) == learning_rate(step, 1.0, new) for step in range(steps))
     return new.steps >= steps and (new == old or all(rates))

@@ -17,12 +17,12 @@ class Row(NamedTuple):
 
     Attributes:
         step: counted from 1.
-        tokens: read so far.
+        tokens: how many were read so far.
         loss: mean over the step's targets, in nats.
         learning_rate: of the step.
         gradient_norm: before clipping.
-        seconds: that the step took.
-        evaluated: what the evaluation found, by name, if there was one after the step.
+        seconds: how long the step took.
+        evaluated: what the evaluation after the step found, by name, if there was one.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     evaluated: dict[str, float]
 
     def metrics(self) -> dict[str, int | float]:
-        """What a logger wants, by name: all but the step, with what the evaluation found."""
+        """What a logger wants, by name: all but the step, and what the evaluation found."""
         values = self._asdict()
         return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluated
 
@@ -43,13 +43,13 @@ _COLUMNS = Row._fields[:-1]
 
 
 class MetricsTable:
-    """metrics.csv: a row a step, and after a resume exactly the rows of the steps that count."""
+    """metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count."""
 
     def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
-        """Open the table, keeping the rows up to `step`; `names` are those of what evaluations find.
+        """Open the table, keeping the rows up to `step`; `names` are the names of what evaluations find.
 
         Raises:
-            ValueError: a row is not readable, or a column is none of the names.
+            ValueError: a row is not readable, or a column has none of the names.
         """
         self._path, self._names = path, names
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
@@ -82,7 +82,7 @@ class MetricsTable:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a table; one at its end that is torn, as a crash may leave it, is left out.
+    """The rows of a table; an incomplete one at its end, as a crash may leave it, is left out.
 
     Raises:
         ValueError: another row is not readable.
@@ -116,7 +116,7 @@ def can_plot() -> bool:
 
 
 def plot_metrics(metrics: Path, target: Path, name: str, neighbours: dict[str, float]) -> None:
-    """Draw the training's loss and, beside it, what evaluations found and what simpler methods reach."""
+    """Draw the training loss and, beside it, what evaluations found and what simpler methods reach."""
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics)

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: a field is declared here, and files, options and help follow."""
+"""The sections of a run's configuration: fields are declared here, and files, options and help follow from them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def option(value: Any, help: str, *, default: str = "", free: bool = False, onwa
     """A field.
 
     Args:
-        value: if nothing is given.
+        value: the default.
         help: a phrase for the command line.
         default: what a value of None stands for.
-        free: it may differ when a run is resumed, because it changes no weight.
-        onwards: it may differ when a run is resumed, and counts for the steps from there on.
+        free: whether it may differ when a run is resumed, because it changes no weight.
+        onwards: whether it may differ when a run is resumed, and then applies to the steps from there on.
     """
     return field(default=value, metadata={"help": help, "default": default, "free": free, "onwards": onwards})
 
 
 def at_least(section: Any, least: int, *names: str) -> None:
-    """Refuse a section whose fields of these names are below `least`."""
+    """Refuse a section in which one of these fields is below `least`."""
     for name in names:
         if (value := getattr(section, name)) is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim: int) -> dict[str, Any]:
-    """The family of a model's blocks and the fields of their config, with sizes for those that are left open.
+    """The family of a model's blocks and the fields of their config, with sizes where none are given.
 
     Args:
         section: has `d_state`, `headdim` and `block`.
@@ -64,7 +64,7 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The language model: one to start from, or one dial, or its sizes."""
+    """The language model: one to start from, or a new one by one dial or by its sizes."""
 
     init: str | None = option(
         None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
@@ -111,10 +111,10 @@ class ModelSection:
         )
 
     def expect(self, found: MambaLMConfig) -> None:
-        """Refuse a model to begin with that differs in what this section says.
+        """Refuse a model to start from that differs from what this section says.
 
         Raises:
-            ValueError: it does.
+            ValueError: it differs.
         """
         block, depth = found.block_config(), self.depth
         asked = {
@@ -135,7 +135,7 @@ class ModelSection:
             if a is not None and b != (tuple(a) if isinstance(a, list) else a)
         ]
         if differ:
-            raise ValueError(f"model.init = {self.init}: another model than the fields beside it: {', '.join(differ)}")
+            raise ValueError(f"model.init = {self.init}: not what the other fields say: {', '.join(differ)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class OptimiserSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """How long, and the learning rate on the way."""
+    """The number of steps, and the learning rate over them."""
 
     steps: int = option(1000, "number of steps")
     kind: Literal["cosine", "wsd", "constant"] = option(
@@ -253,7 +253,7 @@ class BatchSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSection:
-    """Numbers and memory."""
+    """How numbers are computed, and what is kept in memory."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "dtype to compute in; bfloat16: autocast, with weights in float32"
@@ -283,7 +283,7 @@ class ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """What is looked at on the way."""
+    """What is evaluated and logged during a run."""
 
     every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
     log_every: int = option(10, "steps between lines of progress, if stderr is not a terminal", free=True)
@@ -300,7 +300,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEvaluationSection(EvaluationSection):
-    """What is looked at on the way, and a sample."""
+    """What is evaluated and logged during a run, with a sample of text."""
 
     prompt: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""What tasks on files share: sequences of one length or several, in batches, with numbers brought to one scale.
+"""What tasks on files share: sequences of one length or several, in batches, with scaled numbers.
 
 Letters: b sequences, t time, c numbers of a step.
 """
@@ -22,8 +22,8 @@ class SequenceBatch(NamedTuple):
     Attributes:
         inputs: (b, t) bytes as int64, or (b, t, c) numbers.
         lengths: of each, (b,).
-        targets: what is to be said of them; its shape is the task's.
-        counted: terms of the cost.
+        targets: what is to be predicted; the shape depends on the task.
+        counted: the number of terms in the cost.
     """
 
     inputs: Tensor
@@ -33,12 +33,12 @@ class SequenceBatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Steps that are read, without padding."""
+        """How many steps are read, without padding."""
         return int(self.lengths.sum())
 
     @property
     def mask(self) -> Tensor | None:
-        """The lengths, where they differ from the width of the batch."""
+        """The lengths, or None if all are the width of the batch."""
         return None if bool((self.lengths == self.inputs.shape[1]).all()) else self.lengths
 
     def to(self, device: torch.device) -> SequenceBatch:
@@ -47,7 +47,7 @@ class SequenceBatch(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How numbers are brought to mean 0 and deviation 1, each channel for itself.
+    """How numbers are scaled to mean 0 and deviation 1, each channel by itself.
 
     Attributes:
         mean: of each channel, (c,).
@@ -59,18 +59,18 @@ class Scale(NamedTuple):
 
     @staticmethod
     def of(rows: np.ndarray, wanted: bool = True) -> Scale:
-        """From rows (n, c); not `wanted`: as they are."""
+        """The scale of rows (n, c); if not `wanted`, one that changes nothing."""
         if not wanted:
             return Scale(np.zeros(rows.shape[1]), np.ones(rows.shape[1]))
         deviation = rows.std(0)
         return Scale(rows.mean(0), np.where(deviation > 0, deviation, 1.0))
 
     def shrink(self, x: np.ndarray) -> np.ndarray:
-        """To mean 0 and deviation 1."""
+        """Scale to mean 0 and deviation 1."""
         return (x - self.mean) / self.deviation
 
     def grow(self, x: np.ndarray) -> np.ndarray:
-        """Back."""
+        """Scale back."""
         return x * self.deviation + self.mean
 
 
@@ -97,7 +97,7 @@ def order_of_step(seed: int, step: int, rows: int, count: int) -> list[int]:
 
 
 def split(table: Table, seed: int, share: float) -> tuple[list[int], list[int]]:
-    """Numbers of the sequences to train on, and of those that are held out.
+    """The numbers of the sequences to train on, and of the held-out ones.
 
     Raises:
         ValueError: there are too few.
@@ -111,7 +111,7 @@ def split(table: Table, seed: int, share: float) -> tuple[list[int], list[int]]:
 
 
 def checksum(table: Table) -> str:
-    """Of every number, byte and target."""
+    """A checksum of every number, byte and target."""
     digest = hashlib.blake2b(digest_size=16)
     for x, said in zip(table.sequences, table.targets, strict=True):
         digest.update(f"{x.dtype} {x.shape} {said}".encode())

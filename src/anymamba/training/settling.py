@@ -1,4 +1,4 @@
-"""What a config of a language model leaves open, and whether it can work: known before any text is read."""
+"""What the config of a language model leaves open, and whether it can work, before any text is read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from anymamba.training.parallel import Workers
 
 
 def placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
-    """A config whose rows and layers go together with its mesh, in which the workers take their places.
+    """Let the workers take their places in a config's mesh, and check that its rows and layers fit the mesh.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not fit.
     """
     device = find_device(workers.device_name(config.device), "device =")
     c, p = config.batch, config.parallel
@@ -31,7 +31,7 @@ def placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
         )
     if p.context > 1:
         if config.precision.compile:
-            raise ValueError("precision.compile = true: torch cannot compile layers of a sequence that workers share")
+            raise ValueError("precision.compile = true: torch cannot compile layers if workers share a sequence")
         own = c.tokens // c.accumulation // workers.readers // p.context
         least = 1 if config.model.init else getattr(config.model.lm_config(256).block_config(), "d_conv", 1)
         if own < least:
@@ -43,10 +43,10 @@ def placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
 
 
 def settled(config: TrainingConfig) -> TrainingConfig:
-    """A config with the tokenizer that it leaves open, once all that can be checked without reading text is.
+    """Check what can be checked without reading text, and return the config with a tokenizer if it left that open.
 
     Raises:
-        ValueError: the device, the model, the one to begin with or the tokenizer cannot work.
+        ValueError: the device, the model, the model to start from or the tokenizer cannot work.
     """
     device, name = find_device(config.device, "device ="), config.data.tokenizer
     pairs = None if name is None else byte_pair_size(name)

@@ -1,7 +1,7 @@
 """Tokenised text on disk: memory-mapped shards of whole documents, and an index with their checksums.
 
 A shard is a safetensors file: `tokens` in the narrowest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
-The index is written after every shard, so that tokenising continues where it was stopped.
+The index is written after every shard, so tokenising continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Corpus(NamedTuple):
     """Tokenised text, ready to be trained on.
 
     Attributes:
-        train: what is learnt.
-        held_out: what is only looked at.
-        xz_bytes: what `xz -9` needs for the held-out text.
-        ngram_bits: what a byte n-gram of the training text needs for it; None for text tokenised before there was one.
+        train: the training text.
+        held_out: the held-out text.
+        xz_bytes: the bytes that `xz -9` needs for the held-out text.
+        ngram_bits: the bits that a byte n-gram of the training text needs for it; None in an index of an older version.
         vocab_size: of the tokenizer.
         checksum: of the index, and through it of every token.
     """
@@ -96,7 +96,7 @@ def prepare(
         text: of the config, if it has been found already.
 
     Raises:
-        ValueError: a source cannot be read, has no text, or is too short, or the directory is that of other text.
+        ValueError: a source cannot be read, has no text, or is too short, or the directory has other text.
     """
     text = text or find_text(config, report)
     key = _key(config, tokenizer, text)
@@ -123,7 +123,7 @@ def _is_complete(index: dict[str, Any], key: str) -> bool:
 
 def _described(documents: list[Document], text: Text, what: str) -> str:
     size, count = sum(document.size(text.stdin) for document in documents), len(documents)
-    ends = sum(document.begin > 0 for document in documents)  # at most one, of which only the end is there
+    ends = sum(document.begin > 0 for document in documents)  # at most one: the end that was cut off a document
     whole = f"{count - ends:,} {'document' if count - ends == 1 else 'documents'}"
     named = whole if not ends else "the end of a document" if count == ends else f"{whole} and the end of another"
     return f"{what}: {named}, {size:,} bytes"
@@ -243,7 +243,7 @@ def _open(directory: Path, shards: list[dict[str, Any]]) -> Tokens:
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
-    """The index of a directory, empty if there is none; its shards have what shards have.
+    """The index of a directory, empty if there is none; the fields of its shards are checked.
 
     Raises:
         ValueError: it is damaged.
@@ -259,7 +259,7 @@ def _read_index(directory: Path) -> dict[str, Any]:
 
 
 def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
-    """Changes when the documents, the tokenizer or the split do."""
+    """A key that changes with the documents, the tokenizer or the split."""
     digest = hashlib.blake2b(text.stdin, digest_size=16)
     options = [
         _SPLIT,
@@ -273,7 +273,7 @@ def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
     digest.update(json.dumps(options).encode())
     if isinstance(tokenizer, FileTokenizer):
         digest.update(tokenizer.path.read_bytes())
-    # In the order of the sources, for the side that a document is on follows from the options.
+    # All documents in the order of the sources: the options determine which of them are held out.
     for document in text.documents:
         changed = 0 if document.path is None else document.path.stat().st_mtime_ns
         digest.update(
@@ -283,7 +283,7 @@ def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
 
 
 def _cut(content: bytes, limit: int) -> bytes:
-    """The first `limit` bytes, or a few less where a character would be cut."""
+    """The first `limit` bytes, or a few less if a character would be cut."""
     if len(content) <= limit:
         return content
     return content[:limit].decode("utf-8", "ignore").encode() if _is_text(content) else content[:limit]

@@ -1,8 +1,8 @@
 """Weights and gradients that several workers hold: divided between them by rows, or the same on each.
 
-`fully_shard` (FSDP2) divides the rows of every parameter over the workers of a mesh, puts those of a layer together
-when it is computed, and adds up gradients where their rows lie. An optimiser moves the rows that lie here; where it
-needs a whole matrix, or the finished model does, the rows are gathered; a checkpoint has pieces.
+`fully_shard` (FSDP2) divides the rows of every parameter over the workers of a mesh, gathers those of a layer when it
+is computed, and adds up gradients where their rows lie. An optimiser moves the rows that lie here. Where it needs a
+whole matrix, and for the finished model, the rows are gathered. A checkpoint has pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Share(NamedTuple):
     """Which rows of a tensor lie on which worker.
 
     Attributes:
-        bounds: the first row of each worker's, and the number of all.
+        bounds: the first row of each worker, and then the number of all rows.
         place: of this worker.
         group: of the workers.
     """
@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
     @staticmethod
     def of(parameter: Tensor, begin: int, rows: int) -> Share | None:
-        """The share of some rows of a parameter, counted from 0; None where all of them are here."""
+        """The share of some rows of a parameter, counted from 0; None if all of them are here."""
         if not _is_divided(parameter):
             return None
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def local(x: Tensor) -> Tensor:
 
 def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
     """Divide a model's weights between the workers, layer by layer; it must be the same on all of them."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, for who needs it
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second, and few need it
 
     mesh = workers.mesh
     assert mesh is not None
@@ -86,9 +86,9 @@ def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in _divided(model):
-        module.set_gradient_divide_factor(1.0)  # costs are divided by the targets of all workers already
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        # What is laid out when it is first put together must be there before the optimiser looks at it.
+        module.set_gradient_divide_factor(1.0)  # costs are already divided by the targets of all workers
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        # Lay out the memory that the first gathering makes, before the optimiser takes views of it.
         module.unshard()
         module.reshard()
 
@@ -112,7 +112,7 @@ def filled(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
 
 
 def gathered(model: nn.Module, wanted: bool) -> dict[str, Tensor]:
-    """The whole weights by name, where they are `wanted`; every worker takes part, and needs one of them at a time."""
+    """The whole weights by name, if they are `wanted`; every worker takes part, and holds one of them at a time."""
     found = {}
     for name, x in _state(model).items():
         share = Share.of(x, 0, len(x)) if _is_divided(x) else None
@@ -123,17 +123,17 @@ def gathered(model: nn.Module, wanted: bool) -> dict[str, Tensor]:
 
 
 def pieces(model: nn.Module) -> dict[str, Tensor | Piece]:
-    """The weights by name, those that are divided as the rows that lie here."""
+    """The weights by name; of divided ones, the rows that lie here."""
     shares = {name: Share.of(x, 0, len(x)) if _is_divided(x) else None for name, x in _state(model).items()}
     held = {name: local(x).detach() for name, x in _state(model).items()}
     return {name: x if (share := shares[name]) is None else share.piece(x) for name, x in held.items()}
 
 
 def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Set the weights that lie here, from all of them; the others are not read.
+    """Set the weights that lie here from those of the whole model; the others are not read.
 
     Raises:
-        ValueError: they are those of another model.
+        ValueError: they belong to another model.
     """
     held = _state(model)
     expect_names("model", stored, held)
@@ -145,7 +145,7 @@ def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """What a file has of a model, each tensor under its first name."""
+    """The tensors of a model that a file has, each under its first name."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, x in state.items():
@@ -154,9 +154,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def by_one_each(function: Callable[[Tensor], Tensor], tensors: list[Tensor], workers: Workers) -> list[Tensor]:
-    """`function` of some tensors that all workers have, each computed by one of them and given to all.
+    """`function` of some tensors that all workers have; one worker computes each result and sends it to all.
 
-    It returns tensors of the same shape and dtype.
+    `function` returns a tensor of the same shape and dtype.
     """
     if workers.size == 1:
         return [function(x) for x in tensors]
@@ -174,13 +174,13 @@ def by_one_each(function: Callable[[Tensor], Tensor], tensors: list[Tensor], wor
 
 
 def put_away(model: nn.Module) -> None:
-    """Keep of a divided model only what lies here: without a backward pass, its last parts stay put together."""
+    """Keep only the rows of a divided model that lie here: without a backward pass, its last parts stay gathered."""
     for module in _divided(model):
         module.reshard()
 
 
 def expect_all_parts(model: nn.Module, last: bool) -> None:
-    """Say whether the next backward pass is the last of a step: replicas add up their gradients only then."""
+    """Set whether the next backward pass is the last of a step: replicas add up their gradients only then."""
     for module in _divided(model):
         module.set_requires_all_reduce(last)
 
@@ -213,10 +213,10 @@ def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _divided(model: nn.Module) -> list[Any]:
-    """Modules that `fully_shard` was called with."""
+    """The modules that `fully_shard` was called on."""
     return [module for module in model.modules() if hasattr(module, "set_requires_all_reduce")]
 
 
 def _is_divided(x: Tensor) -> bool:
-    """Whether a tensor is a `DTensor`, whose module is not imported to find out."""
+    """Whether a tensor is a `DTensor`; finds out without importing its module."""
     return hasattr(x, "device_mesh")

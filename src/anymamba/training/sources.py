@@ -1,4 +1,4 @@
-"""Where the text is: the files of a run's sources, and which of them cannot be used."""
+"""Where the text comes from: the files of a run's sources, and which of them cannot be used."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Text(NamedTuple):
 
     Attributes:
         documents: all, in the order of the sources.
-        train: what is learnt.
-        held_out: what is only looked at.
-        stdin: what came from there.
+        train: the training documents.
+        held_out: the held-out documents.
+        stdin: what was read from stdin.
         skipped: a sentence for each file, or line of JSON lines, that cannot be used.
     """
 
@@ -42,10 +42,10 @@ class Text(NamedTuple):
 
 
 def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:
-    """The text that a config names, in two sides; `report` receives a line for what is skipped.
+    """The text that a config names, split in two; `report` receives a line for each file that is skipped.
 
     Raises:
-        UnusableTextError: some of it cannot be used, and is not to be skipped.
+        UnusableTextError: some of it cannot be used, and the config does not say to skip it.
         ValueError: a source does not exist, or has no text.
     """
     stdin = read_stdin() if "-" in config.sources else b""
@@ -69,11 +69,11 @@ class UnusableTextError(ValueError):
 
     Attributes:
         problems: a sentence for each.
-        lines: the same for a reader, the first few, and what to do about them.
+        lines: the first few of them, and what to do about them.
     """
 
     def __init__(self, problems: list[str]) -> None:
-        """Say all of them."""
+        """Make the message."""
         self.problems = problems
         end = "with --data.exclude PATTERN, or skip what is not text with --data.on_error skip"
         self.lines = [f"{problems[0]}; fix it, leave it out {end}"]
@@ -83,7 +83,7 @@ class UnusableTextError(ValueError):
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """Lines, and in place of those that are too many to read their number."""
+    """Lines, the last of which gives the number of those left out if there are too many."""
     return lines if len(lines) <= _LISTED else [*lines[:_LISTED], f"and {len(lines) - _LISTED:,} more"]
 
 
@@ -110,14 +110,14 @@ def find_documents(
 ) -> Found:
     """The documents of files, directories, glob patterns, stdin ("-") and "stdlib".
 
-    A file that is found again, through another source or a link, is taken once, under the first name.
+    A file that is found again, through another source or a link, is used once, under its first name.
 
     Args:
         sources: where the text is.
         field: of a JSON object that holds the text.
         format: "text": each file is a document, as it is; "jsonl": each line of each; "auto": as its name says.
-        stdin: what came from there.
-        exclude: patterns of the files and directories that are left out, by name or by path.
+        stdin: what was read from stdin.
+        exclude: patterns of files and directories to leave out, by name or by path.
         utf8: whether text must be UTF-8, which is then checked.
 
     Raises:
@@ -145,7 +145,7 @@ def find_documents(
 def _documents_of(
     file: Document, field: str, format: str, stdin: bytes, utf8: bool, problems: list[str]
 ) -> Iterator[Document]:
-    """The documents of a file; what cannot be used of it is added to `problems`."""
+    """The documents of a file; for what cannot be used, a sentence is added to `problems`."""
     where = str(file.path or "stdin")
     try:
         if format != "text":
@@ -188,7 +188,7 @@ def _exists(source: str) -> bool:
 
 
 def _is_excluded(document: Document, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern fits a file's path, its path below its source, its name, or those of a directory it is in."""
+    """Whether a pattern matches a file's path, its path below its source, its name, or those of a parent directory."""
     name = PurePosixPath(document.name)
     names = [text for part in (name, *name.parents[:-1]) for text in (str(part), part.name)]
     names += [] if document.path is None else [document.path.as_posix()]
@@ -200,7 +200,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _files(root: Path, pattern: str) -> Iterator[Document]:
-    """Non-empty files below a directory by their paths in it; hidden ones are left out."""
+    """The files below a directory, by their paths in it; empty and hidden ones are left out."""
     for path in sorted(root.rglob(pattern)):
         name = path.relative_to(root)
         if path.is_file() and path.stat().st_size and not any(part.startswith(".") for part in name.parts):

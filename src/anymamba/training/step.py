@@ -1,4 +1,4 @@
-"""One step's arithmetic: the cost of a batch, states that streams carry, and the search for what is not finite."""
+"""The arithmetic of a step: the cost of a batch, the states of streams, and the search for what is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anymamba.training.shares import local
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Autocast where the computation is narrower than the weights."""
+    """Autocast if the computation is narrower than the weights."""
     weight = next(model.parameters())
     return nullcontext() if dtype == weight.dtype else torch.autocast(weight.device.type, dtype)
 
@@ -31,9 +31,9 @@ def batch_nats(
     Args:
         model: the language model.
         batch: on the model's device.
-        carried: the state of each row, after the step before; None for a fresh start of all.
+        carried: the state of each row after the step before; None if all rows start afresh.
         dtype: of the computation.
-        kept: the state is wanted.
+        kept: whether the state is wanted.
 
     Returns:
         A scalar in float32 or wider, and the new state of each row, without its history.
@@ -56,7 +56,7 @@ def batch_nats(
 
 
 def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
-    """The state after each row of a batch, from those after its sequences; also of rows that another worker ends."""
+    """The state after each row of a batch, from those after its sequences; also of rows that end on another worker."""
     found = cache.rows(batch.last.clamp(min=0))
     if batch.context is None:
         return found
@@ -68,7 +68,7 @@ def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts
     """The states of some streams, from the tensors of all by name; the others are not read.
 
     Raises:
-        ValueError: the tensors of other streams or of another model.
+        ValueError: the tensors belong to other streams or to another model.
     """
     fresh = model.init_cache(1)
     expected = fresh.tensors()
@@ -87,10 +87,10 @@ def first_non_finite(
     Args:
         model: whose modules are watched.
         compute: runs the model and returns what to differentiate.
-        agreed: whether it is so on any of the workers, which all compute the same steps.
+        agreed: whether something is true on any worker; all workers compute the same steps.
 
     Returns:
-        Words that name the module; none where it appears on another worker.
+        Words that name the module; empty if it appears on another worker.
     """
     seen: list[str] = []
 
@@ -110,7 +110,7 @@ def first_non_finite(
         return f"the parameter {wrong[0]}" if wrong else ""
     handles = [m.register_forward_hook(partial(watch, name)) for name, m in model.named_modules() if name]
     try:
-        with torch.compiler.set_stance("force_eager"):  # where a module can be watched
+        with torch.compiler.set_stance("force_eager"):  # compiled modules cannot be watched
             total = compute()
         if not seen and not torch.isfinite(total).all():
             seen.append("the loss itself")

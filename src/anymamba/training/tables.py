@@ -1,7 +1,7 @@
-"""Sequences and what is to be said of them, read from CSV, JSON lines and .npy files.
+"""Sequences and their targets, read from CSV, JSON lines and .npy files.
 
-A sequence is an array of numbers (t, c) or of bytes (t,), the UTF-8 of a text. Whatever cannot be used is refused with
-its file and line, and with what was expected.
+A sequence is an array of numbers (t, c) or of bytes (t,), the UTF-8 of a text. An error about what cannot be used names
+the file and line, and what was expected.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Table(NamedTuple):
 
     Attributes:
         sequences: arrays (t, c) of float64, or (t,) of uint8 for texts.
-        targets: of each, as they are written: a text or numbers; empty where none were asked for.
-        places: of each, to name in errors: "file.csv, line 3".
+        targets: of each sequence, as written: a text or numbers; empty if none were asked for.
+        places: of each sequence, for errors: "file.csv, line 3".
         channels: names of the numbers of a step.
-        columns: of a table, or the field of JSON lines, that were read.
+        columns: the columns of a table, or the field of JSON lines, that were read.
     """
 
     sequences: list[np.ndarray]
@@ -54,10 +54,10 @@ def read_tables(
 
     Args:
         sources: .csv, .jsonl (or .ndjson) and .npy files.
-        targets: columns or fields that are predicted; of .npy, one file with the targets of each.
-        inputs: columns or the field that are read; all other columns, or the one other field, if not given.
-        sequence: column of a table that names the sequence that a row is a step of.
-        steps: a row of a table without such a column is a step of one sequence, and not a sequence.
+        targets: columns or fields to predict; for .npy, one file with the targets of each sequence.
+        inputs: columns or the field to read; if not given, all other columns, or the only other field.
+        sequence: column of a table that names the sequence to which a row belongs as a step.
+        steps: whether a row of a table without such a column is a step of one sequence rather than a sequence.
 
     Raises:
         ValueError: a file is missing or of another kind, or something in it cannot be used.
@@ -129,7 +129,7 @@ def _read_csv(path: Path, targets: list[str], inputs: list[str], sequence: str |
 
 
 def _csv_rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Lines with their numbers, all of one length; empty lines do not count."""
+    """Rows with their line numbers, all of one length; empty lines are skipped."""
     width = None
     try:
         for row in reader:
@@ -211,7 +211,7 @@ def _read_lines(path: Path, targets: list[str], inputs: list[str]) -> Table:
 
 
 def _described(x: np.ndarray) -> str:
-    return f"{x.shape[1]} numbers a step" if x.ndim > 1 else "a text"
+    return f"{x.shape[1]} numbers per step" if x.ndim > 1 else "a text"
 
 
 def _listed(value: Any) -> list[Any]:
@@ -225,7 +225,7 @@ def _sequence(place: str, name: str, value: Any) -> np.ndarray:
             raise ValueError(f"{place}: {name!r} must have text, got none")
         return np.frombuffer(value.encode("utf-8", "surrogatepass"), dtype=np.uint8).copy()
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{place}: {name!r} must be a text, or numbers or lists of numbers, got {value!r:.60}")
+        raise ValueError(f"{place}: {name!r} must be a text, or a list of numbers or of lists, got {value!r:.60}")
     steps = [x if isinstance(x, list) else [x] for x in value]
     for t, step in enumerate(steps):
         if len(step) != len(steps[0]) or not step:
@@ -234,10 +234,10 @@ def _sequence(place: str, name: str, value: Any) -> np.ndarray:
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The numbers of a .npy file; never a pickle.
+    """The numbers of a .npy file; a pickle is refused.
 
     Raises:
-        ValueError: it is none, or has numbers that are not finite.
+        ValueError: it is not such a file, or has numbers that are not finite.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -273,7 +273,7 @@ def _read_array(path: Path, targets: list[str], steps: bool) -> Table:
             raise ValueError(f"{path}: data.targets must be one .npy file, got {' '.join(targets)}")
         answers = load_array(Path(targets[0]))
         if answers.ndim not in (1, 2) or len(answers) != len(array):
-            raise ValueError(f"{targets[0]}: expected {len(array)} rows, one a sequence of {path}, got {answers.shape}")
+            raise ValueError(f"{targets[0]}: expected {len(array)} rows, as {path} has sequences, got {answers.shape}")
         said = [_listed(x) for x in answers.tolist()]
     places = [f"{path}, row {i}" for i in range(len(array))]
     return Table(list(array), said, places, [f"channel {i}" for i in range(array.shape[2])], [])

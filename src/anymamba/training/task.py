@@ -1,4 +1,4 @@
-"""What a run learns: the side of training that the loop does not know."""
+"""What a run learns: the part of training that the loop does not know."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StepBatch(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Positions that are read."""
+        """How many positions are read."""
 
     @property
     def counted(self) -> int:
-        """Terms of the cost: what it is a mean over."""
+        """How many terms the cost has, over which it is averaged."""
 
     def to(self: B, device: torch.device) -> B:
         """On another device."""
@@ -37,8 +37,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         values: numbers by name, those of `Task.NAMES`.
-        text: lines for a reader.
-        solved: there is nothing left to learn; the run is finished.
+        text: lines for the user.
+        solved: whether there is nothing left to learn, so that the run is finished.
     """
 
     values: dict[str, float]
@@ -47,9 +47,9 @@ class Evaluation(NamedTuple):
 
 
 class Task(ABC, Generic[B]):
-    """A model, what it reads at each step, what that costs, and how it is judged.
+    """A model, what it reads at each step, what that costs, and how it is evaluated.
 
-    Everything is a function of the config: a run that is stopped and resumed builds its task anew.
+    Everything is a function of the config: a resumed run builds its task again.
 
     Attributes:
         NAMES: of the numbers that an evaluation finds.
@@ -62,7 +62,7 @@ class Task(ABC, Generic[B]):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Names what is learnt from, so that a run does not continue with something else."""
+        """Identifies the data, so that a run does not continue with other data."""
 
     @abstractmethod
     def make_model(self, dtype: torch.dtype) -> nn.Module:
@@ -79,35 +79,35 @@ class Task(ABC, Generic[B]):
         Args:
             model: from `make_model`.
             batch: on the model's device.
-            carried: the state in which this part of the step before ended; None for the first.
+            carried: the state after this part of the step before; None at the first step.
             dtype: of the computation.
 
         Returns:
-            A scalar, and the state for the same part of the next step, without its history (None: nothing is carried).
+            A scalar, and the state for the same part of the next step, detached (None if nothing is carried).
         """
 
     @abstractmethod
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """Judge the model after `step` steps."""
+        """Evaluate the model after `step` steps."""
 
     def write_model(self, model: Any, directory: Path) -> None:
-        """Write `model.safetensors`, and what else belongs to the model."""
+        """Write `model.safetensors`, and other files that belong to the model."""
         write_tensors(directory / "model.safetensors", model.state_dict(), {})
 
     def write_description(self, model: Any, directory: Path) -> None:
-        """Write what else `write_model` writes, where workers write the weights in pieces."""
+        """Write the other files of `write_model`, if workers write the weights in pieces."""
 
     def read_model(self, model: Any, tensors: dict[str, Tensor]) -> None:
         """Set the weights to those of `model.safetensors`."""
         model.load_state_dict(tensors)
 
     def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor | Piece]:
-        """The carried states of all parts as tensors by name; where workers have different ones, the rows from here."""
+        """The carried states of all parts as tensors by name; if workers divide them, the rows that are here."""
         raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is saved")
 
     def carried_from(self, model: Any, tensors: Mapping[str, Any]) -> list[Any]:
-        """The inverse of `carried_tensors`, from all rows, which `tensors[name][begin:end]` reads."""
+        """The inverse of `carried_tensors`; `tensors[name][begin:end]` reads some of all rows."""
         raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is restored")
 
     def plot(self, directory: Path) -> None:
-        """Draw what is of interest from `metrics.csv`, after an evaluation, where matplotlib is installed."""
+        """Draw a plot from `metrics.csv` after an evaluation, if matplotlib is installed."""

@@ -18,7 +18,7 @@ def expect_known(name: str, names: Iterable[str], where: str, what: str = "field
     """Refuse a name that is not among `names`; the other arguments are those of `unknown`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not among them.
     """
     names = list(names)
     if name not in names:
@@ -26,42 +26,42 @@ def expect_known(name: str, names: Iterable[str], where: str, what: str = "field
 
 
 def unknown(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> str:
-    """What to say of a name that does not exist.
+    """An error message for a name that does not exist.
 
     Args:
-        name: that was given.
-        names: that there are.
-        where: comes before the name.
-        what: the names are of.
-        otherwise: the end where no name is like the one that was given; not given: all that there are.
+        name: the given name.
+        names: the names that exist.
+        where: text before the name.
+        what: what the names stand for.
+        otherwise: the end of the message if no name is similar; if not given, it lists the names that exist.
 
     Returns:
-        A sentence, with the names that were probably meant.
+        A sentence, with the names that the user probably meant.
     """
     names = list(names)
     return f"{where}{name}: no such {what}{hint(name, names) or f'; {otherwise or _known(name, names)}'}"
 
 
 def hint(name: str, names: Iterable[str]) -> str:
-    """A question whether one of `names` was meant, if one is like `name`: "; did you mean data.sources?"."""
+    """The question "; did you mean data.sources?" if one of `names` is similar to `name`."""
     near = _near(name, list(names))
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _near(name: str, names: list[str]) -> list[str]:
-    """The names whose last part is the same, or nearly so within one section, or which are nearly the same."""
+    """The names with the same last part, or a similar one in the same section, or that are similar as a whole."""
     section, last = _parts(name)
     if same := [x for x in names if _parts(x)[1] == last]:
         return same
     beside = {_parts(x)[1]: x for x in names if _parts(x)[0] == section}
     whole = {".".join(_parts(x)): x for x in names}
-    if beside:  # an existing section would make all of its names alike
+    if beside:  # the section would make all of its names similar
         return [beside[x] for x in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
     return [whole[x] for x in difflib.get_close_matches(f"{section}.{last}", whole, n=3, cutoff=0.75)]
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """The section of a name and its last part, spelt alike in files and on the command line."""
+    """The section of a name and its last part, in one spelling for files and the command line."""
     section, _, last = name.lstrip("-").lower().replace("-", "_").rpartition(".")
     return section, last
 
@@ -73,7 +73,7 @@ def _known(name: str, names: list[str]) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """The texts that an annotation allows, if they are named."""
+    """The texts that an annotation allows, if it lists them."""
     found = [annotation, *get_args(annotation)]
     return next((get_args(option) for option in found if get_origin(option) is Literal), ())
 
@@ -84,7 +84,7 @@ def is_list(annotation: Any) -> bool:
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:
-    """A value of the type that the annotation wants; a whole number may stand for a float, a list for a tuple."""
+    """A value of the annotation's type; a whole number may stand for a float, and a list for a tuple."""
     arguments = get_args(annotation)
     options = [o for o in arguments if o is not type(None)] if type(None) in arguments else [annotation]
     wanted = options[0]
@@ -108,7 +108,7 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def parse(name: str, given: str | Sequence[str], annotation: Any) -> Any:
-    """The value that a text on the command line spells, or several of a list."""
+    """The value of a text from the command line, or the values of a list."""
     if is_list(annotation):
         return [x for text in ([given] if isinstance(given, str) else given) for x in _listed(text)]
     if not isinstance(given, str):
@@ -136,7 +136,7 @@ def parse(name: str, given: str | Sequence[str], annotation: Any) -> Any:
 
 
 def _listed(text: str) -> list[str]:
-    """The entries of one value of a list: itself, or those of a list as TOML and JSON write it, or between commas."""
+    """The entries of one value of a list: itself, those of a list in TOML or JSON, or those between commas."""
     if os.path.exists(text):  # noqa: PTH110 (a Path raises for names that are too long)
         return [text]
     if text.startswith("["):

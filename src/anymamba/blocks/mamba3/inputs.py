@@ -45,6 +45,9 @@ def shared_start(
 ) -> Mamba3Cache:
     """What a worker's part of a sequence starts from: the last token, the rotation and the state of the part before it.
 
+    The state at the end of the part is a whole scan. As a matrix product (`anymamba.scan.boundary`) it would need the
+    rotated key of every token, head and rank in memory, which the scan does not keep.
+
     Args:
         kind: of rotation.
         inputs: of this worker's scan.
