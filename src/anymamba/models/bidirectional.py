@@ -176,7 +176,8 @@ class BidirectionalStack(Passes):
         h = self._stream(x)
         if padding is not None:
             h, options["mask"] = padding.compact(h), padding.cleaned()
-        levels, paddings = None, dict[int, Padding | None]()
+        levels = None
+        paddings: dict[int, Padding | None] = {}
         if c.has_class_tokens():
             levels = Levels(self, where, flow_of(where, h, None, cu_seqlens, padding, whole=True), ())
             place = levels.before(None)

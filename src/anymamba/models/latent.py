@@ -48,6 +48,7 @@ class LatentModel(SequenceModel):
     def forward(
         self,
         x: Float[Tensor, "b t c"],
+        self._has_class_tokens = config.has_class_tokens()  # which builds the config of the stack: once is enough
         *,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
@@ -61,7 +62,7 @@ class LatentModel(SequenceModel):
         if seq_idx is not None:
             rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
             return self(rows, cu_seqlens=bounds).view(*x.shape[:2], -1)
-        if not self.config.has_class_tokens():
+        if not self._has_class_tokens:
             y: Tensor = self.output(self.encode(x, cu_seqlens=cu_seqlens, mask=mask)[0])
             return y
         x, flow, _ = self._enter("forward", x, None, None, cu_seqlens, mask, whole=True)
@@ -87,7 +88,7 @@ class LatentModel(SequenceModel):
             rows, bounds = self._end_to_end("prefill", x, seq_idx, cu_seqlens, mask)
             y, new = self.prefill(rows, cache, cu_seqlens=bounds)
             return y.view(*x.shape[:2], -1), new
-        if self.config.has_class_tokens():
+        if self._has_class_tokens:
             return self._continue("prefill", x, cache, length, cu_seqlens, mask)[:2]
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
         y, new = stack.prefill(inputs, cache, cu_seqlens=cu_seqlens, mask=padding)
@@ -102,7 +103,7 @@ class LatentModel(SequenceModel):
     ) -> tuple[Float[Tensor, "b o"], StackCache]:
         """The output of one step, or of the last class token that runs with it, and the cache to continue from."""
         stack = self._causal("step")
-        if self.config.has_class_tokens():
+        if self._has_class_tokens:
             y, new, flow = self._continue("step", x.unsqueeze(1), cache, length)
             return flow.last(y), new
         y, new = stack.step(self.embed_inputs(x)[0], cache)
@@ -178,7 +179,7 @@ class LatentModel(SequenceModel):
         return self.output(y), new._replace(cursors=(*own, *new.cursors)), levels.flow
 
     def _end_to_end(self, name: str, x: Tensor, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
-        if self.config.has_class_tokens():
+        if self._has_class_tokens:
             raise ValueError(
                 f"LatentModel.{name}: rows packed with seq_idx have no room for class tokens; use cu_seqlens"
             )
