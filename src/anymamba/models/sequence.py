@@ -57,6 +57,9 @@ class SequenceModel(nn.Module):
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
+        if not hasattr(type(self), "MODEL_TYPE"):
+            kinds = ", ".join(kind.__name__ for kind in SequenceModel.KINDS.values())
+            raise TypeError(f"SequenceModel has no head: make one of {kinds}, or open a file with from_pretrained")
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c = stack_config(type(self).__name__, SequenceConfig, config, fields)
