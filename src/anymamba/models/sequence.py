@@ -85,6 +85,10 @@ class SequenceModel(nn.Module):
         """Create the parameters after the stack."""
         raise NotImplementedError
 
+    def ends(self) -> list[nn.Linear]:
+        """The projections into the stack and out of it, which are no hidden ones."""
+        return [m for m in self.children() if isinstance(m, nn.Linear)]
+
     @property
     def _activation_like(self) -> Tensor:
         return self.embedding.weight if self.config.vocab_size is not None else self.input.weight
