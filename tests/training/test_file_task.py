@@ -151,6 +151,29 @@ def test_a_forecast_continues_from_itself(files, tmp_path):
         x = torch.cat([x, y.detach()], 1)
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression", "next-value"])
+def test_predictions_name_the_sequences_of_a_column(kind, tmp_path):
+    table = "machine,a,b,state,wear\n" + "".join(
+        f"{name},{t},{t * t},{name[0]},{len(name)}\n" for t in range(6) for name in ("Ärmel", "bolt", "crank", "alt")
+    )
+    (tmp_path / "steps.csv").write_text(table, encoding="utf-8")
+    targets = {"classification": ["state"], "regression": ["wear"], "next-value": []}[kind]
+    data = {"sources": [str(tmp_path / "steps.csv")], "sequence": "machine", "inputs": ["a", "b"], "targets": targets}
+    values = {
+        "task": kind,
+        "model": {"d_model": 16, "d_state": 8, "headdim": 8},
+        "data": data,
+        "batch": {"rows": 2},
+        "schedule": {"steps": 1},
+    }
+    train(FileConfig.from_dict(values), tmp_path / "run", report=silent)
+    predictor = Predictor(tmp_path / "run")
+    lines = list(predictor.predict(predictor.read(str(tmp_path / "steps.csv")), rows=3, steps=2))
+    each = 2 if kind == "next-value" else 1
+    assert [line["sequence"] for line in lines[::each]] == ["Ärmel", "bolt", "crank", "alt"]
+    assert len(lines) == 4 * each
+
+
 def test_hidden_bytes_are_those_of_the_step_and_real(files):
     task = file_task(config_of(files, "masked-lm"), silent)
     first, again, later = task.batches(0)[0], task.batches(0)[0], task.batches(1)[0]
