@@ -186,6 +186,18 @@ def test_hidden_bytes_are_those_of_the_step_and_real(files):
     assert not (hidden & ~real).any()
 
 
+def test_a_stack_that_cannot_be_is_refused_before_files_are_read():
+    nowhere = {"task": "classification", "data": {"sources": ["nowhere.csv"], "targets": ["x"]}}
+    with pytest.raises(ValueError, match="n_layer must be even, a layer for each direction of a pair, got 3"):
+        FileConfig.from_dict({**nowhere, "model": {"n_layer": 3}})
+    with pytest.raises(ValueError, match="schedule must be one of cyclic, stretched, or a list of layers, got 'odd'"):
+        FileConfig.from_dict({**nowhere, "model": {"bidirectional": False, "stack": {"schedule": "odd"}}})
+    series = {"task": "next-value", "data": {"sources": ["nowhere.csv"]}}
+    for given in (nowhere, series):
+        with pytest.raises(ValueError, match=r"its stack cannot have class tokens; model.pooling"):
+            FileConfig.from_dict({**given, "model": {"stack": {"class_tokens": ["start"]}}})
+
+
 def test_every_sequence_comes_once_before_any_comes_again():
     seen = [i for step in range(6) for i in order_of_step(3, step, 4, 8)]
     for epoch in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from anymamba.models import BidirectionalConfig, StackConfig
 from anymamba.training.config import RunConfig
 from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, block_fields, option
 
@@ -120,6 +121,13 @@ class FileConfig(RunConfig):
             raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")
         if self.task == "masked-lm" and self.model.bidirectional is False:
             raise ValueError("model.bidirectional: a masked language model reads in both directions, got false")
+        kind = BidirectionalConfig if self.both_ways else StackConfig
+        stack = kind.from_dict(self.model.stack_fields())  # what cannot work is refused before files are read
+        if stack.has_class_tokens():
+            raise ValueError(
+                f"model.stack: {self.task} has one output per step or sequence, so its stack cannot have class tokens; "
+                'model.pooling = "class_token" puts one after each sequence'
+            )
 
     @property
     def both_ways(self) -> bool:
