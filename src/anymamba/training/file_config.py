@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from anymamba.models import BidirectionalConfig, StackConfig
 from anymamba.training.config import RunConfig
 from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, block_fields, option
 
@@ -121,8 +120,15 @@ class FileConfig(RunConfig):
             raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")
         if self.task == "masked-lm" and self.model.bidirectional is False:
             raise ValueError("model.bidirectional: a masked language model reads in both directions, got false")
+        self._expect_stack()
+
+    def _expect_stack(self) -> None:
+        """Refuse a stack that cannot be, before files are read."""
+        # Models import torch, for which the help and mistakes in options do not wait.
+        from anymamba.models import BidirectionalConfig, StackConfig
+
         kind = BidirectionalConfig if self.both_ways else StackConfig
-        stack = kind.from_dict(self.model.stack_fields())  # what cannot work is refused before files are read
+        stack = kind.from_dict(self.model.stack_fields())
         if stack.has_class_tokens():
             raise ValueError(
                 f"model.stack: {self.task} has one output per step or sequence, so its stack cannot have class tokens; "
