@@ -31,7 +31,7 @@ API = {
     ),
     "models": (
         "Language models",
-        "anymamba.models.lm.MambaLM anymamba.models.lm.LMOutput anymamba.models.config.MambaLMConfig "
+        "anymamba.models.lm.MambaLM anymamba.models.output.LMOutput anymamba.models.config.MambaLMConfig "
         "anymamba.models.cache.LMCache",
     ),
     "generation": (

@@ -15,7 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anymamba import GenerationState, MambaLM, MambaLMConfig
+from anymamba import (
+    GenerationState,
+    LatentModel,
+    MambaLM,
+    MambaLMConfig,
+    MaskedLM,
+    SequenceClassifier,
+    SequenceRegressor,
+)
 from anymamba.cli import answers, generate, info
 from anymamba.cli.main import main
 from anymamba.generation.tokenizers import ByteTokenizer
@@ -372,6 +380,9 @@ class TestConvert:
         assert done.stderr.count("\n") == 1
 
 
+STACK = {"d_model": 16, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 8}}
+
+
 class TestInfo:
     def test_the_machine(self, run):
         code, out, _ = run("info")
@@ -389,6 +400,54 @@ class TestInfo:
         assert table["state"].startswith(f"{lm.init_cache(1).nbytes / 1024:.1f} KiB per sequence")
         assert table["values"] == "all finite"
         assert table["model"].startswith("Mamba2, official format")
+
+    @pytest.mark.parametrize(
+        ("model", "rows"),
+        [
+            (
+                lambda: LatentModel(input_size=3, output_size=2, stack={**STACK, "n_virtual": 3, "class_tokens": [0]}),
+                {
+                    "model": "LatentModel, Mamba2, in ",
+                    "shape": "2 layers of width 16; 3 passes, cyclic; 1 class token",
+                    "reads": "3 numbers a step",
+                    "answers": "2 numbers for each step",
+                    "state": "",
+                },
+            ),
+            (
+                lambda: SequenceClassifier(vocab_size=9, output_size=2, labels=["ja", "né"], stack=STACK),
+                {"reads": "tokens, 9 of them", "answers": "one of 2 classes for each sequence, from the mean of its"},
+            ),
+            (
+                lambda: SequenceRegressor(input_size=3, pooling="class_token", bidirectional=True, stack=STACK),
+                {"shape": "2 layers of width 16; in both directions, merge mean", "answers": "1 number for each"},
+            ),
+            (
+                lambda: MaskedLM(vocab_size=9, bidirectional=True, stack={**STACK, "merge": "linear"}),
+                {"answers": "the token at each position", "values": "all finite"},
+            ),
+        ],
+    )
+    def test_a_model_around_a_stack(self, model, rows, run, tmp_path):
+        made = model()
+        made.save_pretrained(tmp_path)
+        code, out, _ = run("info", tmp_path)
+        table = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines())
+        assert code == 0
+        assert table["parameters"] == f"{sum(p.numel() for p in made.parameters()):,}"
+        for name, value in rows.items():
+            assert table[name].startswith(value)
+        code, _, err = run("info", tmp_path, "--weights", "int8")
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"--weights: only for language models, got a {type(made).__name__}" in err
+
+    def test_a_language_model_of_several_families(self, run, tmp_path):
+        stack = {"layer_cfgs": [{"layer": "Mamba1"}, {"layer": "Mamba3", "headdim": 8}], "streams": 2, "gate_bias": 0.0}
+        MambaLM(d_model=16, n_layer=2, vocab_size=9, stack=stack).save_pretrained(tmp_path)
+        table = dict(re.split("  +", line, maxsplit=1) for line in run("info", tmp_path)[1].splitlines())
+        assert table["model"].startswith("Mamba1+Mamba3, anymamba format")
+        assert table["shape"] == "2 layers of width 16; 2 gated streams"
+        assert table["layer 1"].startswith("Mamba3, d_state 128")
 
     def test_weights_that_are_not_finite_are_reported_wherever_a_model_is_opened(self, run, model, tmp_path):
         tensors = load_file(tmp_path / "model" / "model.safetensors")

@@ -35,6 +35,7 @@ def test_train_resume_and_predict(run, files, tmp_path):
     assert code == 0
     assert len(lines) == 24
     assert set(lines[0]) == {"label", "probability", "probabilities"}
+    assert "trained for  classification of label, reading text\n" in run("info", model)[1]
     assert sum(lines[0]["probabilities"].values()) == pytest.approx(1)
     assert run("predict", model, text, "--out", str(tmp_path / "a.csv"), "--batch-size", "7")[0] == 0
     rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))

@@ -47,20 +47,24 @@ def test_a_learned_merge_begins_as_the_mean():
     assert_near(linear(x), mean(x), 1e-12)
 
 
-@pytest.mark.parametrize("kind", [name for name in KINDS if name not in ("mixed, linear", "streams")])
-def test_reversing_the_input_and_swapping_the_directions_reverses_the_output(kind):
-    stack, swapped = make(kind), make(kind)
-    if kind == "ignoring":  # all layers of one family, so that they can change places
-        stack, swapped = (make("Mamba3", n_layer=4, ignore_first_residual=True) for _ in range(2))
-    state = stack.state_dict()
-    swapped.load_state_dict({_swapped(name): value for name, value in state.items()})
+@pytest.mark.parametrize("kind", BLOCKS)  # layers of one family can change places
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"ignore_first_residual": True}, {"merge": "linear", "n_virtual": 6, "streams": 2, "gate_bias": -0.5}],
+)
+def test_reversing_the_input_and_swapping_the_directions_reverses_the_output(kind, fields):
+    stack, swapped = (make(kind, n_layer=4, **fields) for _ in range(2))
+    swapped.load_state_dict(dict(_swapped(name, value) for name, value in stack.state_dict().items()))
     x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
     assert_near(swapped(x.flip(1)), stack(x).flip(1), 1e-12)
 
 
-def _swapped(name):
+def _swapped(name, value):
+    """A parameter of the stack with the directions swapped: layers change places, and the halves of a merge."""
     first, *rest = name.split(".", 2)
-    return ".".join([first, str(int(rest[0]) ^ 1), rest[1]]) if first == "layers" else name
+    if first == "layers":
+        return ".".join([first, str(int(rest[0]) ^ 1), rest[1]]), value
+    return name, value.roll(WIDTH, dims=1) if first == "merges" and value.ndim == 2 else value
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -213,6 +213,11 @@ def test_three_levels_of_a_latent_model(tmp_path):
     for j, index in enumerate([*indices.tokens[:-1], -1]):
         y, cache = model.step(x[:, j], cache, length=t)
         assert_near(y, whole[:, index], 1e-10)
+    cache.save(tmp_path / "state", model)
+    again = StackCache.load(tmp_path / "state", model)
+    assert all(torch.equal(a, b) for a, b in zip(again.cursors, cache.cursors, strict=True))
+    with pytest.raises(ValueError, match=r"LatentModel.prefill: the cache must have 4 cursors of class tokens, got 3"):
+        model.prefill(x, model.backbone.init_cache(2), length=t)
     model.save_pretrained(tmp_path)
     assert_near(LatentModel.from_pretrained(tmp_path)(x), whole, 1e-12)
     both = LatentModel(
@@ -235,6 +240,19 @@ def test_cursors_are_saved_with_the_cache(tmp_path):
     assert_near(stack.prefill(x[:, 3:], again, length=5)[0], stack.prefill(x[:, 3:], cache, length=5)[0], 0)
 
 
+def test_priming_where_nothing_waits_changes_nothing():
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    for fields in ({"class_tokens": [], "layer_class_tokens": []}, {"class_tokens": [3], "layer_class_tokens": []}):
+        stack = make(**fields)
+        out, fresh = stack.prime(2)
+        assert out is None
+        assert_near(stack.prefill(x, fresh)[0], stack.prefill(x)[0], 0)
+        _, cache = stack.prefill(x[:, :1])
+        out, same = stack.prime(2, cache)
+        assert out is None
+        assert_near(stack.prefill(x[:, 1:], same)[0], stack.prefill(x[:, 1:], cache)[0], 0)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_work_is_refused():
     x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
@@ -251,6 +269,12 @@ def test_what_cannot_work_is_refused():
             stack.prefill(x, length=wrong)
     with pytest.raises(ValueError, match="the cache must have 3 cursors of class tokens, got 0"):
         stack.prefill(x, Stack(d_model=WIDTH, **MIXED, dtype=torch.float64).prefill(x)[1], length=8)
+    _, cache = stack.prefill(x[:1, :2], length=4)
+    with pytest.raises(ValueError, match=r"cursors of the cache must have shape \(2, 2\), got \(1, 2\)"):
+        stack.prefill(x[:, 2:], cache, length=4)
+    for wrong in (-1, 2.0):
+        with pytest.raises(ValueError, match=f"batch_size must be a number of rows, 0 or more, got {wrong}"):
+            stack.prime(wrong, length=4)
     with pytest.raises(ValueError, match="pack them into one row with cu_seqlens"):
         stack(x, seq_idx=torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="length must be a whole number of tokens, at least 1, got 0"):

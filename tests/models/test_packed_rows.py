@@ -84,6 +84,34 @@ def test_states_at_positions_are_those_of_shorter_prefills(kind):
         model.states_at(x, [10])
 
 
+@pytest.mark.parametrize("class_tokens", [[], ["start", "middle", "end"]])
+def test_models_have_the_states_at_positions(class_tokens):
+    lm, ids = small_lm("Mamba3", torch.float64), torch.randint(61, (2, 9))
+    logits, states = lm.states_at(ids, torch.tensor([4, 9]))
+    assert_near(logits, lm(ids).logits, 1e-10)
+    assert_all_near(states[0].tensors(), lm(ids[:, :4]).cache.tensors(), 1e-10)
+    assert_near(lm(ids[:, 4:], states[0]).logits, logits[:, 4:], 1e-10)
+    stack = {"d_model": WIDTH, "n_layer": 2, "ssm_cfg": BLOCKS["Mamba2"]}
+    latent = LatentModel(input_size=3, output_size=2, class_tokens=class_tokens, stack=stack, dtype=torch.float64)
+    x = torch.randn(2, 9, 3, dtype=torch.float64)
+    y, states = latent.states_at(x, [4, 9, 1], length=9)
+    assert_near(y, latent(x), 1e-10)
+    assert_all_near(states[2].tensors(), latent.prefill(x[:, :1], length=9)[1].tensors(), 1e-10)
+    assert {name: v.shape for name, v in latent.init_cache(2).tensors().items()} == {
+        name: v.shape for name, v in states[0].tensors().items()
+    }
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_positions_that_are_no_numbers_are_refused():
+    for model in (make_block("mamba2"), make("Mamba2")):
+        x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+        with pytest.raises(TypeError, match=r"states_at: positions must be whole numbers, 1 to t = 6, got \[2.5\]"):
+            model.states_at(x, [2.5])
+    with pytest.raises(ValueError, match=r"MambaLM.states_at: positions must be 1 to t = 6, got 0"):
+        small_lm("Mamba2").states_at(torch.randint(61, (1, 6)), [0])
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("model", [lambda: make_block("mamba2"), lambda: make("Mamba2")])
 def test_bad_seq_idx(model):

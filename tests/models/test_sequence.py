@@ -5,7 +5,15 @@ import json
 import pytest
 import torch
 
-from anymamba import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor, mask_tokens
+from anymamba import (
+    LatentModel,
+    MaskedLM,
+    SequenceClassifier,
+    SequenceModel,
+    SequenceRegressor,
+    StackCache,
+    mask_tokens,
+)
 from tests.models.test_stack import BLOCKS
 from tests.support import assert_near
 
@@ -66,7 +74,7 @@ def test_pooling_by_hand():
             assert_near(model(row.unsqueeze(0)).logits, expected, 1e-12)
 
 
-def test_a_latent_model_steps_as_it_reads():
+def test_a_latent_model_steps_as_it_reads(tmp_path):
     model = LatentModel(input_size=3, output_size=2, stack=STACK, dtype=torch.float64)
     x = torch.randn(2, 6, 3, dtype=torch.float64)
     y, cache = model.prefill(x)
@@ -76,6 +84,13 @@ def test_a_latent_model_steps_as_it_reads():
         y_t, stepped = model.step(x[:, t], stepped)
         assert_near(y_t, y[:, t], 1e-10)
     assert_near(model.step(x[:, 0], cache)[0], model.step(x[:, 0], stepped)[0], 1e-10)
+    fresh, _ = model.prefill(x, model.init_cache(2))
+    assert_near(fresh, y, 1e-12)
+    cache.save(tmp_path / "state", model)
+    again = StackCache.load(tmp_path / "state", model)
+    assert torch.equal(model.step(x[:, 0], again)[0], model.step(x[:, 0], cache)[0])
+    with pytest.raises(ValueError, match="belongs to another model"):
+        StackCache.load(tmp_path / "state", LatentModel(input_size=3, output_size=2, stack=STACK, dtype=torch.float64))
     assert model.step_infinite(x[:, 0]).shape == (2, 2)
     both = LatentModel(input_size=3, bidirectional=True, stack=STACK)
     with pytest.raises(TypeError, match="a bidirectional model reads whole sequences and has no steps"):
@@ -224,11 +239,36 @@ def test_bad_calls_say_what_was_expected():
     ids = torch.randint(4, (2, 5))
     with pytest.raises(ValueError, match="labels must be 0 to 1"):
         model(ids, torch.tensor([0, 2]))
-    with pytest.raises(ValueError, match=r"labels must be whole numbers of shape \(2,\)"):
-        model(ids, torch.tensor([0.0, 1.0]))
-    with pytest.raises(ValueError, match="only padding"):
+    for wrong in (torch.tensor([0.0, 1.0]), [0, 1]):
+        with pytest.raises(TypeError, match="labels must be a tensor of int32 or int64, got"):
+            model(ids, wrong)
+    with pytest.raises(ValueError, match=r"labels must have shape \(2,\), got \(3,\)"):
+        model(ids, torch.tensor([0, 1, 0]))
+    with pytest.raises(ValueError, match="only padding in row 1"):
         model(ids, mask=torch.tensor([5, 0]))
     with pytest.raises(ValueError, match="token ids must be between 0 and 3"):
         model(ids + 4)
     with pytest.raises(ValueError, match=r"token ids must have shape \(b, t\)"):
         model(ids.unsqueeze(-1))
+    masked = MaskedLM(vocab_size=4, bidirectional=True, stack=STACK)
+    with pytest.raises(ValueError, match="MaskedLM: labels must be 0 to 3, or -100 to be ignored, got 0 to 9"):
+        masked(ids, torch.tensor([[0, 9, -100, -100, 1]] * 2))
+    with pytest.raises(TypeError, match=r"MaskedLM: labels must be a tensor of int32 or int64, got torch.float32"):
+        masked(ids, ids.float())
+    with pytest.raises(ValueError, match=r"MaskedLM.embed: every row must have a real step, got only padding in row 0"):
+        masked.embed(ids, mask=torch.tensor([0, 5]))
+    with pytest.raises(TypeError, match="labels must be a tensor, got list"):
+        SequenceRegressor(vocab_size=4, stack=STACK)(ids, [1.0, 2.0])
+    with pytest.raises(TypeError, match=r"SequenceModel has no head: make one of .*LatentModel"):
+        SequenceModel(vocab_size=4, stack=STACK)
+    latent = LatentModel(input_size=3, stack=STACK)
+    with pytest.raises(ValueError, match=r"LatentModel.step: x must have shape \(b, c=3\), got \(2, 5, 3\)"):
+        latent.step(torch.randn(2, 5, 3))
+
+
+def test_a_masked_model_without_labels_that_count_has_no_loss():
+    model, ids = MaskedLM(vocab_size=4, bidirectional=True, stack=STACK), torch.randint(4, (2, 5))
+    loss = model(ids, torch.full((2, 5), -100)).loss
+    assert loss == 0
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())

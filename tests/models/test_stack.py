@@ -312,7 +312,9 @@ def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):
         ({"gates_per": "token"}, 'gates_per must be "layer" or "pass"'),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ({"layer_cfgs": [{}]}, "layer_cfgs must be a list of 2 tables, one per layer, got 1"),
-        ({"layer_cfgs": [{}, {"layer": "Mamba2", "odd": 1}]}, r"Mamba2 does not know: \['odd'\]"),
+        ({"layer_cfgs": [{}, {"layer": "Mamba2", "odd": 1}]}, r"layer_cfgs\[1\] has.* Mamba2 does not know: \['odd'\]"),
+        ({"layer_cfgs": [{}, 3]}, r"layer_cfgs\[1\] must be a table of the block's fields, got 3"),
+        ({"layer_cfgs": [{"layer": "Mamba9"}, {}]}, r'layer_cfgs\[0\]\["layer"\] must be one of Mamba1'),
         ({"n_layers": 3}, r"got \['n_layers'\]"),
     ],
 )
@@ -337,5 +339,7 @@ def test_bad_calls_say_what_was_expected():
         stack.prefill(x, make().init_cache(2))
     with pytest.raises(ValueError, match="passes must be -2 to 1, got 2"):
         stack.hidden_states(x, [2])
+    with pytest.raises(TypeError, match="Stack: passes must be a list of whole numbers, -2 to 1, got True"):
+        stack.hidden_states(x, True)
     with pytest.raises(TypeError, match="not both"):
         Stack(stack.config, d_model=3)

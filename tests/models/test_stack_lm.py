@@ -68,6 +68,15 @@ def test_embeddings_in_place_of_ids_and_hidden_states_on_request():
         model(ids, inputs_embeds=model.backbone.embedding(ids))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_passes_that_do_not_exist_are_refused():
+    model, ids = small(), torch.randint(61, (2, 7))
+    with pytest.raises(TypeError, match="MambaLM: hidden_states must be a list of whole numbers, -2 to 1, got True"):
+        model(ids, hidden_states=True)
+    with pytest.raises(ValueError, match="MambaLM: hidden_states must be -2 to 1, got 2"):
+        model(ids, hidden_states=[2])
+
+
 def test_a_language_model_refuses_a_stack_that_cannot_be():
     with pytest.raises(ValueError, match=r"got \['d_model'\]"):
         small(d_model=8)

@@ -152,6 +152,29 @@ def test_a_forecast_continues_from_itself(files, tmp_path):
         x = torch.cat([x, y.detach()], 1)
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression", "next-value"])
+def test_predictions_name_the_sequences_of_a_column(kind, tmp_path):
+    table = "machine,a,b,state,wear\n" + "".join(
+        f"{name},{t},{t * t},{name[0]},{len(name)}\n" for t in range(6) for name in ("Ärmel", "bolt", "crank", "alt")
+    )
+    (tmp_path / "steps.csv").write_text(table, encoding="utf-8")
+    targets = {"classification": ["state"], "regression": ["wear"], "next-value": []}[kind]
+    data = {"sources": [str(tmp_path / "steps.csv")], "sequence": "machine", "inputs": ["a", "b"], "targets": targets}
+    values = {
+        "task": kind,
+        "model": {"d_model": 16, "d_state": 8, "headdim": 8},
+        "data": data,
+        "batch": {"rows": 2},
+        "schedule": {"steps": 1},
+    }
+    train(FileConfig.from_dict(values), tmp_path / "run", report=silent)
+    predictor = Predictor(tmp_path / "run")
+    lines = list(predictor.predict(predictor.read(str(tmp_path / "steps.csv")), rows=3, steps=2))
+    each = 2 if kind == "next-value" else 1
+    assert [line["sequence"] for line in lines[::each]] == ["Ärmel", "bolt", "crank", "alt"]
+    assert len(lines) == 4 * each
+
+
 def test_hidden_bytes_are_those_of_the_step_and_real(files):
     task = file_task(config_of(files, "masked-lm"), silent)
     first, again, later = task.batches(0)[0], task.batches(0)[0], task.batches(1)[0]
@@ -162,6 +185,18 @@ def test_hidden_bytes_are_those_of_the_step_and_real(files):
     assert first.counted == int(hidden.sum()) > 0
     real = torch.arange(first.inputs.shape[1]) < first.lengths.unsqueeze(1)
     assert not (hidden & ~real).any()
+
+
+def test_a_stack_that_cannot_be_is_refused_before_files_are_read():
+    nowhere = {"task": "classification", "data": {"sources": ["nowhere.csv"], "targets": ["x"]}}
+    with pytest.raises(ValueError, match="n_layer must be even, a layer for each direction of a pair, got 3"):
+        FileConfig.from_dict({**nowhere, "model": {"n_layer": 3}})
+    with pytest.raises(ValueError, match="schedule must be one of cyclic, stretched, or a list of layers, got 'odd'"):
+        FileConfig.from_dict({**nowhere, "model": {"bidirectional": False, "stack": {"schedule": "odd"}}})
+    series = {"task": "next-value", "data": {"sources": ["nowhere.csv"]}}
+    for given in (nowhere, series):
+        with pytest.raises(ValueError, match=r"its stack cannot have class tokens; model.pooling"):
+            FileConfig.from_dict({**given, "model": {"stack": {"class_tokens": ["start"]}}})
 
 
 def test_every_sequence_comes_once_before_any_comes_again():

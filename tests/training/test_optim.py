@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from anymamba import MambaLM
+from anymamba import LatentModel, MambaLM, SequenceClassifier
 from anymamba.blocks.block import ProjectionPart
 from anymamba.training.muon import Muon, orthogonalised
 from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups, plan, plan_table
@@ -230,6 +230,23 @@ def test_the_plan_shows_which_optimiser_moves_what():
     table = plan_table(list(rows.values()))
     assert "backbone.layers.*.mixer.in_proj.weight[x] 32 x 16 2 Muon yes" in " ".join(table.split())
     assert all(row.owner == "AdamW" for row in plan(model, OptimiserSection()))
+
+
+def test_muon_leaves_the_ends_of_models_around_a_stack_to_adamw():
+    """Their first and last projection are decayed like all others, but no hidden matrices."""
+    stack = {"d_model": 16, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "headdim": 8}}
+    latent = {row.name: row for row in plan(LatentModel(input_size=3, output_size=2, stack=stack))}
+    classifier = SequenceClassifier(
+        vocab_size=9, output_size=4, bidirectional=True, pooling="class_token", stack={**stack, "merge": "linear"}
+    )
+    judged = {row.name: row for row in plan(classifier)}
+    for row in (latent["input.weight"], latent["output.weight"], judged["head.weight"]):
+        assert row[2:4] == ("AdamW", True)
+    for name in ("embedding.weight", "class_token"):
+        assert judged[name][2:4] == ("AdamW", False)
+    for rows in (latent, judged):
+        assert rows["backbone.layers.1.mixer.out_proj.weight"].owner == "Muon"
+    assert judged["backbone.merges.0.weight"].owner == "Muon"
 
 
 def test_parts_are_taken_from_muon_by_name():

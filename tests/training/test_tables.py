@@ -63,6 +63,8 @@ def test_arrays_with_targets_beside_them(tmp_path):
         ("a.csv", "x,y\n1,\n", {}, "line 2: column 'y' must be a number, got ''$"),
         ("a.csv", "x,y\n1,two\n", {}, "column 'y' must be a number, got 'two'; texts are read from .jsonl"),
         ("a.csv", "x,y\n1,2\n", {"targets": ["z"]}, "line 1: no column 'z'; there are x, y"),
+        ("a.csv", "x;y\n1;2\n", {}, "line 1: expected names separated by commas, got semicolons: 'x;y'"),
+        ("a.csv", "x\ty\n1\t2\n", {"targets": ["y"]}, "expected names separated by commas, got tabs"),
         ("a.csv", "x,x\n1,2\n", {}, "columns must have different names, got 'x' twice"),
         ("a.csv", "x\n1\n", {"targets": ["x"]}, "no column is left to read beside x"),
         ("a.csv", "x,y\n", {}, "expected sequences, got none"),

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.positions import states_at
 from anymamba.blocks.recorded import recorded_step
 from anymamba.ground import finite
 from anymamba.ground.checks import (
@@ -40,19 +41,6 @@ class ProjectionPart(NamedTuple):
     name: str
     rows: int
     is_matrix: bool = True
-
-
-def states_at(model: Any, x: Tensor, positions: Sequence[int], cache: Any, **options: Any) -> tuple[Tensor, list[Any]]:
-    """`model.prefill` over (b, t, ...) with its caches after the first p steps, for every p of `positions`."""
-    t, wanted = x.shape[1], sorted({*positions, x.shape[1]})
-    if wrong := [p for p in wanted if not 1 <= p <= t]:
-        raise ValueError(f"{type(model).__name__}.states_at: positions must be 1 to t = {t}, got {wrong[0]}")
-    outputs, found, begin = [], {}, 0
-    for end in wanted:
-        y, cache = model.prefill(x[:, begin:end], cache, **options)
-        outputs.append(y)
-        found[end], begin = cache, end
-    return torch.cat(outputs, 1), [found[p] for p in positions]
 
 
 class Block(nn.Module):
@@ -171,15 +159,22 @@ class Block(nn.Module):
         return self._run(where, x, cache, path, padding, cu_seqlens, context)
 
     def states_at(
-        self, x: Float[Tensor, "b t d"], positions: Sequence[int], cache: Any = None, *, path: SsdPath | None = None
+        self,
+        x: Float[Tensor, "b t d"],
+        positions: Sequence[int] | Int[Tensor, " n"],
+        cache: Any = None,
+        *,
+        path: SsdPath | None = None,
     ) -> tuple[Float[Tensor, "b t d"], list[Any]]:
         """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
 
         Raises:
-            ValueError: a position that does not exist.
+            TypeError: a position is not a whole number.
+            ValueError: there is no such position.
         """
-        self._check_input(f"{type(self).__name__}.states_at", x, "b t d")
-        return states_at(self, x, positions, cache, path=path)
+        where = f"{type(self).__name__}.states_at"
+        self._check_input(where, x, "b t d")
+        return states_at(where, lambda part, before: self.prefill(part, before, path=path), x, positions, cache)
 
     def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
         """Run the block over one token: a sequence of one step.

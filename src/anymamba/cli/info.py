@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from anymamba.cli.common import DTYPES, readable_bytes
+from anymamba.cli.info_stack import kind_of, sequence_model_rows, stack_rows
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.ground.operators import missing_kernel
 from anymamba.ground.products import multiplies_bfloat16, product_library
@@ -83,25 +85,24 @@ def _kernels() -> str:
 
 
 def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if (kind := kind_of(Path(args.model))) is not None:
+        if given := [f"--{name}" for name in ("dtype", "weights", "block") if getattr(args, name)]:
+            raise ValueError(f"{args.model}: {' '.join(given)}: only for language models, got a {kind.__name__}")
+        return sequence_model_rows(Path(args.model), kind)
     checkpoint, dtype = open_checkpoint(args.model, dict(args.block)), DTYPES.get(args.dtype)
-    config = checkpoint.config
+    config, stack = checkpoint.config, checkpoint.config.stack_config()
     narrow = expect_weights(checkpoint, args.weights, dtype)
     model = skeleton(config, dtype or checkpoint.dtype, narrow)
     parameters = parameter_count(config)
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
     working = _working_bytes(model)
-    block = config.block_config()
     stored = checkpoint.weights or checkpoint.dtype
     kept = f"in {narrow}, computing in {model.dtype}" if narrow else f"in {model.dtype}"
-    shape = f"{config.n_layer} layers of width {config.d_model}"
-    if config.mlp_width:
-        shape += f", MLP {config.mlp_width}"
     padding = config.padded_vocab_size - config.vocab_size
     return [
-        ("model", f"{config.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
-        ("shape", shape),
-        ("block", ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))),
+        ("model", f"{stack.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
+        *stack_rows(stack),
         *([("activation", "not given in the config: heavy_tail or softplus")] if is_undecided(config) else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
@@ -113,9 +114,6 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         *([("products", _narrow_products(narrow, model.dtype))] if narrow else []),
         ("values", non_finite_values(checkpoint) or "all finite"),
     ]
-
-
-_BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
 
 
 def _working_bytes(model: MambaLM) -> int:

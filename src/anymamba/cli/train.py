@@ -37,7 +37,7 @@ def _train(args: argparse.Namespace, overrides: dict[str, str | list[str]], work
         return
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
-    family = getattr(model.config, "layer", None) or model.config.stack_config().layer
+    family = model.config.stack_config().layer
     to_stderr(f"{family}, {parameters:,} parameters, in {trainer.directory}")
     _conclude(trainer, trainer.run())
 

@@ -8,10 +8,10 @@ from anymamba.models.classifier import SequenceClassifier as SequenceClassifier
 from anymamba.models.classifier import SequenceRegressor as SequenceRegressor
 from anymamba.models.config import MambaLMConfig as MambaLMConfig
 from anymamba.models.latent import LatentModel as LatentModel
-from anymamba.models.lm import LMOutput as LMOutput
 from anymamba.models.lm import MambaLM as MambaLM
 from anymamba.models.masked_lm import MaskedLM as MaskedLM
 from anymamba.models.masked_lm import mask_tokens as mask_tokens
+from anymamba.models.output import LMOutput as LMOutput
 from anymamba.models.sequence import SequenceModel as SequenceModel
 from anymamba.models.sequence_config import SequenceConfig as SequenceConfig
 from anymamba.models.stack import Stack as Stack

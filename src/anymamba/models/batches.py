@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anymamba.ground.checks import (
@@ -17,6 +18,7 @@ from anymamba.ground.checks import (
     expect_shape,
     expect_steps,
     expect_tensor,
+    values_are_cheap,
 )
 from anymamba.ground.numerics import is_autocast
 from anymamba.ground.padding import Padding
@@ -52,12 +54,36 @@ def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | 
     return None if mask is None else Padding.of(where, mask, b, t, x.device)
 
 
-def from_the_first(where: str, name: str, numbers: Sequence[int], n: int) -> list[int]:
+def expect_classes(where: str, labels: Any, shape: tuple[int, ...], classes: int, ignored: int | None = None) -> None:
+    """Refuse labels that are not whole numbers of this shape, each a class or, if there is such a thing, `ignored`.
+
+    Raises:
+        TypeError: not a tensor of whole numbers.
+        ValueError: another shape, or numbers out of range.
+    """
+    found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+    if found not in (torch.int32, torch.int64):
+        raise TypeError(f"{where}: labels must be a tensor of int32 or int64, got {found}")
+    if labels.shape != shape:
+        raise ValueError(f"{where}: labels must have shape {tuple(shape)}, got {tuple(labels.shape)}")
+    if not values_are_cheap(labels):
+        return
+    counted = labels if ignored is None else labels[labels != ignored]
+    if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
+        other = "" if ignored is None else f", or {ignored} to be ignored"
+        low, high = int(counted.min()), int(counted.max())
+        raise ValueError(f"{where}: labels must be 0 to {classes - 1}{other}, got {low} to {high}")
+
+
+def from_the_first(where: str, numbers: Sequence[int], n: int) -> list[int]:
     """Numbers from 0 to n - 1; those below zero count from the end.
 
     Raises:
+        TypeError: not a list of whole numbers.
         ValueError: one is out of range.
     """
+    if not isinstance(numbers, Sequence) or not all(type(i) is int for i in numbers):
+        raise TypeError(f"{where} must be a list of whole numbers, {-n} to {n - 1}, got {numbers!r}")
     if wrong := [i for i in numbers if not -n <= i < n]:
-        raise ValueError(f"{where}: {name} must be {-n} to {n - 1}, got {wrong[0]}")
+        raise ValueError(f"{where} must be {-n} to {n - 1}, got {wrong[0]}")
     return [i % n for i in numbers]

@@ -160,7 +160,7 @@ class BidirectionalStack(Passes):
         Raises:
             ValueError: there is no such pair.
         """
-        wanted = from_the_first(type(self).__name__, "pairs", pairs, len(self._pairs))
+        wanted = from_the_first("BidirectionalStack: pairs", pairs, len(self._pairs))
         if seq_idx is not None:
             rows, bounds = self._end_to_end("hidden_states", x, seq_idx, cu_seqlens, mask)
             found = self._run("hidden_states", rows, wanted, path, bounds, None)[1]
@@ -176,7 +176,8 @@ class BidirectionalStack(Passes):
         h = self._stream(x)
         if padding is not None:
             h, options["mask"] = padding.compact(h), padding.cleaned()
-        levels, paddings = None, dict[int, Padding | None]()
+        levels = None
+        paddings: dict[int, Padding | None] = {}
         if c.has_class_tokens():
             levels = Levels(self, where, flow_of(where, h, None, cu_seqlens, padding, whole=True), ())
             place = levels.before(None)

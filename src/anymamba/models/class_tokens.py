@@ -143,6 +143,17 @@ def flow_of(
     return Flow(counts, lengths, bounds, cleaned)
 
 
+def no_tokens(where: str, batch_size: int, width: int, like: Tensor) -> Tensor:
+    """The input of a call that runs class tokens only, (b, 0, width), with the dtype and device of `like`.
+
+    Raises:
+        ValueError: `batch_size` is not a number of rows.
+    """
+    if type(batch_size) is not int or batch_size < 0:
+        raise ValueError(f"{where}: batch_size must be a number of rows, 0 or more, got {batch_size!r}")
+    return torch.empty(batch_size, 0, width, device=like.device, dtype=like.dtype)
+
+
 class Arrangement(NamedTuple):
     """Where tokens and class tokens of one call stand.
 
@@ -197,9 +208,12 @@ class ClassTokens(nn.Module):
             cursor: of each sequence, (z, 2); None: of a fresh start.
 
         Raises:
-            ValueError: a class token is placed by the length, which was not given; or there are more tokens than that.
+            ValueError: a class token is placed by the length, which was not given; there are more tokens than that; or
+                the cursor is of another number of sequences.
         """
         z, m, lengths = len(flow.counts), len(self.positions), flow.lengths
+        if cursor is not None and cursor.shape != (z, 2):
+            raise ValueError(f"{where}: the cursors of the cache must have shape {(z, 2)}, got {tuple(cursor.shape)}")
         if lengths is None and (wanting := [p for p in self.positions if p in ("middle", "end")]):
             raise ValueError(
                 f"{where}: length must be given, the tokens of the whole sequence, for a class token at "

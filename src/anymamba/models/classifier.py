@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.ground.checks import expect_tensor, values_are_cheap
 from anymamba.ground.padding import Padding
-from anymamba.models.batches import end_to_end
+from anymamba.models.batches import end_to_end, expect_classes
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
 from anymamba.models.targets import last_hidden
@@ -84,8 +85,7 @@ class SequenceClassifier(SequenceModel):
             ValueError: a row without a real step.
         """
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
-        if padding is not None and bool((padding.lengths == 0).any()):
-            raise ValueError(f"{type(self).__name__}: every row must have a real step, got one with only padding")
+        expect_real_steps(type(self).__name__, padding)
         if self.config.pooling == "class_token":
             inputs, cu_seqlens, padding = _with_last(inputs, self.class_token, cu_seqlens, padding)
         hidden = self.backbone(inputs, cu_seqlens=cu_seqlens, mask=padding)
@@ -97,19 +97,10 @@ class SequenceClassifier(SequenceModel):
         """The mean negative log-likelihood of the classes.
 
         Raises:
+            TypeError: labels that are not whole numbers.
             ValueError: labels of another shape, or that are not classes.
         """
-        if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"SequenceClassifier: labels must be whole numbers of shape {tuple(logits.shape[:1])}, "
-                f"got {labels.dtype} of shape {tuple(labels.shape)}"
-            )
-        if (
-            labels.device.type == "cpu"
-            and labels.numel()
-            and not 0 <= int(labels.min()) <= int(labels.max()) < (classes := logits.shape[1])
-        ):
-            raise ValueError(f"SequenceClassifier: labels must be 0 to {classes - 1}, got {labels.tolist()[:8]}")
+        expect_classes("SequenceClassifier", labels, logits.shape[:1], logits.shape[1])
         return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels.long())
 
 
@@ -122,12 +113,25 @@ class SequenceRegressor(SequenceClassifier):
         """The mean squared error.
 
         Raises:
+            TypeError: labels that are not a tensor.
             ValueError: labels of another shape.
         """
+        expect_tensor("SequenceRegressor", "labels", labels)
         if labels.shape != logits.shape:
             found = tuple(labels.shape)
             raise ValueError(f"SequenceRegressor: labels must have shape {tuple(logits.shape)}, got {found}")
         return F.mse_loss(logits, labels.to(logits.dtype))
+
+
+def expect_real_steps(where: str, padding: Padding | None) -> None:
+    """Refuse a row of padding only, which nothing represents. Checked only where that is cheap, and not in a trace.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if padding is not None and values_are_cheap(padding.lengths) and bool((padding.lengths == 0).any()):
+        row = padding.lengths.tolist().index(0)
+        raise ValueError(f"{where}: every row must have a real step, got only padding in row {row}")
 
 
 def mean_of_sequences(hidden_btd: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:

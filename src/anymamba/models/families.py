@@ -21,15 +21,15 @@ FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3"
 _MOST = 2**31 - 1  # of any number: nothing larger can be computed with
 
 
-def family(name: str) -> type[Block]:
-    """The block that `ssm_cfg["layer"]` names.
+def family(name: str, table: str = "ssm_cfg") -> type[Block]:
+    """The block that the entry "layer" of a table names.
 
     Raises:
         ValueError: there is no such family.
     """
     if name not in FAMILIES:
         near = meant(str(name).capitalize(), FAMILIES)
-        raise ValueError(f'ssm_cfg["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}{near}')
+        raise ValueError(f'{table}["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}{near}')
     return FAMILIES[name]
 
 
@@ -38,16 +38,22 @@ def family_name(ssm_cfg: dict[str, Any]) -> str:
     return str(ssm_cfg.get("layer", "Mamba1"))
 
 
-def make_block_config(where: str, ssm_cfg: Any, d_model: int) -> Any:
+def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_cfg") -> Any:
     """The config of a block from a table: "layer" names the family, the rest are fields of its config.
+
+    Args:
+        where: named in errors.
+        ssm_cfg: the table.
+        d_model: width of the block.
+        table: its name, in errors.
 
     Raises:
         ValueError: the table has entries that the block does not know, or values that cannot work.
     """
     if not isinstance(ssm_cfg, dict):
-        raise ValueError(f"{where}: ssm_cfg must be a table of the block's fields, got {ssm_cfg!r}")
+        raise ValueError(f"{where}: {table} must be a table of the block's fields, got {ssm_cfg!r}")
     name = family_name(ssm_cfg)
-    kind = family(name).CONFIG
+    kind = family(name, table).CONFIG
     fields = {f.name: f for f in dataclasses.fields(kind)}
     # Entries that tune the official kernels are kept and written back, and change no result. `chunk_size` is among
     # them: it suits a GPU there. Pass `path=` to the model to choose a chunk length.
@@ -55,8 +61,8 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int) -> Any:
     given = {k: v for k, v in ssm_cfg.items() if k != "layer" and k not in kernels}
     if unknown := sorted(set(given) - set(fields)):
         near = meant(unknown[0], fields)
-        raise ValueError(f"{where}: ssm_cfg has entries that {name} does not know: {unknown}{near}")
-    values = {key: typed(f'{where}: ssm_cfg["{key}"]', value, fields[key]) for key, value in given.items()}
+        raise ValueError(f"{where}: {table} has entries that {name} does not know: {unknown}{near}")
+    values = {key: typed(f'{where}: {table}["{key}"]', value, fields[key]) for key, value in given.items()}
     return kind(**{**values, "d_model": d_model})
 
 

@@ -35,16 +35,30 @@ _FORMER_FIELDS = {
 }
 
 
+class Named(nn.Module):
+    """A module whose caches are saved with a name for its weights, by which they find it again."""
+
+    config: Any
+
+    def fingerprint(self) -> str:
+        """A name for these weights in this dtype, which state files record."""
+        return fingerprint(self, self.config)
+
+    def has_fingerprint(self, name: str) -> bool:
+        """Whether `name` is this module's fingerprint."""
+        return name == self.fingerprint()
+
+
 def fingerprint(model: nn.Module, config: Any) -> str:
-    """The name of a model with this config, a language model's or a stack's."""
-    parts = [config, config.block_config()]
-    if getattr(config, "stack", None):  # otherwise the other parts say everything
-        parts.append(config.stack_config())
+    """The name of a model with this config: a language model's, a stack's, or that of a model around a stack."""
+    stack = [config.stack_config()] if getattr(config, "stack", None) else []  # else the other parts say everything
+    blocks = config if hasattr(config, "block_config") else stack[0]
+    parts = [config, blocks.block_config(), *stack]
     facts = [
         {name: value for name, value in sorted(_not_default(part).items()) if name not in _NO_FACTS} for part in parts
     ]
     tensors = chain(model.named_parameters(), model.named_buffers())
-    return _VERSION + _digest([config.layer, *facts], tensors)
+    return _VERSION + _digest([blocks.layer, *facts], tensors)
 
 
 def has_fingerprint(model: nn.Module, config: MambaLMConfig, name: str) -> bool:

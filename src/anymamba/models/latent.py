@@ -7,21 +7,25 @@ Letters: b batch, t time, c input_size, o output_size, z packed sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.positions import states_at
+from anymamba.ground.checks import expect_shape
 from anymamba.models.batches import end_to_end
-from anymamba.models.cache import StackCache
-from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, flow_of, output_indices
+from anymamba.models.cache import StackCache, expect_stack_cache
+from anymamba.models.class_tokens import ClassTokens, Flow, OutputIndices, flow_of, no_tokens, output_indices
+from anymamba.models.fingerprint import Named
 from anymamba.models.passes import Levels
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
 
 
-class LatentModel(SequenceModel):
+class LatentModel(SequenceModel, Named):
     """A stack between two projections, for continuous inputs and outputs: forecasts, filters, control.
 
     model = LatentModel(input_size=3, output_size=1, stack={"d_model": 64, "n_layer": 2})
@@ -44,6 +48,7 @@ class LatentModel(SequenceModel):
         self.output = nn.Linear(config.d_model, config.output_size, **factory)
         if config.class_tokens:
             self.class_tokens = ClassTokens(config.class_tokens, config.input_size or 0, **factory)
+        self._has_class_tokens = config.has_class_tokens()  # which builds the config of the stack: once is enough
 
     def forward(
         self,
@@ -61,7 +66,7 @@ class LatentModel(SequenceModel):
         if seq_idx is not None:
             rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
             return self(rows, cu_seqlens=bounds).view(*x.shape[:2], -1)
-        if not self.config.has_class_tokens():
+        if not self._has_class_tokens:
             y: Tensor = self.output(self.encode(x, cu_seqlens=cu_seqlens, mask=mask)[0])
             return y
         x, flow, _ = self._enter("forward", x, None, None, cu_seqlens, mask, whole=True)
@@ -87,11 +92,43 @@ class LatentModel(SequenceModel):
             rows, bounds = self._end_to_end("prefill", x, seq_idx, cu_seqlens, mask)
             y, new = self.prefill(rows, cache, cu_seqlens=bounds)
             return y.view(*x.shape[:2], -1), new
-        if self.config.has_class_tokens():
+        if self._has_class_tokens:
             return self._continue("prefill", x, cache, length, cu_seqlens, mask)[:2]
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
         y, new = stack.prefill(inputs, cache, cu_seqlens=cu_seqlens, mask=padding)
         return self.output(y), new
+
+    def states_at(
+        self,
+        x: Float[Tensor, "b t c"],
+        positions: Sequence[int] | Int[Tensor, " n"],
+        cache: StackCache | None = None,
+        *,
+        length: int | Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b t1 o"], list[StackCache]]:
+        """`prefill` with the caches after its first p steps, for every p of `positions` (1 to t, in any order).
+
+        Raises:
+            TypeError: a position is not a whole number, or the stack is bidirectional.
+            ValueError: there is no such position.
+        """
+        where = "LatentModel.states_at"
+        expect_shape(where, "x", x, "b t c", {"c": self.config.input_size or 0})
+
+        def prefill(part: Tensor, before: Any) -> tuple[Tensor, StackCache]:
+            return self.prefill(part, before, length=length)
+
+        return states_at(where, prefill, x, positions, cache)
+
+    def init_cache(self, batch_size: int) -> StackCache:
+        """The cache of a fresh start.
+
+        Raises:
+            TypeError: the stack is bidirectional.
+        """
+        inner: StackCache = self._causal("init_cache").init_cache(batch_size)
+        own = [torch.zeros(batch_size, 2, dtype=torch.int64)] if self.config.class_tokens else []
+        return inner._replace(cursors=(*own, *inner.cursors))
 
     def step(
         self,
@@ -102,7 +139,8 @@ class LatentModel(SequenceModel):
     ) -> tuple[Float[Tensor, "b o"], StackCache]:
         """The output of one step, or of the last class token that runs with it, and the cache to continue from."""
         stack = self._causal("step")
-        if self.config.has_class_tokens():
+        expect_shape("LatentModel.step", "x", x, "b c", {"c": self.config.input_size or 0})
+        if self._has_class_tokens:
             y, new, flow = self._continue("step", x.unsqueeze(1), cache, length)
             return flow.last(y), new
         y, new = stack.step(self.embed_inputs(x)[0], cache)
@@ -112,13 +150,7 @@ class LatentModel(SequenceModel):
         self, batch_size: int, cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
     ) -> tuple[Float[Tensor, "b o"] | None, StackCache]:
         """Run the class tokens that wait for the next step, without it, as `Stack.prime` does."""
-        x = torch.empty(
-            batch_size,
-            0,
-            self.config.input_size or 0,
-            device=self._activation_like.device,
-            dtype=self._activation_like.dtype,
-        )
+        x = no_tokens("LatentModel.prime", batch_size, self.config.input_size or 0, self._activation_like)
         y, new, flow = self._continue("prime", x, cache, length, priming=True)
         return (flow.last(y) if y.shape[1] else None), new
 
@@ -153,8 +185,6 @@ class LatentModel(SequenceModel):
         flow = flow_of(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
         if not self.config.class_tokens:
             return x, flow, ()
-        if cache is not None and not cache.cursors:
-            raise ValueError(f"{where}: the cache must have cursors of class tokens, got none")
         arrangement, after = self.class_tokens.arrange(where, flow, None if cache is None else cache.cursors[0])
         return arrangement.place(self.class_tokens.weight, x), arrangement.flow, (after,)
 
@@ -171,14 +201,17 @@ class LatentModel(SequenceModel):
     ) -> tuple[Tensor, StackCache, Flow]:
         """Outputs, the new cache, and how they lie; with class tokens at any level."""
         stack = self._causal(name)
+        if cache is not None:
+            levels = bool(self.config.class_tokens) + stack._count_levels(stack.n_passes)
+            expect_stack_cache(f"LatentModel.{name}", cache, StackCache, stack.n_passes, levels)
         x, flow, own = self._enter(name, x, cache, length, bounds, mask, priming=priming)
         inner = None if cache is None else cache._replace(cursors=cache.cursors[len(own) :])
-        levels = Levels(stack, f"LatentModel.{name}", flow, () if inner is None else inner.cursors)
-        y, new, _ = stack._run(self.input(x), inner, None, levels=levels)
-        return self.output(y), new._replace(cursors=(*own, *new.cursors)), levels.flow
+        places = Levels(stack, f"LatentModel.{name}", flow, () if inner is None else inner.cursors)
+        y, new, _ = stack._run(self.input(x), inner, None, levels=places)
+        return self.output(y), new._replace(cursors=(*own, *new.cursors)), places.flow
 
     def _end_to_end(self, name: str, x: Tensor, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
-        if self.config.has_class_tokens():
+        if self._has_class_tokens:
             raise ValueError(
                 f"LatentModel.{name}: rows packed with seq_idx have no room for class tokens; use cu_seqlens"
             )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.positions import states_at
 from anymamba.ground.checks import expect_alone
 from anymamba.ground.context import Context
 from anymamba.ground.narrow import NarrowWeight
@@ -24,9 +25,10 @@ from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
 from anymamba.models.batches import end_to_end
 from anymamba.models.cache import LMCache
-from anymamba.models.checks import expect_inputs, expect_targets
+from anymamba.models.checks import expect_ids, expect_inputs, expect_targets
 from anymamba.models.config import MambaLMConfig, expect_fields
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
+from anymamba.models.output import LMOutput, in_rows
 from anymamba.models.targets import find_targets, last_hidden
 from anymamba.models.tying import after_loading, before_loading
 from anymamba.scan import SsdPath
@@ -34,25 +36,6 @@ from anymamba.scan import SsdPath
 if TYPE_CHECKING:
     from anymamba.generation import Generation
     from anymamba.kernels.cpu.program import Program
-
-
-class LMOutput(NamedTuple):
-    """The model's output for a sequence.
-
-    Attributes:
-        logits: of the token that follows each input token, (b, t, v); (b, 1, v) or (z, 1, v) for the last tokens only;
-            None if they were not asked for.
-        loss: mean negative log-likelihood of the labels, if there were any.
-        cache: the cache to continue from.
-        nats: total negative log-likelihood of the labels, if there were any.
-        hidden_states: the residual stream after each requested pass, (b, t, d) each.
-    """
-
-    logits: Float[Tensor, "z t v"] | None
-    loss: Float[Tensor, ""] | None
-    cache: LMCache
-    nats: Float[Tensor, ""] | None = None
-    hidden_states: tuple[Float[Tensor, "b t d"], ...] = ()
 
 
 class MambaLM(nn.Module):
@@ -160,7 +143,7 @@ class MambaLM(nn.Module):
             found = self(
                 cache=cache, cu_seqlens=bounds, hidden_states=hidden_states, logits=logits, path=path, **packed
             )
-            return _in_rows(found, given.shape[0], logits)
+            return in_rows(found, given.shape[0], logits)
         padding = None
         if mask is not None:
             padding = Padding.of("MambaLM", mask, given.shape[0], given.shape[1], given.device)
@@ -171,7 +154,7 @@ class MambaLM(nn.Module):
             input_ids,
             cache,
             inputs_embeds=inputs_embeds,
-            wanted=self.backbone.wanted(hidden_states) if hidden_states else None,
+            wanted=self.backbone.wanted(hidden_states, "MambaLM: hidden_states") if hidden_states else None,
             path=path,
             cu_seqlens=cu_seqlens,
             mask=padding,
@@ -207,6 +190,28 @@ class MambaLM(nn.Module):
             raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token per row, got {found}")
         hidden_bd, new = self.backbone(input_ids, cache)
         return project(self.lm_head, hidden_bd), new
+
+    def states_at(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        positions: Sequence[int] | Int[Tensor, " n"],
+        cache: LMCache | None = None,
+        *,
+        path: SsdPath | None = None,
+    ) -> tuple[Float[Tensor, "b t v"], list[LMCache]]:
+        """The logits of every token, and the caches after the first p tokens, for every p of `positions` (1 to t).
+
+        Raises:
+            TypeError: a position is not a whole number.
+            ValueError: there is no such position.
+        """
+        expect_ids(input_ids)
+
+        def prefill(part: Tensor, before: Any) -> tuple[Any, LMCache]:
+            found = self(part, before, path=path)
+            return found.logits, found.cache
+
+        return states_at("MambaLM.states_at", prefill, input_ids, positions, cache)
 
     def record(self, program: Program) -> None:
         """Describe `step` after the embedding to the compiled kernels, which may refuse."""
@@ -348,11 +353,3 @@ class MambaLM(nn.Module):
         """Initialise the embedding with N(0, 0.02), and the stack like any stack."""
         nn.init.normal_(self.backbone.embedding.weight, std=0.02)
         self.backbone.initialise()
-
-
-def _in_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
-    """The output of one packed row, split into the original rows; logits of last tokens stay one per sequence."""
-    hidden = tuple(x.view(rows, -1, x.shape[2]) for x in output.hidden_states)
-    if logits != "all" or output.logits is None:
-        return output._replace(hidden_states=hidden)
-    return output._replace(logits=output.logits.view(rows, -1, output.logits.shape[2]), hidden_states=hidden)

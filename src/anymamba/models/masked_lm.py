@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.files import read_json
-from anymamba.models.batches import end_to_end
-from anymamba.models.classifier import mean_of_sequences
+from anymamba.models.batches import end_to_end, expect_classes
+from anymamba.models.classifier import expect_real_steps, mean_of_sequences
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
@@ -28,7 +28,7 @@ class MaskedLMOutput(NamedTuple):
 
     Attributes:
         logits: of the token at each position, (b, t, v).
-        loss: mean negative log-likelihood of the labels that count, if there were any.
+        loss: mean negative log-likelihood of the labels that count, if labels were given; 0 where none counts.
     """
 
     logits: Float[Tensor, "b t v"]
@@ -80,23 +80,26 @@ class MaskedLM(SequenceModel):
             mask: of padded batches, as for a block; labels at the padding do not count.
 
         Raises:
-            ValueError: shapes or ids that do not fit.
+            TypeError: labels that are not whole numbers.
+            ValueError: shapes, ids or labels that do not fit.
         """
         if seq_idx is not None:
             rows, bounds = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
-            found = self(rows, None if labels is None else labels.reshape(rows.shape), cu_seqlens=bounds)
+            if labels is not None:
+                expect_classes("MaskedLM", labels, input_ids.shape, len(self.bias), ignored=IGNORED_LABEL)
+                labels = labels.reshape(rows.shape)
+            found = self(rows, labels, cu_seqlens=bounds)
             return found._replace(logits=found.logits.reshape(*input_ids.shape, -1))
         hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
         logits = F.linear(hidden, self.embedding.weight, self.bias)
         if labels is None:
             return MaskedLMOutput(logits, None)
-        if labels.shape != input_ids.shape:
-            raise ValueError(f"MaskedLM: labels must have shape {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
+        expect_classes("MaskedLM", labels, input_ids.shape, logits.shape[2], ignored=IGNORED_LABEL)
         if padding is not None:
             labels = labels.masked_fill(~padding.real(), IGNORED_LABEL)
-        return MaskedLMOutput(
-            logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
-        )
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        nats = F.cross_entropy(wide.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="sum")
+        return MaskedLMOutput(logits, nats / (labels != IGNORED_LABEL).sum().clamp(min=1))
 
     def embed(
         self,
@@ -106,10 +109,15 @@ class MaskedLM(SequenceModel):
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "z d"]:
-        """A vector of length 1 for each sequence: the mean over its real tokens."""
+        """A vector of length 1 for each sequence: the mean over its real tokens.
+
+        Raises:
+            ValueError: shapes or ids that do not fit, or a row with only padding.
+        """
         if seq_idx is not None:
             input_ids, cu_seqlens = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
         hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
+        expect_real_steps("MaskedLM.embed", padding)
         return F.normalize(mean_of_sequences(hidden, cu_seqlens, padding), dim=-1)
 
 

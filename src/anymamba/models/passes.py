@@ -126,7 +126,8 @@ class Passes(nn.Module):
         Returns:
             The result of the last pass, and those of the wanted ones.
         """
-        c, h, streams, found = self.config, x, [x], {}
+        c, h, found = self.config, x, {}
+        streams = [x] if c.streams else []
         cut = 0 if c.grad_horizon is None or not torch.is_grad_enabled() else passes - c.grad_horizon
         for v in range(passes):
             if v == cut and cut:

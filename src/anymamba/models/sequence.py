@@ -57,6 +57,9 @@ class SequenceModel(nn.Module):
         **fields: Any,
     ) -> None:
         """Create and initialise the parameters."""
+        if not hasattr(type(self), "MODEL_TYPE"):
+            kinds = ", ".join(kind.__name__ for kind in SequenceModel.KINDS.values())
+            raise TypeError(f"SequenceModel has no head: make one of {kinds}, or open a file with from_pretrained")
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c = stack_config(type(self).__name__, SequenceConfig, config, fields)
@@ -81,6 +84,10 @@ class SequenceModel(nn.Module):
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
         """Create the parameters after the stack."""
         raise NotImplementedError
+
+    def ends(self) -> list[nn.Linear]:
+        """The projections into the stack and out of it, which are no hidden ones."""
+        return [m for m in self.children() if isinstance(m, nn.Linear)]
 
     @property
     def _activation_like(self) -> Tensor:

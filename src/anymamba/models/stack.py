@@ -15,20 +15,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anymamba.blocks.block import states_at
+from anymamba.blocks.positions import states_at
 from anymamba.ground import finite
 from anymamba.ground.padding import Padding
-from anymamba.models import fingerprint
 from anymamba.models.batches import from_the_first
 from anymamba.models.cache import StackCache, expect_stack_cache
-from anymamba.models.class_tokens import flow_of, zeroed
+from anymamba.models.class_tokens import flow_of, no_tokens, zeroed
+from anymamba.models.fingerprint import Named
 from anymamba.models.layers import ResidualLayer, initialise_residual, make_norm
 from anymamba.models.passes import Levels, Passes
 from anymamba.models.stack_config import StackConfig, stack_config
 from anymamba.scan import SsdPath
 
 
-class Stack(Passes):
+class Stack(Passes, Named):
     """Residual layers of any family, or of several, passed through in any order, with one cache per pass.
 
     Args:
@@ -182,7 +182,7 @@ class Stack(Passes):
     def states_at(
         self,
         x: Float[Tensor, "b t d"],
-        positions: Sequence[int],
+        positions: Sequence[int] | Int[Tensor, " n"],
         cache: StackCache | None = None,
         *,
         path: SsdPath | None = None,
@@ -191,10 +191,15 @@ class Stack(Passes):
         """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
 
         Raises:
-            ValueError: a position that does not exist.
+            TypeError: a position is not a whole number.
+            ValueError: there is no such position.
         """
         self._check_input("states_at", x, "b t d")
-        return states_at(self, x, positions, cache, path=path, length=length)
+
+        def prefill(part: Tensor, before: Any) -> tuple[Tensor, StackCache]:
+            return self.prefill(part, before, path=path, length=length)
+
+        return states_at(f"{type(self).__name__}.states_at", prefill, x, positions, cache)
 
     def step(
         self,
@@ -235,11 +240,13 @@ class Stack(Passes):
             The output of the last of them, None if none waited; and the cache from which the next token continues.
         """
         mixer: Any = self.layers[0].mixer
-        like = mixer.activation_like()
-        x = torch.empty(batch_size, 0, self.config.d_model, device=like.device, dtype=like.dtype)
+        x = no_tokens(f"{type(self).__name__}.prime", batch_size, self.config.d_model, mixer.activation_like())
         levels = self._levels("prime", x, cache, length, priming=True)
+        if levels is None:
+            self._pass_caches(cache)
+            return None, self.init_cache(batch_size) if cache is None else cache
         y, new, _ = self._run(x, cache, None, levels=levels)
-        return (levels.flow.last(y) if levels is not None and y.shape[1] else None), new
+        return (levels.flow.last(y) if y.shape[1] else None), new
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form: each layer's input is constant.
@@ -262,21 +269,14 @@ class Stack(Passes):
         cursors = tuple(torch.zeros(batch_size, 2, dtype=torch.int64) for _ in range(self._count_levels(self.n_passes)))
         return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers), cursors)
 
-    def fingerprint(self) -> str:
-        """A name for these weights in this dtype, which state files record."""
-        return fingerprint.fingerprint(self, self.config)
-
-    def has_fingerprint(self, name: str) -> bool:
-        """Whether `name` is this stack's fingerprint."""
-        return name == self.fingerprint()
-
-    def wanted(self, passes: Sequence[int]) -> list[int]:
-        """The numbers of passes, each counted from the first.
+    def wanted(self, passes: Sequence[int], where: str = "Stack: passes") -> list[int]:
+        """The numbers of passes, each counted from the first; `where` is named in errors.
 
         Raises:
+            TypeError: not a list of whole numbers.
             ValueError: there is no such pass.
         """
-        return from_the_first(type(self).__name__, "passes", passes, self.n_passes)
+        return from_the_first(where, passes, self.n_passes)
 
     def _run(
         self,
@@ -344,7 +344,7 @@ class Stack(Passes):
         return Levels(self, where, flow, () if cache is None else cache.cursors)
 
     def _pass_caches(self, cache: Any) -> tuple[Any, ...]:
-        if cache is None:
-            return (None,) * self.n_passes
         n = self.n_passes
+        if cache is None:
+            return (None,) * n
         return expect_stack_cache(type(self).__name__, cache, self.CACHE, n, self._count_levels(n)).layers

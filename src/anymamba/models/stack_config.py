@@ -117,8 +117,10 @@ class StackConfig:
         Raises:
             ValueError: its table has entries that the block does not know, or values that cannot work.
         """
-        cfg = self.layer_cfgs[index] if self.layer_cfgs else self.ssm_cfg
-        return make_block_config(type(self).__name__, cfg, self.d_model)
+        where = type(self).__name__
+        if self.layer_cfgs:
+            return make_block_config(where, self.layer_cfgs[index], self.d_model, f"layer_cfgs[{index}]")
+        return make_block_config(where, self.ssm_cfg, self.d_model)
 
     def layers_of_passes(self) -> list[int]:
         """The layer that each pass uses.

@@ -124,7 +124,7 @@ class Regression(FileTask):
 
 
 def _label(place: str, said: list[Any]) -> str:
-    """The name of a class; a whole number has one name, however it is written."""
+    """The name of a class: a text as it is written; a whole number of JSON or an array without decimals."""
     if len(said) != 1 or isinstance(said[0], list | dict) or said[0] is None or said[0] == "":
         raise ValueError(f"{place}: expected a class, a text or a number, got {said if len(said) != 1 else said[0]!r}")
     value = said[0]

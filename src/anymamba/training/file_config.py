@@ -120,6 +120,20 @@ class FileConfig(RunConfig):
             raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")
         if self.task == "masked-lm" and self.model.bidirectional is False:
             raise ValueError("model.bidirectional: a masked language model reads in both directions, got false")
+        self._expect_stack()
+
+    def _expect_stack(self) -> None:
+        """Refuse a stack that cannot be, before files are read."""
+        # Models import torch, for which the help and mistakes in options do not wait.
+        from anymamba.models import BidirectionalConfig, StackConfig
+
+        kind = BidirectionalConfig if self.both_ways else StackConfig
+        stack = kind.from_dict(self.model.stack_fields())
+        if stack.has_class_tokens():
+            raise ValueError(
+                f"model.stack: {self.task} has one output per step or sequence, so its stack cannot have class tokens; "
+                'model.pooling = "class_token" puts one after each sequence'
+            )
 
     @property
     def both_ways(self) -> bool:

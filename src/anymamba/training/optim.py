@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.models.lm import MambaLM
+from anymamba.models.sequence import SequenceModel
 from anymamba.training.muon import Muon
 from anymamba.training.parallel import Workers
 from anymamba.training.pieces import Piece
@@ -40,7 +41,13 @@ def parameter_groups(
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of the projections between embedding and head, by name."""
+    """Weights of the projections between embedding and head, or between a model's first and last projection."""
+    outer = {id(m.weight) for around in model.modules() if isinstance(around, SequenceModel) for m in around.ends()}
+    return {name: p for name, p in _projections(model).items() if id(p) not in outer}
+
+
+def _projections(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of all projections but the heads of language models, by name."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     embeddings = {id(p) for p in _embeddings(model).values()}
     return {name: p for name, p in model.named_parameters() if id(p) in linear - embeddings}
@@ -48,7 +55,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
 
 def _by_decay(model: nn.Module, decay_embeddings: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters by name: those that are decayed, and those that are not."""
-    decayed = {**hidden_matrices(model), **(_embeddings(model) if decay_embeddings else {})}
+    decayed = {**_projections(model), **(_embeddings(model) if decay_embeddings else {})}
     return decayed, {name: p for name, p in model.named_parameters() if name not in decayed}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class Predictor:
     def predict(self, table: Table, *, rows: int = 32, steps: int = 1) -> Iterator[dict[str, Any]]:
         """What the model predicts for each sequence, in order; a forecast has a line for each step.
 
+        A line has the name of its sequence, if a column of the table names them.
+
         Args:
             table: from `read`.
             rows: how many sequences are computed together.
@@ -72,14 +74,19 @@ class Predictor:
             inputs, lengths = (x.to(weight.device) for x in padded(chosen, weight.dtype))
             mask = None if bool((lengths == inputs.shape[1]).all()) else lengths
             with torch.no_grad():
-                said = list(self._said(inputs, mask, steps, start))
+                if isinstance(self.model, LatentModel):
+                    names = table.names[start : start + rows] or range(start, start + len(chosen))
+                    said = list(self._forecast(self.model, inputs, mask, steps, names))
+                else:
+                    said = list(self._said(inputs, mask))
+            if table.names and not isinstance(self.model, LatentModel):
+                named = zip(table.names[start : start + rows], said, strict=True)
+                said = [{"sequence": name, **line} for name, line in named]
             yield from said
 
-    def _said(self, inputs: Tensor, mask: Tensor | None, steps: int, start: int) -> Iterator[dict[str, Any]]:
+    def _said(self, inputs: Tensor, mask: Tensor | None) -> Iterator[dict[str, Any]]:
         model: Any = self.model
-        if isinstance(model, LatentModel):
-            yield from self._forecast(model, inputs, mask, steps, start)
-        elif isinstance(model, MaskedLM):
+        if isinstance(model, MaskedLM):
             for vector in model.embed(inputs, mask=mask).cpu().tolist():
                 yield {"embedding": vector}
         elif isinstance(model, SequenceRegressor):
@@ -95,7 +102,7 @@ class Predictor:
                 yield {"label": model.config.labels[best], "probability": shares[best], "probabilities": said}
 
     def _forecast(
-        self, model: LatentModel, inputs: Tensor, mask: Tensor | None, steps: int, start: int
+        self, model: LatentModel, inputs: Tensor, mask: Tensor | None, steps: int, names: Sequence[str | int]
     ) -> Iterator[dict[str, Any]]:
         assert self._scale is not None
         y, cache = model.prefill(inputs, mask=mask)
@@ -106,10 +113,10 @@ class Predictor:
             value, cache = model.step(value, cache)
             found.append(value)
         values = self._scale.grow(torch.stack(found, 1).double().cpu().numpy())
-        for row, series in enumerate(values.tolist()):
+        for name, series in zip(names, values.tolist(), strict=True):
             for step, numbers in enumerate(series):
                 named = dict(zip(self.facts["channels"], numbers, strict=True))
-                yield {"sequence": start + row, "step": step + 1, **named}
+                yield {"sequence": name, "step": step + 1, **named}
 
 
 def _scale(values: Any) -> Scale | None:

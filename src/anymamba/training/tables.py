@@ -17,6 +17,7 @@ import numpy as np
 
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".npy")
 _NO_TEXTS = "; texts are read from .jsonl"
+_OTHER_MARKS = {";": "semicolons", "\t": "tabs"}  # which other programs separate cells with
 
 
 class Table(NamedTuple):
@@ -28,6 +29,7 @@ class Table(NamedTuple):
         places: of each sequence, for errors: "file.csv, line 3".
         channels: names of the numbers of a step.
         columns: the columns of a table, or the field of JSON lines, that were read.
+        names: the names of the sequences, if a column of a table names them; else empty.
     """
 
     sequences: list[np.ndarray]
@@ -35,6 +37,7 @@ class Table(NamedTuple):
     places: list[str]
     channels: list[str]
     columns: list[str]
+    names: tuple[str, ...] = ()
 
     @property
     def is_text(self) -> bool:
@@ -94,6 +97,7 @@ def _joined(parts: list[Table], sources: Sequence[str]) -> Table:
         [x for part in parts for x in part.places],
         first.channels,
         first.columns,
+        tuple(x for part in parts for x in part.names),
     )
 
 
@@ -116,6 +120,8 @@ def _read_csv(path: Path, targets: list[str], inputs: list[str], sequence: str |
         header = next(rows, (0, []))[1]
         if not header:
             raise ValueError(f"{path}: expected a first line with the names of the columns, got an empty file")
+        if len(header) == 1 and (marks := [name for mark, name in _OTHER_MARKS.items() if mark in header[0]]):
+            raise ValueError(f"{path}, line 1: expected names separated by commas, got {marks[0]}: {header[0]!r:.60}")
         if len(set(header)) != len(header):
             twice = next(name for name in header if header.count(name) > 1)
             raise ValueError(f"{path}, line 1: columns must have different names, got {twice!r} twice")
@@ -161,7 +167,8 @@ def _csv_table(
     for r, (line, row) in enumerate(rows):
         key = row[column[sequence]] if sequence else "" if steps else str(line)
         groups.setdefault(key, []).append(r)
-    found = Table([], [], [], inputs if sequence or steps else ["value"], inputs)
+    names = tuple(groups) if sequence else ()
+    found = Table([], [], [], inputs if sequence or steps else ["value"], inputs, names)
     for members in groups.values():
         places = [f"{path}, line {rows[r][0]}" for r in members]
         numbers = [
