@@ -272,3 +272,28 @@ def test_a_masked_model_without_labels_that_count_has_no_loss():
     assert loss == 0
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_embeddings_in_place_of_ids_give_the_same():
+    ids, labels = torch.randint(11, (3, 8)), torch.tensor([0, 1, 1])
+    classifier = SequenceClassifier(vocab_size=11, output_size=2, stack=STACK)
+    rows = {"mask": torch.tensor([8, 3, 5])}
+    embeds = classifier.embedding(ids).masked_fill((torch.arange(8) >= rows["mask"][:, None]).unsqueeze(-1), torch.nan)
+    by_ids, by_rows = classifier(ids, labels, **rows), classifier(labels=labels, inputs_embeds=embeds, **rows)
+    assert torch.equal(by_rows.logits, by_ids.logits)
+    by_rows.loss.backward()
+    assert classifier.embedding.weight.grad.isfinite().all()
+
+    masked = MaskedLM(vocab_size=11, bidirectional=True, stack=STACK)
+    for packed in ({}, {"seq_idx": torch.tensor([[0] * 3 + [1] * 5] * 3)}):
+        by_ids = masked(ids, ids, **packed)
+        by_rows = masked(labels=ids, inputs_embeds=masked.embedding(ids), **packed)
+        assert torch.equal(by_rows.logits, by_ids.logits)
+        assert torch.equal(by_rows.loss, by_ids.loss)
+
+    with pytest.raises(ValueError, match="MaskedLM: expected input_ids or inputs_embeds, got both"):
+        masked(ids, inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="SequenceClassifier: expected x or inputs_embeds, got neither"):
+        classifier()
+    with pytest.raises(ValueError, match=r"SequenceClassifier: inputs_embeds must have shape .*d=16"):
+        classifier(inputs_embeds=torch.randn(2, 3, 5))

@@ -25,12 +25,12 @@ from anymamba.ground.padding import Padding
 from anymamba.ground.sequences import bounds_of
 
 
-def check_input(where: str, x: Any, letters: str, width: int, like: Tensor) -> None:
+def check_input(where: str, x: Any, letters: str, width: int, like: Tensor, name: str = "x") -> None:
     """Refuse an input of another shape, or with another dtype or device than `like`."""
     sizes = {"d": width}
-    expect_shape(where, "x", x, letters, sizes)
+    expect_shape(where, name, x, letters, sizes)
     expect_steps(where, sizes.get("t", 1))
-    expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+    expect_like(where, name, x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
 
 
 def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
@@ -41,6 +41,17 @@ def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> 
         raise ValueError(f"{where}: expected (b, t, ...), got {tuple(x.shape)}")
     b, t = x.shape[:2]
     return x.reshape(1, b * t, *x.shape[2:]), bounds_of(where, seq_idx, b, t, x.device)
+
+
+def ids_or_embeddings(where: str, name: str, ids: Any, inputs_embeds: Any) -> Any:
+    """Whichever of the two was given.
+
+    Raises:
+        ValueError: both, or neither.
+    """
+    if (ids is None) == (inputs_embeds is None):
+        raise ValueError(f"{where}: expected {name} or inputs_embeds, got {'neither' if ids is None else 'both'}")
+    return inputs_embeds if ids is None else ids
 
 
 def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from anymamba.ground.checks import expect_tensor, values_are_cheap
 from anymamba.ground.padding import Padding
-from anymamba.models.batches import end_to_end, expect_classes
+from anymamba.models.batches import end_to_end, expect_classes, ids_or_embeddings
 from anymamba.models.sequence import SequenceModel
 from anymamba.models.sequence_config import SequenceConfig
 from anymamba.models.targets import last_hidden
@@ -52,9 +52,10 @@ class SequenceClassifier(SequenceModel):
 
     def forward(
         self,
-        x: Int[Tensor, "b t"] | Float[Tensor, "b t c"],
+        x: Int[Tensor, "b t"] | Float[Tensor, "b t c"] | None = None,
         labels: Tensor | None = None,
         *,
+        inputs_embeds: Float[Tensor, "b t d"] | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
@@ -64,6 +65,7 @@ class SequenceClassifier(SequenceModel):
         Args:
             x: token ids, or vectors.
             labels: the class of each sequence, (z,); of a regressor, its numbers (z, o).
+            inputs_embeds: embeddings, in place of token ids.
             cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
             seq_idx: for several packed rows, a number for every step: a sequence ends where it changes, and with its
                 row.
@@ -73,6 +75,7 @@ class SequenceClassifier(SequenceModel):
             ValueError: shapes, ids or labels that do not fit.
             TypeError: dtypes that do not fit.
         """
+        x = ids_or_embeddings(type(self).__name__, "x", x, inputs_embeds)
         if seq_idx is not None:
             x, cu_seqlens = end_to_end(type(self).__name__, x, seq_idx, cu_seqlens, mask)
         logits = self.head(self.pooled(x, cu_seqlens=cu_seqlens, mask=mask))

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.ground.files import read_json
-from anymamba.models.batches import end_to_end, expect_classes
+from anymamba.models.batches import end_to_end, expect_classes, ids_or_embeddings
 from anymamba.models.classifier import expect_real_steps, mean_of_sequences
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.models.sequence import SequenceModel
@@ -62,9 +62,10 @@ class MaskedLM(SequenceModel):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "b t"],
+        input_ids: Int[Tensor, "b t"] | None = None,
         labels: Int[Tensor, "b t"] | None = None,
         *,
+        inputs_embeds: Float[Tensor, "b t d"] | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
@@ -75,6 +76,7 @@ class MaskedLM(SequenceModel):
             input_ids: token ids, some of them masked.
             labels: the true tokens where they count, -100 elsewhere; they are compared with the logits at the same
                 position.
+            inputs_embeds: embeddings, in place of token ids.
             cu_seqlens: boundaries of packed sequences.
             seq_idx: of several packed rows, as for a block.
             mask: of padded batches, as for a block; labels at the padding do not count.
@@ -83,18 +85,22 @@ class MaskedLM(SequenceModel):
             TypeError: labels that are not whole numbers.
             ValueError: shapes, ids or labels that do not fit.
         """
-        if seq_idx is not None:
-            rows, bounds = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
-            if labels is not None:
-                expect_classes("MaskedLM", labels, input_ids.shape, len(self.bias), ignored=IGNORED_LABEL)
-                labels = labels.reshape(rows.shape)
-            found = self(rows, labels, cu_seqlens=bounds)
-            return found._replace(logits=found.logits.reshape(*input_ids.shape, -1))
-        hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
+        x = ids_or_embeddings("MaskedLM", "input_ids", input_ids, inputs_embeds)
+        if labels is not None:
+            expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
+        if seq_idx is None:
+            return self._output(x, labels, cu_seqlens, mask)
+        row, bounds = end_to_end("MaskedLM", x, seq_idx, cu_seqlens, mask)
+        found = self._output(row, None if labels is None else labels.reshape(row.shape[:2]), bounds, None)
+        return found._replace(logits=found.logits.reshape(*x.shape[:2], -1))
+
+    def _output(
+        self, x: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> MaskedLMOutput:
+        hidden, padding = self.encode(x, cu_seqlens=cu_seqlens, mask=mask)
         logits = F.linear(hidden, self.embedding.weight, self.bias)
         if labels is None:
             return MaskedLMOutput(logits, None)
-        expect_classes("MaskedLM", labels, input_ids.shape, logits.shape[2], ignored=IGNORED_LABEL)
         if padding is not None:
             labels = labels.masked_fill(~padding.real(), IGNORED_LABEL)
         wide = logits.float() if logits.dtype.itemsize < 4 else logits

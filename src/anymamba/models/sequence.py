@@ -17,7 +17,7 @@ from anymamba.ground.checks import expect_like, expect_shape
 from anymamba.ground.files import read_json, write_json, write_tensors
 from anymamba.ground.padding import Padding
 from anymamba.models.backbone import embedded
-from anymamba.models.batches import check_batch
+from anymamba.models.batches import check_batch, check_input
 from anymamba.models.bidirectional import BidirectionalStack
 from anymamba.models.pretrained import warn_of_non_finite
 from anymamba.models.sequence_config import SequenceConfig
@@ -96,13 +96,16 @@ class SequenceModel(nn.Module):
     def embed_inputs(
         self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
     ) -> tuple[Tensor, Padding | None]:
-        """Token ids (b, t), or numbers (b, t, c) or (b, c), as inputs of the stack, and how the rows are padded.
+        """Ids (b, t), their embeddings (b, t, d), or numbers (b, t, c) or (b, c), as inputs of the stack; the padding.
 
         Raises:
             ValueError: another shape or device, or ids that are not tokens.
             TypeError: another dtype.
         """
         where = type(self).__name__
+        if self.config.vocab_size is not None and isinstance(x, Tensor) and x.is_floating_point():
+            check_input(where, x, "b t d", self.config.d_model, self.embedding.weight, name="inputs_embeds")
+            return x, check_batch(where, x, cu_seqlens, mask)
         if self.config.vocab_size is not None:
             if not isinstance(x, Tensor) or x.ndim != 2:
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
