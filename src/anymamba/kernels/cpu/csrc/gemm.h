@@ -108,7 +108,10 @@ inline void for_tile(const Body& body) {
 
 template <typename T, int kRows, int kVectors>
 inline void gemm_tile(const Gemm<T>& m, int row, int col) {
-  if (m.span == Span::kColumnsFromRow && col + kVectors * kLanes<T> <= row / m.rank * m.rank) return;
+  if (m.span == Span::kColumnsFromRow && col + kLanes<T> <= row / m.rank * m.rank) {
+    if constexpr (kVectors > 1) gemm_tile<T, kRows, kVectors - 1>(m, row, col + kLanes<T>);
+    return;  // nothing of the first vector is wanted
+  }
   const bool two = m.second.a != nullptr;
   int from = 0, to = two ? m.second.depth : m.depth;
   depth_of_tile<T, kRows, kVectors>(m, row, col, &from, &to);

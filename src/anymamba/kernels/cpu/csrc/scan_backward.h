@@ -1,13 +1,15 @@
 // The scan's backward: the states that enter the chunks are recomputed, then the chunks are walked from last to first.
 #pragma once
 
-#include "scan_backward_chunk.h"
+#include "large_pages.h"
+#include "scan_backward_head.h"
 
 namespace ANYMAMBA_ISA {
 
 // Heads whose key and query gradients are summed in one task. It fixes the order of the sum, so it must depend neither
-// on the number of threads nor on the batch.
-constexpr int64_t kBackwardHeads = 4;
+// on the number of threads nor on the batch. With more heads, fewer blocks are summed and a task reads the keys less
+// often, but there are fewer tasks, and each keeps more states.
+constexpr int64_t kBackwardHeads = 6;
 
 // Fills b.entering: H_0 = initial state, H_{c+1} = kept H_c + k (w rho v), and b.rotations.
 template <typename T>
@@ -117,13 +119,13 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     for (int64_t e = 0; e < task.heads; ++e) {
       const bool last_head = e + 1 == task.heads;
       const int64_t head = task.first_head + e;
-      RowPrefetch next_v, next_dy, next_dv;
+      const T* state = b.entering + (e * chunks + c) * numbers;
+      HeadChunk<T> at{chunk, seq, task.sequence, head, state, b.g + e * numbers, {}, {}};
       if (!last_head || c > 0) {
         const Chunk next = last_head ? chunk_of(seq, c - 1, size.steps) : chunk;
         const int64_t next_head = last_head ? task.first_head : head + 1;
-        next_v = prefetch_of(args.v, args.dtype, args.v_strides, next_head, next, size.rank, size.p);
-        next_dy = prefetch_of(args.dy, args.dtype, args.dy_strides, next_head, next, size.rank, size.p);
-        if (!args.value_weight) next_dv = prefetch_result(args.dv, args, next_head, next, size.rank, size.p);
+        at.next_v = prefetch_of(args.v, args.dtype, args.v_strides, next_head, next, size.rank, size.p);
+        at.next_dy = prefetch_of(args.dy, args.dtype, args.dy_strides, next_head, next, size.rank, size.p);
       }
       if (args.k_bias) {
         std::memcpy(b.rotation, b.rotations + (e * chunks + c) * size.turn.state, size.turn.state * sizeof(double));
@@ -135,8 +137,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
         fill_zero(b.dscores, size_t(rows) * size.rows_row);
       }
-      backward_head(args, chunk, seq, task.sequence, head, b.entering + (e * chunks + c) * numbers, b.g + e * numbers,
-                    next_v, next_dy, next_dv, b, size);
+      backward_head(args, at, b, size);
       if (args.k_bias) {
         backward_keys(b.dk, b.dq, rows, b, size);
         if (last >= chunk.start && last < chunk.start + chunk.steps)
@@ -207,16 +208,28 @@ bool scan_backward(const ScanArgs& args) {
   if (shared_rates && in_all > 1) counted.take<T>(in_all * partial.rate_numbers);
   const Scratch sums(counted.used());
   if (!sums.get()) return false;
+  prefer_large_pages(sums.get(), counted.used());
   Arena arena(sums.get());
   if (in_group > 1) {
     partial.dk = arena.take<T>(in_group * partial.numbers);
     partial.dq = arena.take<T>(in_group * partial.numbers);
   }
   if (shared_rates && in_all > 1) partial.drate = arena.take<T>(in_all * partial.rate_numbers);
-  bool ok = run_tasks(blocks.tasks(args), args.threads, count.used(), [&](int64_t index, void* scratch) {
-    backward_task<T>(args, Task(blocks, args, index), size, most_chunks, partial, scratch);
+  // The calling thread allocates for all: what the others allocate is returned to the system at the end of every call.
+  const int64_t tasks = blocks.tasks(args);
+  const int team = team_size(args.threads, tasks);
+  const Scratch scratch(team * count.used());
+  if (!scratch.get()) return false;
+  prefer_large_pages(scratch.get(), team * count.used());
+  Queue queue;
+  run_team(team, [&](int thread) {
+    char* own = static_cast<char*>(scratch.get()) + thread * count.used();
+    queue.share(tasks, [&](int64_t index) {
+      backward_task<T>(args, Task(blocks, args, index), size, most_chunks, partial, own);
+    });
   });
-  if (ok && in_group > 1)
+  bool ok = true;
+  if (in_group > 1)
     ok = sum_partials(args.dk, args.dtype, partial.dk, in_group, partial.numbers, args.state, args.threads) &&
          sum_partials(args.dq, args.dtype, partial.dq, in_group, partial.numbers, args.state, args.threads);
   if (ok && partial.drate)

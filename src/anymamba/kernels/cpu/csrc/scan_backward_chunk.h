@@ -1,9 +1,4 @@
-// The scan's backward over one chunk of one head.
-//
-// The formulas are those of scan/serial_recalculated.py, with the weights of v folded into the decayed scores. Two
-// products are saved against it: `out_i = <q_i, U_i H>` comes from the query's gradient, and only the parts of the causal
-// blocks that are not zero are computed. States and their gradients are held as (n, p), keys, queries and their gradients
-// as (n, rows).
+// What the scan's backward holds of a chunk, and everything in it that is not a product of matrices.
 #pragma once
 
 #include "scan_keys.h"
@@ -64,13 +59,6 @@ struct BackwardBuffers {
         weights(arena, s) {}
 };
 
-template <typename T>
-inline T dot(const T* x, const T* y, int width) {
-  Vec<T> sum = {};
-  for (int c = 0; c < width; c += kLanes<T>) sum += load(x + c) * load(y + c);
-  return sum_lanes<T>(sum);
-}
-
 // The elementwise middle of the backward. On entry dweighted[j, i] = <v_j, dy_i>. On exit `weighted` holds the decayed
 // and weighted scores, dscores has gained its part, d_later and d_own hold the gradients of the rows' weights within the
 // chunk, and crossing[l] = sum over i at or after l, j before l of E[j, i], the gradient on the exponent of the decay
@@ -80,14 +68,15 @@ void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size
   const int rank = size.rank, cols = round_up<T>(steps * rank);
   fill_zero(b.sums, cols);
   for (int l = 0; l < steps; ++l) {
-    // b.sums[i] runs over all keys before step l; queries before l no longer count.
-    Vec<T> total = {};
-    for (int i = first_vector<T>(l * rank, 1); i < cols; i += kLanes<T>) total += load(b.sums + i);
+    // b.sums[i] runs over all keys before step l; queries before l do not count.
+    int query = first_vector<T>(l * rank, 1);
+    Vec<T> total = b.decay.at_or_after(l * rank, query) ? load(b.sums + query) : Vec<T>{};
+    while ((query += kLanes<T>) < cols) total += load(b.sums + query);
     b.crossing[l] = static_cast<double>(sum_lanes<T>(total));
     for (int j = l * rank; j < (l + 1) * rank; ++j) {
       const ptrdiff_t row = j * static_cast<ptrdiff_t>(size.rows_row);
       const T later = b.weights.later[j], own = b.weights.own[j];
-      Vec<T> d_later = {}, d_own = {};
+      Vec<T> d_later = {};
       int i = first_vector<T>(j, rank);
       fill_zero(b.weighted + row, i);
       for (; i < (l + 1) * rank; i += kLanes<T>) {
@@ -100,7 +89,6 @@ void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size
         store(b.dscores + row + i, load(b.dscores + row + i) + (causal ? grad * weight : Vec<T>{}));
         store(b.sums + i, load(b.sums + i) + later * crossing);
         d_later += crossing;
-        d_own += causal ? (after ? Vec<T>{} : grad * score) : Vec<T>{};
       }
       for (; i < cols; i += kLanes<T>) {
         const Vec<T> score = load(b.scores + row + i), grad = load(b.dweighted + row + i);
@@ -111,9 +99,9 @@ void backward_scores(BackwardBuffers<T>& b, int steps, const ChunkSizes<T>& size
         d_later += crossing;
       }
       b.d_later[j] = sum_lanes<T>(d_later);
-      b.d_own[j] = sum_lanes<T>(d_own);
+      b.d_own[j] = 0;
+      for (int i = l * rank; i < (l + 1) * rank; ++i) b.d_own[j] += b.dweighted[row + i] * b.scores[row + i];
     }
-    for (int i = l * rank; i < (l + 1) * rank; ++i) b.sums[i] = 0;
   }
 }
 
@@ -192,110 +180,6 @@ void backward_rank_values(const ScanArgs& args, const Chunk& chunk, int64_t sequ
     write_row(static_cast<char*>(args.dv) + row * p * static_cast<int64_t>(size_of(args.dtype)),
               b.dv + l * rank * ptrdiff_t(size.p_row), args.dtype, p);
   }
-}
-
-// dq += k dscores, dk += q dscores', of a head or of a group.
-template <typename T>
-void backward_keys(T* dk, T* dq, int rows, BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
-  const int row = size.rows_row, cols = round_up<T>(rows);
-  Gemm<T> queries{b.keys.k, row, 1, b.dscores, row, dq, row, size.n, cols, rows};
-  queries.c_in = {dq, row};
-  queries.span = Span::kDepthUpToColumn;
-  queries.rank = size.rank;
-  gemm(queries);
-  transpose_chunk(b.dscores_t, b.dscores, row, rows, rows, size);
-  Gemm<T> keys{b.keys.q, row, 1, b.dscores_t, row, dk, row, size.n, cols, rows};
-  keys.c_in = {dk, row};
-  keys.span = Span::kDepthFromColumn;
-  keys.rank = size.rank;
-  gemm(keys);
-}
-
-// dv = w rho (k G) + W dy + skip dy with w the weights, and in = <v, rho (k G)>.
-template <typename T>
-void backward_values(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, const T* g,
-                     BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
-  const int rows = chunk.steps * size.rank, row = size.rows_row, p_row = size.p_row;
-  const bool in_place = !args.value_weight && writes_in_place<T>(args, size);
-  const ptrdiff_t dv_row = in_place ? args.heads * args.width : p_row;
-  T* dv = in_place ? static_cast<T*>(args.dv) + first_row(args, chunk) * dv_row + head * args.width : b.dv;
-  Gemm<T> into{b.keys.k, 1, row, g, p_row, dv, dv_row, rows, size.p_cols, size.n};
-  into.row_scale = b.decay.to_end;
-  into.row_with = {b.v, p_row};
-  into.row_sums = b.in;
-  into.then_row_scale = b.weights.later;
-  into.second = {b.weighted, row, 1, b.dy, p_row, rows};
-  into.span = Span::kDepthFromRow;
-  into.rank = size.rank;
-  if (args.skip) {
-    read_parameters(b.skip, args.skip, head, size.p);
-    into.addend = {b.dy, p_row};
-    into.addend_scale = b.skip;
-    backward_skip(args, sequence, head, rows, b, size);
-  }
-  fill_zero(b.in, row);
-  gemm(into);
-  if (args.value_weight)
-    backward_rank_values(args, chunk, sequence, head, b, size);
-  else if (!in_place)
-    write_chunk(args.dv, b.dv, p_row, args.dtype, args, head, args.heads, chunk, size.p);
-}
-
-template <typename T>
-void backward_head(const ScanArgs& args, const Chunk& chunk, const Sequence& seq, int64_t sequence, int64_t head,
-                   const T* state, T* g, RowPrefetch& next_v, RowPrefetch& next_dy, RowPrefetch& next_dv,
-                   BackwardBuffers<T>& b, const ChunkSizes<T>& size) {
-  const int rows = chunk.steps * size.rank, cols = round_up<T>(rows), row = size.rows_row;
-  const int p_row = size.p_row, p_cols = size.p_cols;
-  b.decay.read(args, chunk, head, size.rank);
-  b.weights.read(args, chunk, seq, head, size.rank);
-  read_values(b.v, b.rank_weight, args, chunk, head, size);
-  read_chunk(b.dy, p_row, args.dy, args.dtype, args.dy_strides, head, chunk, size.rank, size.p);
-  transpose_chunk(b.dy_t, b.dy, p_row, rows, size.p, size);
-  transpose_chunk(b.v_t, b.v, p_row, rows, size.p, size);
-
-  // Through the state that entered, with u the decays from the start: dq = u (H dy'), out = <q, dq>. A group gains it.
-  T* dq = args.k_bias ? b.dq : b.dgroup_q;
-  Gemm<T> queries{state, p_row, 1, b.dy_t, row, dq, row, size.n, cols, size.p};
-  queries.col_scale = b.decay.from_start;
-  queries.col_with = {b.keys.q, row};
-  queries.col_sums = b.out;
-  if (!args.k_bias) queries.c_in = {dq, row};
-  fill_zero(b.out, row);
-  gemm(queries);
-
-  // Within the chunk.
-  Gemm<T> dweighted{b.v, p_row, 1, b.dy_t, row, b.dweighted, row, rows, cols, size.p};
-  dweighted.span = Span::kColumnsFromRow;
-  dweighted.rank = size.rank;
-  gemm(dweighted);
-  backward_scores(b, chunk.steps, size);
-
-  // Through the state that leaves: dk = G (w rho v)'.
-  double keep = 0;
-  for (int c = 0; c < size.n; ++c)
-    keep += static_cast<double>(dot(g + c * ptrdiff_t(p_row), state + c * ptrdiff_t(p_row), p_cols));
-  keep *= static_cast<double>(b.decay.kept);
-  backward_values(args, chunk, sequence, head, g, b, size);
-  for (int i = 0; i < cols; i += kLanes<T>)
-    store(b.decay.to_end + i, load(b.decay.to_end + i) * load(b.weights.later + i));
-  Gemm<T> keys{g, p_row, 1, b.v_t, row, b.dk, row, size.n, cols, size.p};
-  keys.col_scale = b.decay.to_end;
-  if (!args.k_bias) keys.c_in = {b.dk, row};
-  keys.ahead = &next_v;
-  keys.ahead_too = &next_dv;
-  gemm(keys);
-  for (int i = 0; i < rows; ++i) b.d_later[i] += b.in[i], b.in[i] *= b.weights.later[i];
-  write_dlog_decay(args, chunk, head, b.out, b.in, keep, b.crossing);
-  write_dweights(args, chunk, seq, head, b.d_later, b.d_own);
-
-  // G <- kept G + q (u dy)
-  scale_rows(b.dy, b.dy, b.decay.from_start, rows, p_cols, p_row);
-  Gemm<T> next{b.keys.q, row, 1, b.dy, p_row, g, p_row, size.n, p_cols, rows};
-  next.c_in = {g, p_row};
-  next.c_in_scale = b.decay.kept;
-  next.ahead = &next_dy;
-  gemm(next);
 }
 
 }  // namespace ANYMAMBA_ISA

@@ -88,7 +88,7 @@ struct RowPrefetch {
   void advance() {
     for (int i = 0; i < at_once && at_outer < outer; ++i) {
       const char* row = base + at_outer * outer_bytes + at_inner * inner_bytes;
-      for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
       if (++at_inner == inner) at_inner = 0, ++at_outer;
     }
   }
