@@ -54,9 +54,20 @@ def test_beginnings_have_answers_where_they_have_a_value():
             for i, answer in enumerate(row.tolist()):
                 begun = text[: i + 1].rstrip("=") + ("=" if name == "arithmetic" else "")
                 assert answer == (value(name, begun) if text[i] in after else NONE)
-    drawn = LANGUAGES["brackets"].sample(np.random.default_rng(6), 50, LOW, 20)
-    assert np.flatnonzero(drawn.answers != NONE).tolist() == (drawn.lengths.cumsum() - 1).tolist()
-    assert TrackingBatch.of(drawn, "every").places.tolist() == TrackingBatch.of(drawn).places.tolist()
+
+
+def test_beginnings_of_an_expression_in_brackets_have_the_value_with_these_closed():
+    drawn = LANGUAGES["brackets"].sample(np.random.default_rng(6), 100, LOW, HIGH)
+    answers = np.split(drawn.answers, drawn.lengths.cumsum()[:-1])
+    for text, row in zip(drawn.texts(), answers, strict=True):
+        for i, answer in enumerate(row.tolist()):
+            begun = text[: i + 1].rstrip("=")
+            closed = begun + ")" * (begun.count("(") - begun.count(")"))
+            assert answer == (value("brackets", closed + "=") if text[i] in "01234)=" else NONE)
+    every, last = TrackingBatch.of(drawn, "every"), TrackingBatch.of(drawn)
+    assert every.places.tolist() == np.flatnonzero(drawn.answers != NONE).tolist()
+    assert last.places.tolist() == (drawn.lengths.cumsum() - 1).tolist()
+    assert last.answers.tolist() == drawn.final.tolist()
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
