@@ -18,13 +18,9 @@ from examples.state_tracking.tracking import TrackingConfig
 # What is common to all runs of a language; see RESULTS.md for what was tried.
 _EXPRESSIONS = {
     "tracking.n_layer": "3",
-    "tracking.d_model": "32",
     # A turn is a rate times a step size: by a fifth or a quarter of a circle it needs larger steps than language does.
     "tracking.block": "{dt_min = 0.1, dt_max = 1.0}",
-    "tracking.grows_from": "0.5",
-    "tracking.grows_to": "0.8",
-    "tracking.solved": "0.98",
-    "schedule.steps": "10000",
+    "tracking.tokens": "4096",
     "optimiser.kind": "muon",
     "optimiser.weight_decay": "0.1",
 }
@@ -39,26 +35,40 @@ _SETTINGS: dict[str, dict[str, str]] = {
         "tracking.settle": "0.3",
         "tracking.settles_from": "0.4",
         "tracking.settles_to": "0.6",
-        "tracking.solved": "2",  # never: the last weights count
         "schedule.steps": "2000",
-        "schedule.final": "0",
     },
-    "arithmetic": _EXPRESSIONS,
-    "brackets": _EXPRESSIONS,
+    "arithmetic": {
+        **_EXPRESSIONS,
+        "tracking.d_model": "32",
+        "tracking.turning": "1.0",
+        "tracking.longest_last": "512",
+        "tracking.grows_from": "0.4",
+        "tracking.grows_to": "0.75",
+        "schedule.steps": "6000",
+    },
+    "brackets": {
+        **_EXPRESSIONS,
+        "tracking.longest_last": "320",
+        "tracking.grows_from": "0.25",
+        "tracking.grows_to": "0.7",
+        "schedule.steps": "14000",
+    },
 }
-_RATES = {"parity": "1e-3", "arithmetic": "2e-3,1e-3,4e-3", "brackets": "2e-3,1e-3,4e-3"}
+_RATES = {"parity": "1e-3", "arithmetic": "2e-3", "brackets": "2e-3"}
 _OPTIONS = {"tracking.language": "--task", "tracking.variant": "--variants", "optimiser.lr": "--lr", "seed": "--seed"}
 _COMMON = {
     "optimiser.weight_decay": "0",
     "optimiser.beta2": "0.999",
     "optimiser.clip": "0.1",
     "schedule.warmup": "100",
+    "schedule.final": "0",
     "evaluation.every": "250",
     "evaluation.log_every": "50",
     "checkpoints.every": "250",
     "threads": "1",
     "tracking.rows": "64",
     "tracking.d_model": "64",
+    "tracking.solved": "2",  # never: the last weights count
 }
 
 

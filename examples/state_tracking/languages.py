@@ -6,6 +6,7 @@
 
 An expression in brackets of n tokens is drawn as by Delétang et al. (2023): below five tokens it is a number x, as
 `x`, `-x`, `(x)` or `(-x)`; from five on it is `(left + right)` or `(left - right)`, with every split equally likely.
+A beginning that ends after a number or `)` has a value too: that of the expression with its open brackets closed there.
 """
 
 from __future__ import annotations
@@ -109,16 +110,16 @@ def _draw_arithmetic(chance: np.random.Generator, lengths: np.ndarray) -> Sequen
 def _draw_brackets(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
     quick = random.Random(int(chance.integers(2**62)))  # for one number at a time
     tokens: list[int] = []
-    answers = np.full(int(lengths.sum()), NONE)
+    answers: list[int] = []
     for length in lengths.tolist():
-        value = _expression(quick, length - 1, tokens)
-        answers[len(tokens)] = value
+        _append_expression(quick, length - 1, tokens, answers)
         tokens.append(_EQUALS)
-    return Sequences(np.array(tokens), lengths, answers)
+        answers.append(answers[-1])
+    return Sequences(np.array(tokens), lengths, np.array(answers))
 
 
-def _expression(chance: random.Random, length: int, tokens: list[int]) -> int:
-    """Append an expression to `tokens`; its value."""
+def _append_expression(chance: random.Random, length: int, tokens: list[int], answers: list[int]) -> None:
+    """Append an expression to `tokens`, and to `answers` the values of its beginnings, their brackets closed."""
     value, sign = 0, 1  # of what has been read, and of what comes next
     pending: list[int | tuple[int, int]] = [length]  # lengths of expressions; tokens with the sign of what follows
     while pending:
@@ -126,17 +127,20 @@ def _expression(chance: random.Random, length: int, tokens: list[int]) -> int:
         if isinstance(item, tuple):
             token, sign = item
             tokens.append(token)
+            answers.append(value if token == _CLOSE else NONE)
         elif item < 5:
             number, negative = int(chance.random() * MODULUS), item % 2 == 0
-            short = [_MINUS, number] if negative else [number]
-            tokens += [_OPEN, *short, _CLOSE] if item > 2 else short
-            value += -sign * number if negative else sign * number
+            before = [_OPEN] * (item > 2) + [_MINUS] * negative
+            after = [_CLOSE] * (item > 2)
+            value = (value + (-sign * number if negative else sign * number)) % MODULUS
+            tokens += [*before, number, *after]
+            answers += [NONE] * len(before) + [value] * (1 + len(after))
         else:
             left = 1 + int(chance.random() * (item - 4))
             operator = (_PLUS, sign) if chance.random() < 0.5 else (_MINUS, -sign)
             tokens.append(_OPEN)
+            answers.append(NONE)
             pending += [(_CLOSE, sign), item - 3 - left, operator, left]
-    return value % MODULUS
 
 
 LANGUAGES = {

@@ -1,3 +1,4 @@
+import argparse
 import math
 import re
 
@@ -7,7 +8,7 @@ import torch
 
 from anymamba.training.loop import train_or_resume
 from examples.state_tracking import table
-from examples.state_tracking.__main__ import main
+from examples.state_tracking.__main__ import _configs, main
 from examples.state_tracking.languages import LANGUAGES, NONE, SYMBOLS
 from examples.state_tracking.table import best, markdown, over_seeds, read_results, run, write_summary
 from examples.state_tracking.tracking import (
@@ -54,9 +55,20 @@ def test_beginnings_have_answers_where_they_have_a_value():
             for i, answer in enumerate(row.tolist()):
                 begun = text[: i + 1].rstrip("=") + ("=" if name == "arithmetic" else "")
                 assert answer == (value(name, begun) if text[i] in after else NONE)
-    drawn = LANGUAGES["brackets"].sample(np.random.default_rng(6), 50, LOW, 20)
-    assert np.flatnonzero(drawn.answers != NONE).tolist() == (drawn.lengths.cumsum() - 1).tolist()
-    assert TrackingBatch.of(drawn, "every").places.tolist() == TrackingBatch.of(drawn).places.tolist()
+
+
+def test_beginnings_of_an_expression_in_brackets_have_the_value_with_these_closed():
+    drawn = LANGUAGES["brackets"].sample(np.random.default_rng(6), 100, LOW, HIGH)
+    answers = np.split(drawn.answers, drawn.lengths.cumsum()[:-1])
+    for text, row in zip(drawn.texts(), answers, strict=True):
+        for i, answer in enumerate(row.tolist()):
+            begun = text[: i + 1].rstrip("=")
+            closed = begun + ")" * (begun.count("(") - begun.count(")"))
+            assert answer == (value("brackets", closed + "=") if text[i] in "01234)=" else NONE)
+    every, last = TrackingBatch.of(drawn, "every"), TrackingBatch.of(drawn)
+    assert every.places.tolist() == np.flatnonzero(drawn.answers != NONE).tolist()
+    assert last.places.tolist() == (drawn.lengths.cumsum() - 1).tolist()
+    assert last.answers.tolist() == drawn.final.tolist()
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -196,6 +208,21 @@ def test_a_mistake_is_exit_code_2_before_anything_runs(tmp_path, capsys, flags, 
         main(["--task", "parity", "--out", str(tmp_path), *flags])
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_runs_of_a_preset_end_at_their_last_step_with_a_rate_of_zero(name):
+    args = argparse.Namespace(task=name, variants="mamba3,mamba2", lr=None, seed=3, set=[], quick=False)
+    found = _configs(args)
+    assert list(found) == ["mamba3", "mamba2"]
+    for settings in (config for rates in found.values() for config in rates.values()):
+        assert (settings.tracking.language, settings.seed) == (name, 3)
+        assert settings.tracking.solved > 1
+        assert settings.schedule.final == 0
+        assert TrackingTask(settings).longest(settings.schedule.steps - 1) == settings.tracking.longest_last
+    args.set = ["tracking.longest_last=200", "schedule.final=0.1"]
+    (changed,) = _configs(args)["mamba2"].values()
+    assert (changed.tracking.longest_last, changed.schedule.final) == (200, 0.1)
 
 
 def test_a_run_is_not_gone_on_with_under_another_config(tmp_path, capsys):
