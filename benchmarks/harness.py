@@ -256,7 +256,7 @@ def forward(function: Callable[[], Mapping[str, Tensor]]) -> Call:
 
 
 def forward_backward(function: Callable[[], Tensor], head: Tensor, wanted: Mapping[str, Tensor]) -> Call:
-    """`y = function()` and the gradients of the loss `(y · head).sum()`.
+    """`y = function()` and its gradients, where `head` is the gradient that reaches y.
 
     Args:
         function: returns y.
@@ -269,7 +269,7 @@ def forward_backward(function: Callable[[], Tensor], head: Tensor, wanted: Mappi
 
     def call() -> Mapping[str, Tensor]:
         y = function()
-        gradients = torch.autograd.grad((y * head).sum(), list(wanted.values()))
+        gradients = torch.autograd.grad(y, list(wanted.values()), head)
         named = {f"grad {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
         return {"y": y.detach(), **named}
 

@@ -154,6 +154,18 @@ def test_autocast_and_other_precisions_are_left_to_torch(computed):
     assert not computed
 
 
+def test_a_program_that_allows_tf32_keeps_the_fast_product(computed):
+    x, weight = torch.randn(32, 16), torch.randn(8, 16)
+    expected = linear(x, weight)
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = linear(x, weight)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(computed) == 2
+    assert_near(found, expected.double(), 1e-3)  # of TF32, where there is such a thing
+
+
 def test_shapes_that_do_not_fit_are_refused_as_torch_refuses_them(computed):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         linear(torch.randn(32, 15), torch.randn(8, 16))

@@ -148,9 +148,12 @@ def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
 
 
 def _is_full_precision() -> bool:
-    """Whether float32 is multiplied in float32; for less, torch has products of its own."""
+    """Whether float32 may be multiplied in float32 by a library of our choice.
+
+    "high" allows TF32, but asks for nothing: processors that have it are left to torch's own library as it is.
+    """
     try:
-        return torch.get_float32_matmul_precision() == "highest"
+        return torch.get_float32_matmul_precision() != "medium"
     except RuntimeError:  # it was chosen for one device or library, through torch's newer settings
         return False
 

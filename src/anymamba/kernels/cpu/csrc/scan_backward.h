@@ -9,7 +9,7 @@ namespace ANYMAMBA_ISA {
 // Heads whose key and query gradients are summed in one task. It fixes the order of the sum, so it must depend neither
 // on the number of threads nor on the batch. With more heads, fewer blocks are summed and a task reads the keys less
 // often, but there are fewer tasks, and each keeps more states.
-constexpr int64_t kBackwardHeads = 6;
+constexpr int64_t kBackwardHeads = 4;
 
 // Fills b.entering: H_0 = initial state, H_{c+1} = kept H_c + k (w rho v), and b.rotations.
 template <typename T>
