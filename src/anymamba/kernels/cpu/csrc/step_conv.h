@@ -56,37 +56,40 @@ void convolve(const Token<T>& token, const ConvPhase& phase) {
 }
 
 // The channels whose inputs are the columns [start, stop) of a projection to slot `from`: a channel needs no other.
+// Without a phase there are none.
 template <typename T>
 class ColumnsConv {
  public:
-  ColumnsConv(const Token<T>& token, const ConvPhase& phase, int64_t from, int64_t start, int64_t stop)
+  ColumnsConv(const Token<T>& token, const ConvPhase* phase, int64_t from, int64_t start, int64_t stop)
       : token_(token), phase_(phase) {
-    const int64_t shift = phase.x - from;
+    if (!phase) return;
+    const int64_t shift = phase->x - from;
     begin_ = start < shift ? 0 : start - shift;
-    end_ = stop - shift < phase.channels ? stop - shift : phase.channels;
+    end_ = stop - shift < phase->channels ? stop - shift : phase->channels;
   }
 
   // Asks for the memory that it will read, before the projection keeps memory busy.
   void prefetch() const {
-    const int64_t w = phase_.width, dtype = token_.args.dtype;
-    prefetch(static_cast<const char*>(phase_.weight.data), phase_.weight.dtype, begin_ * w);
+    if (begin_ >= end_) return;
+    const int64_t w = phase_->width, dtype = token_.args.dtype;
+    prefetch(static_cast<const char*>(phase_->weight.data), phase_->weight.dtype, begin_ * w);
     for (int64_t row = 0; row < token_.args.batch; ++row)
-      prefetch(token_.before(phase_.cache_window, 0, dtype), dtype, (row * phase_.channels + begin_) * w);
+      prefetch(token_.before(phase_->cache_window, 0, dtype), dtype, (row * phase_->channels + begin_) * w);
   }
 
   void run(Arena arena) const {
     for (int64_t row = 0; row < token_.args.batch; ++row)
       for (int64_t c = begin_; c < end_; c += kConvChannels)
-        convolve_channels(token_, phase_, row, c, end_ - c < kConvChannels ? end_ - c : kConvChannels, arena);
+        convolve_channels(token_, *phase_, row, c, end_ - c < kConvChannels ? end_ - c : kConvChannels, arena);
   }
 
  private:
   const Token<T>& token_;
-  const ConvPhase& phase_;
-  int64_t begin_, end_;
+  const ConvPhase* phase_;
+  int64_t begin_ = 0, end_ = 0;
 
   void prefetch(const char* base, int64_t dtype, int64_t at) const {
-    const int64_t size = static_cast<int64_t>(size_of(dtype)), bytes = (end_ - begin_) * phase_.width * size;
+    const int64_t size = static_cast<int64_t>(size_of(dtype)), bytes = (end_ - begin_) * phase_->width * size;
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(base + at * size + byte);
   }
 };

@@ -59,8 +59,7 @@ void project(const Token<T>& token, const LinearPhase& phase, const ConvPhase* c
   };
   token.share((phase.out + rows - 1) / rows, [&](int64_t task) {
     const int64_t start = task * rows, stop = start + rows < phase.out ? start + rows : phase.out;
-    if (!conv) return small_product(weight, start, stop, x, emit);
-    const ColumnsConv<T> columns(token, *conv, phase.to, start, stop);
+    const ColumnsConv<T> columns(token, conv, phase.to, start, stop);
     columns.prefetch();
     small_product(weight, start, stop, x, emit);
     columns.run(arena);
