@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from anymamba import Mamba1, Mamba2, Mamba3, check_finite
+from anymamba.blocks.modules import CausalConv
 from anymamba.ground.operators import kernels_off
 from anymamba.kernels.cpu import library
 from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, NotCovered, Program
@@ -364,6 +365,65 @@ def test_few_rows_times_a_matrix(rows, width, out, dtype):
     holder.matrix.weight[0, 0] = 3 * torch.finfo(torch.float16).smallest_normal / 8  # a denormal of float16
     expected = x.double() @ holder.matrix.weight.double().t() + holder.matrix.bias.double()
     assert_near(multiply(holder, x), expected, {torch.float64: 1e-14, torch.float32: 2e-6}.get(dtype, FLOOR[dtype]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize(("first", "channels"), [(0, 700), (0, 333), (200, 500), (699, 1)])
+def test_a_convolution_gives_the_same_bits_with_its_projection_and_after_it(first, channels, rows, threads):
+    """Columns are convolved by whichever task projects them, unless something comes between."""
+    holder, x = Holder(300, 700, torch.float32, bias=True), torch.randn(rows, 300)
+    holder.conv = CausalConv(channels, 4)
+    window = torch.randn(rows, channels, 4)
+
+    def run(between, count):
+        def record(program):
+            projected = program.linear(0, holder, "matrix", 300, 700)
+            if between:
+                projected = program.scale(projected, 700)
+            program.write(program.conv(projected + first, holder.conv, channels, 4), channels)
+
+        threads(count)
+        y, cache = Program(record, torch.float32, 300, torch.float32).run(x, [window])
+        return y, cache[0]
+
+    expected = run(between=True, count=1)
+    for count in (1, 2, 3):
+        for found, wanted in zip(run(between=False, count=count), expected, strict=True):
+            assert torch.equal(found, wanted)
+    assert torch.equal(expected[1][:, :, :3], window[:, :, 1:])
+
+
+@torch.no_grad()
+def test_a_convolution_of_the_input_itself(threads):
+    threads(2)
+    conv, x, window = CausalConv(40, 4), torch.randn(2, 40), torch.randn(2, 40, 4)
+
+    def record(program):
+        program.write(program.conv(0, conv, 40, 4), 40)
+
+    y, cache = Program(record, torch.float32, 40, torch.float32).run(x, [window])
+    taps = torch.cat([window[:, :, 1:], x.unsqueeze(-1)], -1).double()
+    sums = (taps * conv.weight.double().squeeze(1)).sum(-1) + conv.bias.double()
+    assert torch.equal(cache[0], taps.float())
+    assert_near(y, torch.nn.functional.silu(sums), FLOOR[torch.float32])
+
+
+@torch.no_grad()
+def test_short_phases_give_the_same_bits_whether_one_thread_takes_them_or_all_share_them(threads):
+    holder, module, x = Holder(300, 300, torch.float32, bias=False), Norm(300, torch.float32), torch.randn(5, 300)
+
+    def record(program):
+        normed = program.norm(0, module, 300, eps=1e-5)
+        y = program.linear(program.gate(normed, 0, 300), holder, "matrix", 300, 300)
+        program.write(program.norm(program.scale(y, 300, factor=2), None, 300, eps=1e-5), 300)
+
+    program = Program(record, torch.float32, 300, torch.float32)
+    together = program.run(x, [])[0]
+    for count in (1, 2, 3):
+        threads(count)
+        for rows in (1, 2, 3):
+            assert torch.equal(program.run(x[:rows], [])[0], together[:rows])
 
 
 @torch.no_grad()

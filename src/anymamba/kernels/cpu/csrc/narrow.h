@@ -26,10 +26,11 @@ bool narrow_product(const NarrowProductArgs& args) {
     run_team(team, [&](int thread) {
       Arena arena(static_cast<char*>(scratch.get()) + count.used() * thread);
       const auto given = operand(arena, weight, x, args.in, args.rows);
-      queue.share(tasks, [&](int64_t task) {
+      const auto run = [&](int64_t task) {
         const int64_t start = task * rows, stop = start + rows < args.out ? start + rows : args.out;
         small_product(weight, start, stop, given, emit);
-      });
+      };
+      queue.share(tasks, thread, team, run, [] {}, [] {});
     });
   });
   return ok;

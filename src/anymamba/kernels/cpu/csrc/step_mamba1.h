@@ -61,11 +61,11 @@ void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t ro
 }
 
 template <typename T>
-void mamba1_states(const Token<T>& token, const Mamba1Phase& phase, void* scratch) {
+void mamba1_states(const Token<T>& token, const Mamba1Phase& phase) {
   const int64_t blocks = (phase.channels + kMamba1Block - 1) / kMamba1Block;
   token.share(token.args.batch * blocks, [&](int64_t task) {
     const int64_t start = task % blocks * kMamba1Block, left = phase.channels - start;
-    mamba1_channels(token, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block, Arena(scratch));
+    mamba1_channels(token, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block, Arena(token.scratch));
   });
 }
 

@@ -48,9 +48,9 @@ void mamba2_head(const Token<T>& token, const Mamba2Phase& phase, int64_t row, i
 }
 
 template <typename T>
-void mamba2_heads(const Token<T>& token, const Mamba2Phase& phase, void* scratch) {
+void mamba2_heads(const Token<T>& token, const Mamba2Phase& phase) {
   token.share(token.args.batch * phase.heads,
-        [&](int64_t task) { mamba2_head(token, phase, task / phase.heads, task % phase.heads, Arena(scratch)); });
+        [&](int64_t task) { mamba2_head(token, phase, task / phase.heads, task % phase.heads, Arena(token.scratch)); });
 }
 
 }  // namespace ANYMAMBA_ISA

@@ -39,12 +39,12 @@ void discretise_token(const Token<T>& token, const Mamba3Phase& phase, int64_t r
 
 // The above, and B and C of every rank and group, normed over the state: (2, rank, groups, state).
 template <typename T>
-void mamba3_tokens(const Token<T>& token, const Mamba3Phase& phase, void* scratch) {
+void mamba3_tokens(const Token<T>& token, const Mamba3Phase& phase) {
   const int64_t n = phase.state, rows = phase.rank * phase.groups;
   token.share(token.args.batch * 3, [&](int64_t task) {
     const int64_t row = task / 3, side = task % 3;
-    if (side == 2) return discretise_token(token, phase, row, Arena(scratch));
-    const T* weight = read_parameter(static_cast<T*>(scratch), side ? phase.query_norm : phase.key_norm, 0, n);
+    if (side == 2) return discretise_token(token, phase, row, Arena(token.scratch));
+    const T* weight = read_parameter(static_cast<T*>(token.scratch), side ? phase.query_norm : phase.key_norm, 0, n);
     const T* source = token.at(row, side ? phase.c : phase.b);
     T* target = token.at(row, phase.keys + side * rows * n);
     for (int64_t i = 0; i < rows; ++i)
@@ -206,9 +206,9 @@ void mamba3_head(const Token<T>& token, const Mamba3Phase& phase, int64_t row, i
 }
 
 template <typename T>
-void mamba3_heads(const Token<T>& token, const Mamba3Phase& phase, void* scratch) {
+void mamba3_heads(const Token<T>& token, const Mamba3Phase& phase) {
   token.share(token.args.batch * phase.heads,
-        [&](int64_t task) { mamba3_head(token, phase, task / phase.heads, task % phase.heads, Arena(scratch)); });
+        [&](int64_t task) { mamba3_head(token, phase, task / phase.heads, task % phase.heads, Arena(token.scratch)); });
 }
 
 }  // namespace ANYMAMBA_ISA

@@ -109,13 +109,19 @@ inline thread_local Nanoseconds slept = 0;
 // Counts what is done, up to a total that all threads know.
 class Counter {
  public:
-  void add(int32_t total) {
-    if (value_.fetch_add(1) + 1 == total && sleepers_.load()) wake();
+  // Returns what is done now.
+  int32_t add(int32_t count, int32_t total) {
+    const int32_t done = value_.fetch_add(count) + count;
+    if (done == total && sleepers_.load()) wake();
+    return done;
   }
 
-  void wait_for(int32_t total) {
+  // idle() again and again, for as long as it spins.
+  template <typename Idle>
+  void wait_for(int32_t total, Idle idle) {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (value_.load(std::memory_order_acquire) >= total) return;
+      idle();
       relax();
     }
     const Nanoseconds begin = now_ns();
@@ -139,21 +145,44 @@ class Counter {
 };
 
 // Tasks that threads take one by one. A thread that comes late finds them taken, and does not keep the others waiting.
-class alignas(64) Queue {
+//
+// They are dealt out in shares of neighbouring tasks, one for each thread. It takes those of its own share first, where
+// it does not compete with others and reads memory in order, and then what the others have not begun.
+class Queue {
  public:
-  // body(task) for every task, by whichever thread is free, until all are done.
-  template <typename Body>
-  void share(int64_t tasks, const Body& body) {
-    for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      body(task);
-      done_.add(static_cast<int32_t>(tasks));
+  static constexpr int kShares = 8;  // more threads than that have one with others
+
+  // The first task of a thread's own share.
+  static int64_t first(int64_t tasks, int thread, int shares) {
+    shares = shares < kShares ? shares : kShares;
+    return tasks * (thread % shares) / shares;
+  }
+
+  // body(task) for every task, by whichever thread is free, then finish() by one of them; returns when all is done.
+  // Without tasks there is nothing to finish. A thread that waits calls idle().
+  template <typename Body, typename Finish, typename Idle>
+  void share(int64_t tasks, int thread, int shares, const Body& body, const Finish& finish, const Idle& idle) {
+    if (tasks == 0) return;
+    shares = shares < kShares ? shares : kShares;
+    int32_t own = 0;
+    for (int i = 0; i < shares; ++i) {
+      const int share = (thread + i) % shares;
+      const int64_t begin = tasks * share / shares, end = tasks * (share + 1) / shares;
+      for (int64_t task; (task = begin + next_[share].value.fetch_add(1, std::memory_order_relaxed)) < end; ++own)
+        body(task);
     }
-    done_.wait_for(static_cast<int32_t>(tasks));
+    // All of them in one count, which every thread writes to.
+    const int32_t all = static_cast<int32_t>(tasks) + 1;  // finish() is one more
+    if (own && done_.add(own, all) == all - 1) finish(), done_.add(1, all);
+    done_.wait_for(all, idle);
   }
 
  private:
-  std::atomic<int64_t> next_{0};
-  Counter done_;
+  struct alignas(64) Next {
+    std::atomic<int64_t> value{0};
+  };
+  alignas(64) Counter done_;
+  Next next_[kShares];
 };
 
 // Some of them; `get` is null where there was no memory for them.
@@ -189,8 +218,8 @@ void run_team([[maybe_unused]] int team, const Body& body) {
 #endif
     body(thread);
     // What ends the region is OpenMP's own barrier, which may spin for milliseconds. Nobody enters it before the others.
-    left.add(size);
-    left.wait_for(size);
+    left.add(1, size);
+    left.wait_for(size, [] {});
   }
 }
 
@@ -234,9 +263,10 @@ bool run_tasks(int64_t tasks, int64_t threads, size_t bytes, const Body& body) {
   run_team(team_size(threads, tasks), [&](int) {
     const Scratch scratch(bytes);
     if (!scratch.get()) ok = false;
-    queue.share(tasks, [&](int64_t task) {
+    const auto run = [&](int64_t task) {
       if (scratch.get()) body(task, scratch.get());
-    });
+    };
+    queue.share(tasks, 0, 1, run, [] {}, [] {});  // in order: neighbouring tasks share memory
   });
   return ok;
 }

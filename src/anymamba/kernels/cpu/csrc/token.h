@@ -1,4 +1,4 @@
-// What the phases of a program share: the slots of all rows, and the threads.
+// What the phases of a program have in common: the slots of all rows, and the threads.
 #pragma once
 
 #include <cmath>
@@ -9,11 +9,19 @@
 
 namespace ANYMAMBA_ISA {
 
+constexpr int64_t kNextBytes = 64 << 10;  // that a thread asks for while it waits
+
 template <typename T>
 struct Token {
   const ProgramArgs& args;
-  T* slots;      // (batch, width)
-  Queue* queue;  // of the phase at hand
+  T* slots;          // (batch, width)
+  Queue* queue;      // of the step at hand; null where a thread works alone
+  int thread, team;  // this one, and how many there are
+  void* scratch;     // of this thread
+  // What one thread does when the work of the step's first phase is done: the phases from `rest` on.
+  void (*finish)(const Token&);
+  const Phase *rest = nullptr, *rest_end = nullptr;
+  const char* next = nullptr;  // what this thread will read first in the next step, if that is known
 
   T* at(int64_t row, int64_t slot) const { return slots + row * args.width + slot; }
   // The tensor of a cache from element `at` on.
@@ -23,10 +31,15 @@ struct Token {
   char* after(int64_t tensor, int64_t at, int64_t dtype) const {
     return static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
   }
-  // body(task) for every task, by whichever thread is free, until all are done; once in a phase.
+  // body(task) for every task, by whichever thread is free, until all are done; once in a step.
   template <typename Body>
   void share(int64_t tasks, const Body& body) const {
-    queue->share(tasks, body);
+    const char *line = next, *const end = next ? next + kNextBytes : nullptr;
+    const auto look_ahead = [line, end]() mutable {
+      for (int i = 0; i < 4 && line != end; ++i, line += 64) __builtin_prefetch(line, 0, 3);
+    };
+    if (queue) return queue->share(tasks, thread, team, body, [&] { finish(*this); }, look_ahead);
+    for (int64_t task = 0; task < tasks; ++task) body(task);
   }
 };
 
