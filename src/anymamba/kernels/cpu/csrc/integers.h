@@ -166,57 +166,69 @@ inline Vec<float> load_scales(const uint16_t* source, const uint16_t* end) {
   return (Vec<float>)(__builtin_convertvector(halves, Vec<uint32_t>) << 16);
 }
 
+// The products of a block with the words of its columns, summed within each group.
+template <typename Block>
+inline Vec<float> block_products(const Block& block, const int16_t* words, const float* scales) {
+  Vec<int32_t> dot = dot_pairs(block.words[0], load(words));
+#pragma GCC unroll 8
+  for (int i = 1; i < Block::kVectors; ++i) dot += dot_pairs(block.words[i], load(words + i * kWords));
+  return __builtin_convertvector(dot, Vec<float>) *
+         (Block::kGroups == 1 ? broadcast(scales[0]) : broadcast_halves(scales));
+}
+
+// What is left of row r of w after its whole blocks, from a group on, times row `col` of x. Not inlined: few matrices
+// have it, and it would take registers from those that have not.
+template <typename Rows>
+[[gnu::noinline]] Vec<float> last_products(const Rows& w, int r, const Activations<typename Rows::Block>& x,
+                                           int64_t col, int64_t group) {
+  using Block = typename Rows::Block;
+  const int64_t groups = w.groups(), at = group / Block::kGroups * Block::kBytes;
+  char padded[Block::kBytes] = {};
+  std::memcpy(padded, w.address(r) + at, w.row_bytes() - at);
+  float scales[Block::kGroups] = {};
+  for (int64_t i = 0; group + i < groups; ++i)
+    scales[i] = from_bfloat16(w.scales[r * groups + group + i]) * x.scales[col * x.groups + group + i];
+  return block_products(Block(padded), x.words + col * x.width + group * Block::kGroup, scales);
+}
+
 // emit(col, row, products, count) for the first kRows rows of w, which are those from `row` on, and kCols rows of x.
 template <int kRows, int kCols, typename Rows, typename Emit>
 inline void code_tile(const Rows& w, int64_t row, const Activations<typename Rows::Block>& x, int64_t col,
                       Ahead& ahead, const Emit& emit) {
   using Block = typename Rows::Block;
   const int64_t groups = w.groups(), whole = w.k / Block::kGroup / Block::kGroups * Block::kGroups;
+  const int64_t row_bytes = w.row_bytes();
+  const char* codes = w.address(0);
+  const int16_t* words = x.words + col * x.width;
   Vec<float> sum[kRows][kCols] = {};
   alignas(64) float scales[kRows][kCols][kLanes<float>];
-  const auto add_block = [&](int r, const Block& block, int64_t group) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kCols; ++c) {
-      const int16_t* words = x.words + (col + c) * x.width + group * Block::kGroup;
-      Vec<int32_t> dot = dot_pairs(block.words[0], load(words));
-#pragma GCC unroll 8
-      for (int i = 1; i < Block::kVectors; ++i) dot += dot_pairs(block.words[i], load(words + i * kWords));
-      const float* scale = scales[r][c] + group % kLanes<float>;
-      sum[r][c] += __builtin_convertvector(dot, Vec<float>) *
-                   (Block::kGroups == 1 ? broadcast(scale[0]) : broadcast_halves(scale));
-    }
-  };
-  for (int64_t start = 0; start < groups; start += kLanes<float>) {
+  for (int64_t start = 0; start < whole; start += kLanes<float>) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Vec<float> own = load_scales(w.scales + r * groups + start, w.scales_end);
 #pragma GCC unroll 4
       for (int c = 0; c < kCols; ++c) store<float>(scales[r][c], own * load(x.scales + (col + c) * x.groups + start));
     }
-    const int64_t stop = whole - start < kLanes<float> ? whole : start + kLanes<float>;
-    for (int64_t group = start; group < stop; group += Block::kGroups) {
+    const int64_t count = whole - start < kLanes<float> ? whole - start : kLanes<float>;
+    for (int64_t i = 0; i < count; i += Block::kGroups, codes += Block::kBytes) {
       ahead.advance();
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r)
-        add_block(r, Block(w.address(r) + group / Block::kGroups * Block::kBytes), group);
+      for (int r = 0; r < kRows; ++r) {
+        const Block block(codes + r * row_bytes);
+#pragma GCC unroll 4
+        for (int c = 0; c < kCols; ++c) sum[r][c] += block_products(block, words + c * x.width, scales[r][c] + i);
+      }
+      words += Block::kGroup * Block::kGroups;
     }
   }
-  if (whole < groups)
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at = whole / Block::kGroups * Block::kBytes;
-      char padded[Block::kBytes] = {};
-      std::memcpy(padded, w.address(r) + at, w.row_bytes() - at);
-#pragma GCC unroll 4
-      for (int c = 0; c < kCols; ++c)
-        for (int64_t i = groups % kLanes<float>; i % Block::kGroups; ++i) scales[r][c][i] = 0;
-      add_block(r, Block(padded), whole);
-    }
 #pragma GCC unroll 4
   for (int c = 0; c < kCols; ++c) {
     float y[kRows];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) y[r] = sum_lanes<float>(sum[r][c]);
+    for (int r = 0; r < kRows; ++r) {
+      if (whole < groups) sum[r][c] += last_products(w, r, x, col + c, whole);
+      y[r] = sum_lanes<float>(sum[r][c]);
+    }
     emit(col + c, row, y, kRows);
   }
 }

@@ -1,7 +1,6 @@
 // The scan's backward: the states that enter the chunks are recomputed, then the chunks are walked from last to first.
 #pragma once
 
-#include "large_pages.h"
 #include "scan_backward_head.h"
 
 namespace ANYMAMBA_ISA {
@@ -215,21 +214,10 @@ bool scan_backward(const ScanArgs& args) {
     partial.dq = arena.take<T>(in_group * partial.numbers);
   }
   if (shared_rates && in_all > 1) partial.drate = arena.take<T>(in_all * partial.rate_numbers);
-  // The calling thread allocates for all: what the others allocate is returned to the system at the end of every call.
-  const int64_t tasks = blocks.tasks(args);
-  const int team = team_size(args.threads, tasks);
-  const Scratch scratch(team * count.used());
-  if (!scratch.get()) return false;
-  prefer_large_pages(scratch.get(), team * count.used());
-  Queue queue;
-  run_team(team, [&](int thread) {
-    char* own = static_cast<char*>(scratch.get()) + thread * count.used();
-    queue.share(tasks, [&](int64_t index) {
-      backward_task<T>(args, Task(blocks, args, index), size, most_chunks, partial, own);
-    });
+  bool ok = run_tasks(blocks.tasks(args), args.threads, count.used(), [&](int64_t index, void* scratch) {
+    backward_task<T>(args, Task(blocks, args, index), size, most_chunks, partial, scratch);
   });
-  bool ok = true;
-  if (in_group > 1)
+  if (ok && in_group > 1)
     ok = sum_partials(args.dk, args.dtype, partial.dk, in_group, partial.numbers, args.state, args.threads) &&
          sum_partials(args.dq, args.dtype, partial.dq, in_group, partial.numbers, args.state, args.threads);
   if (ok && partial.drate)

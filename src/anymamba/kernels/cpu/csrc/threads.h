@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "large_pages.h"
+
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -243,7 +245,7 @@ class Teams {
 
  private:
   static constexpr Nanoseconds kShort = 200000;
-  static constexpr int kFew = 4, kMany = 64;
+  static constexpr int kFew = 8, kMany = 64;
   std::atomic<int> alone_{0}, next_{kFew};
 
   void note(Nanoseconds waited, Nanoseconds all) {
@@ -258,17 +260,19 @@ class Teams {
 // Returns false when there was no memory for the scratch.
 template <typename Body>
 bool run_tasks(int64_t tasks, int64_t threads, size_t bytes, const Body& body) {
+  const int team = team_size(threads, tasks);
+  // The calling thread allocates for all: what the others allocate is returned to the system at the end of every call.
+  bytes = (bytes + 63) / 64 * 64;
+  const Scratch scratch(team * bytes);
+  if (!scratch.get()) return false;
+  prefer_large_pages(scratch.get(), team * bytes);
   Queue queue;
-  std::atomic<bool> ok{true};
-  run_team(team_size(threads, tasks), [&](int) {
-    const Scratch scratch(bytes);
-    if (!scratch.get()) ok = false;
-    const auto run = [&](int64_t task) {
-      if (scratch.get()) body(task, scratch.get());
-    };
+  run_team(team, [&](int thread) {
+    char* own = static_cast<char*>(scratch.get()) + thread * bytes;
+    const auto run = [&](int64_t task) { body(task, own); };
     queue.share(tasks, 0, 1, run, [] {}, [] {});  // in order: neighbouring tasks share memory
   });
-  return ok;
+  return true;
 }
 
 }  // namespace ANYMAMBA_ISA
