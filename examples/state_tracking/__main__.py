@@ -44,7 +44,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
         "tracking.longest_last": "512",
         "tracking.grows_from": "0.4",
         "tracking.grows_to": "0.75",
-        "schedule.steps": "6000",
+        "schedule.steps": "10000",
     },
     "brackets": {
         **_EXPRESSIONS,
