@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--task", choices=sorted(_SETTINGS), required=True)
     parser.add_argument("--variants", default=",".join(LABELS), help="rows, with commas (default: %(default)s)")
-    parser.add_argument("--lr", help="learning rates, with commas; the first that solves the task is the last")
+    parser.add_argument("--lr", help="learning rates, with commas: one run each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="Mamba-3 and Mamba-2, one learning rate")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config")

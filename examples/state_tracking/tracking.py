@@ -143,8 +143,8 @@ class TrackingTask(Task[TrackingBatch]):
 
     @property
     def fingerprint(self) -> str:
-        """The language: everything else is in the config."""
-        return self.language.name
+        """The language, and how its answers are drawn: everything else is in the config."""
+        return "brackets, with their beginnings" if self.language.name == "brackets" else self.language.name
 
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """A language model whose head is not tied to the embedding."""

@@ -14,6 +14,7 @@ from anymamba import (
     StackCache,
     mask_tokens,
 )
+from anymamba.models.batches import ids_or_embeddings
 from tests.models.test_stack import BLOCKS
 from tests.support import assert_near
 
@@ -295,5 +296,21 @@ def test_embeddings_in_place_of_ids_give_the_same():
         masked(ids, inputs_embeds=embeds)
     with pytest.raises(ValueError, match="SequenceClassifier: expected x or inputs_embeds, got neither"):
         classifier()
+    with pytest.raises(TypeError, match=r"SequenceClassifier: x must be token ids, whole numbers, got torch.float32"):
+        classifier(embeds)
+    with pytest.raises(TypeError, match=r"MaskedLM: inputs_embeds must be floating-point numbers, got torch.int64"):
+        ids_or_embeddings("MaskedLM", "input_ids", None, ids, reads_ids=True)
+    of_vectors = SequenceClassifier(input_size=WIDTH, output_size=2, stack=STACK)
+    with pytest.raises(ValueError, match="inputs_embeds are for a model of tokens; this one reads vectors, as x"):
+        of_vectors(inputs_embeds=embeds)
     with pytest.raises(ValueError, match=r"SequenceClassifier: inputs_embeds must have shape .*d=16"):
         classifier(inputs_embeds=torch.randn(2, 3, 5))
+
+
+def test_labels_at_the_padding_of_a_masked_model_may_be_anything():
+    model, ids, lengths = MaskedLM(vocab_size=11, bidirectional=True, stack=STACK), torch.randint(11, (2, 6)), [6, 3]
+    labels = ids.masked_fill(torch.arange(6) >= torch.tensor(lengths)[:, None], -1)
+    mask = torch.tensor(lengths)
+    assert torch.equal(model(ids, labels, mask=mask).loss, model(ids, ids, mask=mask).loss)
+    with pytest.raises(ValueError, match="labels must be 0 to 10, or -100 to be ignored, got -1"):
+        model(ids, labels)

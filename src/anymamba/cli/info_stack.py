@@ -81,6 +81,7 @@ def sequence_model_rows(directory: Path, kind: type[SequenceModel]) -> list[tupl
         *_trained_for(directory),
         *stack_rows(stack),
         ("reads", reads),
+        *([("class tokens", f"{len(c.class_tokens)} before the input")] if c.class_tokens else []),
         ("answers", _answers(model)),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
         ("stored as", f"{dtype}, {readable_bytes((directory / 'model.safetensors').stat().st_size)}"),

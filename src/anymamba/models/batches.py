@@ -5,6 +5,7 @@ Letters: b batch, t time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,15 +44,33 @@ def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> 
     return x.reshape(1, b * t, *x.shape[2:]), bounds_of(where, seq_idx, b, t, x.device)
 
 
-def ids_or_embeddings(where: str, name: str, ids: Any, inputs_embeds: Any) -> Any:
-    """Whichever of the two was given.
+def ids_or_embeddings(where: str, name: str, ids: Any, inputs_embeds: Any, *, reads_ids: bool) -> Any:
+    """Whichever of the two was given, a tensor.
+
+    Args:
+        where: to name in errors.
+        name: of the argument for ids.
+        ids: token ids; other inputs of a model that does not read ids.
+        inputs_embeds: embeddings of tokens.
+        reads_ids: whether the model reads ids.
 
     Raises:
-        ValueError: both, or neither.
+        TypeError: not a tensor, ids that are not whole numbers, or embeddings that are.
+        ValueError: both, or neither; embeddings for a model without an embedding.
     """
     if (ids is None) == (inputs_embeds is None):
         raise ValueError(f"{where}: expected {name} or inputs_embeds, got {'neither' if ids is None else 'both'}")
-    return inputs_embeds if ids is None else ids
+    if inputs_embeds is None:
+        expect_tensor(where, name, ids)
+        if reads_ids and ids.is_floating_point():
+            raise TypeError(f"{where}: {name} must be token ids, whole numbers, got {ids.dtype}")
+        return ids
+    expect_tensor(where, "inputs_embeds", inputs_embeds)
+    if not reads_ids:
+        raise ValueError(f"{where}: inputs_embeds are for a model of tokens; this one reads vectors, as {name}")
+    if not inputs_embeds.is_floating_point():
+        raise TypeError(f"{where}: inputs_embeds must be floating-point numbers, got {inputs_embeds.dtype}")
+    return inputs_embeds
 
 
 def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:
@@ -65,8 +84,17 @@ def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | 
     return None if mask is None else Padding.of(where, mask, b, t, x.device)
 
 
-def expect_classes(where: str, labels: Any, shape: tuple[int, ...], classes: int, ignored: int | None = None) -> None:
+def expect_classes(
+    where: str,
+    labels: Any,
+    shape: tuple[int, ...],
+    classes: int,
+    ignored: int | None = None,
+    counts: Tensor | None = None,
+) -> None:
     """Refuse labels that are not whole numbers of this shape, each a class or, if there is such a thing, `ignored`.
+
+    Where `counts` is given and False, any number will do.
 
     Raises:
         TypeError: not a tensor of whole numbers.
@@ -79,7 +107,9 @@ def expect_classes(where: str, labels: Any, shape: tuple[int, ...], classes: int
         raise ValueError(f"{where}: labels must have shape {tuple(shape)}, got {tuple(labels.shape)}")
     if not values_are_cheap(labels):
         return
-    counted = labels if ignored is None else labels[labels != ignored]
+    counted = labels if counts is None else labels[counts]
+    if ignored is not None:
+        counted = counted[counted != ignored]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
         other = "" if ignored is None else f", or {ignored} to be ignored"
         low, high = int(counted.min()), int(counted.max())
@@ -93,8 +123,10 @@ def from_the_first(where: str, numbers: Sequence[int], n: int) -> list[int]:
         TypeError: not a list of whole numbers.
         ValueError: one is out of range.
     """
-    if not isinstance(numbers, Sequence) or not all(type(i) is int for i in numbers):
-        raise TypeError(f"{where} must be a list of whole numbers, {-n} to {n - 1}, got {numbers!r}")
+    try:
+        numbers = [operator.index(i) for i in numbers]
+    except TypeError:
+        raise TypeError(f"{where} must be a list of whole numbers, {-n} to {n - 1}, got {numbers!r}") from None
     if wrong := [i for i in numbers if not -n <= i < n]:
         raise ValueError(f"{where} must be {-n} to {n - 1}, got {wrong[0]}")
     return [i % n for i in numbers]

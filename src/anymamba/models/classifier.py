@@ -75,7 +75,8 @@ class SequenceClassifier(SequenceModel):
             ValueError: shapes, ids or labels that do not fit.
             TypeError: dtypes that do not fit.
         """
-        x = ids_or_embeddings(type(self).__name__, "x", x, inputs_embeds)
+        reads_ids = self.config.vocab_size is not None
+        x = ids_or_embeddings(type(self).__name__, "x", x, inputs_embeds, reads_ids=reads_ids)
         if seq_idx is not None:
             x, cu_seqlens = end_to_end(type(self).__name__, x, seq_idx, cu_seqlens, mask)
         logits = self.head(self.pooled(x, cu_seqlens=cu_seqlens, mask=mask))

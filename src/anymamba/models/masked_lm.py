@@ -85,12 +85,12 @@ class MaskedLM(SequenceModel):
             TypeError: labels that are not whole numbers.
             ValueError: shapes, ids or labels that do not fit.
         """
-        x = ids_or_embeddings("MaskedLM", "input_ids", input_ids, inputs_embeds)
-        if labels is not None:
-            expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
+        x = ids_or_embeddings("MaskedLM", "input_ids", input_ids, inputs_embeds, reads_ids=True)
         if seq_idx is None:
             return self._output(x, labels, cu_seqlens, mask)
         row, bounds = end_to_end("MaskedLM", x, seq_idx, cu_seqlens, mask)
+        if labels is not None:
+            expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
         found = self._output(row, None if labels is None else labels.reshape(row.shape[:2]), bounds, None)
         return found._replace(logits=found.logits.reshape(*x.shape[:2], -1))
 
@@ -101,8 +101,10 @@ class MaskedLM(SequenceModel):
         logits = F.linear(hidden, self.embedding.weight, self.bias)
         if labels is None:
             return MaskedLMOutput(logits, None)
-        if padding is not None:
-            labels = labels.masked_fill(~padding.real(), IGNORED_LABEL)
+        real = None if padding is None else padding.real()
+        expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL, counts=real)
+        if real is not None:
+            labels = labels.masked_fill(~real, IGNORED_LABEL)
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         nats = F.cross_entropy(wide.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="sum")
         return MaskedLMOutput(logits, nats / (labels != IGNORED_LABEL).sum().clamp(min=1))

@@ -12,6 +12,7 @@ Workers that divide tensors between them write numbered files, each with its own
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -87,6 +88,9 @@ def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+_NUMBERS = itertools.count()
+
+
 def begin_checkpoint(directory: Path, step: int) -> Path:
     """Make a temporary directory for the files of a checkpoint.
 
@@ -97,7 +101,8 @@ def begin_checkpoint(directory: Path, step: int) -> Path:
     with keeping_others(target):
         directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(directory)
-        temporary = directory / f".{target.name}.{os.getpid()}.tmp"
+        # A number, since one that was given up may still be written to under its own name.
+        temporary = directory / f".{target.name}.{os.getpid()}-{next(_NUMBERS)}.tmp"
         temporary.mkdir()
     return temporary
 

@@ -236,6 +236,9 @@ class Optimiser:
         for name, fields in found.items():
             tensor, states = self._owned[name]
             expected = _ADAM_STATE if states is self._optimisers[0].state else _MUON_STATE
+            if fields.keys() != expected and fields.keys() in (_ADAM_STATE, _MUON_STATE):
+                began, now = ("AdamW", "Muon") if fields.keys() == _ADAM_STATE else ("Muon", "AdamW")
+                raise ValueError(f"{name} was moved by {began} when this run began, and is now moved by {now}")
             if fields.keys() != expected:
                 raise ValueError(f"{name} must have {sorted(expected)}, got {sorted(fields)}")
             shape, share = self._shape(name), self._shares.get(name)

@@ -78,11 +78,17 @@ def _to_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
-class _Limit:
-    """When a checkpoint that is being written is given up, on the clock of `monotonic`."""
+class _Save:
+    """A checkpoint that is being written.
+
+    Attributes:
+        end: when it is given up, on the clock of `monotonic`.
+        error: why it cannot be written, once that is known.
+    """
 
     def __init__(self) -> None:
         self.end = math.inf
+        self.error: Exception | None = None
 
     def expect_time(self) -> None:
         """Refuse to continue after the end.
@@ -101,13 +107,12 @@ class Saver:
         """`directory` is for the checkpoints; a worker may finish at most `seconds` after the first."""
         self._directory, self._workers, self._seconds = directory, workers, seconds
         self._thread: Thread | None = None
-        self._error: Exception | None = None
-        self._limit = _Limit()
+        self._save = _Save()
 
     @property
     def failed(self) -> bool:
         """Whether this worker knows that a checkpoint cannot be written; `finish` raises the error."""
-        return self._thread is not None and self._error is not None
+        return self._thread is not None and self._save.error is not None
 
     def start(self, part: Part, facts: Facts, *, before: int, keep: int) -> None:
         """Start to write a checkpoint once the one before it is written; a single process also finishes it.
@@ -127,9 +132,9 @@ class Saver:
         def name(digests: dict[str, str]) -> None:
             finish_checkpoint(temporary, facts, digests, before=before, keep=keep)
 
-        limit = self._limit = _Limit()
+        save = self._save = _Save()
         if self._workers.size == 1:
-            self._lead(part, temporary, facts.step, [], name, limit)
+            self._lead(part, temporary, facts.step, [], name, save)
             return
         store, key = self._workers.mailbox()
         keys = [f"{key}/{rank}" for rank in range(self._workers.size)]
@@ -137,14 +142,13 @@ class Saver:
         def work() -> None:
             try:
                 if self._workers.leads:
-                    self._lead(part, temporary, facts.step, self._answers(store, keys, facts.step, limit), name, limit)
+                    self._lead(part, temporary, facts.step, self._answers(store, keys, facts.step, save), name, save)
                 else:
-                    self._follow(part, temporary, facts.step, partial(store.set, keys[self._workers.rank]), limit)
+                    self._follow(part, temporary, facts.step, partial(store.set, keys[self._workers.rank]), save)
             except Exception as error:
                 known = isinstance(error, OSError | ValueError | TypeError)
-                self._error = error if known else OSError(f"{type(error).__name__}: {error}")
+                save.error = error if known else OSError(f"{type(error).__name__}: {error}")
 
-        self._error = None
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -162,8 +166,8 @@ class Saver:
         self._workers.together(self._raise)
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._save.error is not None:
+            raise self._save.error
 
     def __enter__(self) -> Saver:
         """There is nothing to wait for yet."""
@@ -176,7 +180,7 @@ class Saver:
         file; what it has written does not become a checkpoint.
         """
         if self._thread is not None and kind is not KeyboardInterrupt:
-            self._limit.end = monotonic() + _PATIENCE
+            self._save.end = monotonic() + _PATIENCE
             self._thread.join(1.25 * _PATIENCE)
             self._thread = None
 
@@ -187,7 +191,7 @@ class Saver:
         step: int,
         answers: Iterable[tuple[int, str]],
         name: Callable[[dict[str, str]], None],
-        limit: _Limit,
+        save: _Save,
     ) -> None:
         """Write this worker's part, wait for those of the others, and give the checkpoint its name.
 
@@ -199,7 +203,7 @@ class Saver:
         try:
             try:
                 with keeping_others(checkpoint_path(self._directory, step)):
-                    part.write(temporary, limit.expect_time)
+                    part.write(temporary, save.expect_time)
             except OSError as error:
                 mistake = OSError(f"worker 0 of {self._workers.size}: {error}") if self._workers.size > 1 else error
             except Exception as error:
@@ -211,16 +215,16 @@ class Saver:
                     digests |= json.loads(said[1:])
             if mistake is not None:
                 raise mistake
-            limit.expect_time()
+            save.expect_time()
             name(digests)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _follow(self, part: Part, temporary: Path, step: int, say: Callable[[str], object], limit: _Limit) -> None:
+    def _follow(self, part: Part, temporary: Path, step: int, say: Callable[[str], object], save: _Save) -> None:
         """Write this worker's part, and report it."""
         try:
             with keeping_others(checkpoint_path(self._directory, step)):
-                part.write(temporary, limit.expect_time)
+                part.write(temporary, save.expect_time)
                 for file in part.tensors:
                     bring_to_disk(temporary / file)
                 digests = {file: digest_file(temporary / file) for file in part.tensors}
@@ -229,10 +233,10 @@ class Saver:
             raise
         say(f"+{json.dumps(digests)}")
 
-    def _answers(self, store: Any, keys: list[str], step: int, limit: _Limit) -> Iterable[tuple[int, str]]:
+    def _answers(self, store: Any, keys: list[str], step: int, save: _Save) -> Iterable[tuple[int, str]]:
         """What the other workers report of their parts; one that does not answer in time has failed."""
         end = monotonic() + self._seconds
-        while not store.check(keys[1:]) and monotonic() < min(end, limit.end):
+        while not store.check(keys[1:]) and monotonic() < min(end, save.end):
             sleep(0.02)
         target = checkpoint_path(self._directory, step)
         for rank, key in enumerate(keys[1:], 1):

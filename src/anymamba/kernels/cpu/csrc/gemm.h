@@ -106,17 +106,27 @@ inline void for_tile(const Body& body) {
     for (int j = 0; j < kVectors; ++j) body(i, j);
 }
 
+// Once for every tile, whether or not anything of it is wanted.
+template <typename T>
+inline void ask_ahead(const Gemm<T>& m) {
+  if (m.ahead) m.ahead->advance();
+  if (m.ahead_too) m.ahead_too->advance();
+}
+
 template <typename T, int kRows, int kVectors>
 inline void gemm_tile(const Gemm<T>& m, int row, int col) {
   if (m.span == Span::kColumnsFromRow && col + kLanes<T> <= row / m.rank * m.rank) {
-    if constexpr (kVectors > 1) gemm_tile<T, kRows, kVectors - 1>(m, row, col + kLanes<T>);
-    return;  // nothing of the first vector is wanted
+    // Nothing of the first vector is wanted.
+    if constexpr (kVectors > 1)
+      gemm_tile<T, kRows, kVectors - 1>(m, row, col + kLanes<T>);
+    else
+      ask_ahead(m);
+    return;
   }
   const bool two = m.second.a != nullptr;
   int from = 0, to = two ? m.second.depth : m.depth;
   depth_of_tile<T, kRows, kVectors>(m, row, col, &from, &to);
-  if (m.ahead) m.ahead->advance();
-  if (m.ahead_too) m.ahead_too->advance();
+  ask_ahead(m);
   Vec<T> acc[kRows][kVectors] = {};
   const int first = two ? 0 : from, depth = two ? m.depth : to - from;
   multiply_tile(acc, m.a + row * m.a_row + first * m.a_step, m.a_row, m.a_step, m.b + first * m.b_step + col, m.b_step,

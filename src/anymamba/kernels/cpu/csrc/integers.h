@@ -167,8 +167,9 @@ inline Vec<float> load_scales(const uint16_t* source, const uint16_t* end) {
 }
 
 // The products of a block with the words of its columns, summed within each group.
+// Always inlined: only then is it contracted with the sum that it is added to in the same way everywhere.
 template <typename Block>
-inline Vec<float> block_products(const Block& block, const int16_t* words, const float* scales) {
+[[gnu::always_inline]] inline Vec<float> block_products(const Block& block, const int16_t* words, const float* scales) {
   Vec<int32_t> dot = dot_pairs(block.words[0], load(words));
 #pragma GCC unroll 8
   for (int i = 1; i < Block::kVectors; ++i) dot += dot_pairs(block.words[i], load(words + i * kWords));
