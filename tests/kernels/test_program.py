@@ -388,7 +388,7 @@ def test_a_convolution_gives_the_same_bits_with_its_projection_and_after_it(firs
         return y, cache[0]
 
     expected = run(between=True, count=1)
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 9):
         for found, wanted in zip(run(between=False, count=count), expected, strict=True):
             assert torch.equal(found, wanted)
     assert torch.equal(expected[1][:, :, :3], window[:, :, 1:])
@@ -420,7 +420,7 @@ def test_short_phases_give_the_same_bits_whether_one_thread_takes_them_or_all_sh
 
     program = Program(record, torch.float32, 300, torch.float32)
     together = program.run(x, [])[0]
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 9):
         threads(count)
         for rows in (1, 2, 3):
             assert torch.equal(program.run(x[:rows], [])[0], together[:rows])
