@@ -56,6 +56,7 @@ class Language(NamedTuple):
         classes: answers are 0 to `classes` - 1.
         possible: whether there are sequences of a length.
         draw: a sequence of each of the lengths, (s,).
+        answered: which answers it draws, if that has changed; a run does not continue with others.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Language(NamedTuple):
     classes: int
     possible: Callable[[int], bool]
     draw: Callable[[np.random.Generator, np.ndarray], Sequences]
+    answered: str = ""
 
     def lengths(self, low: int, high: int) -> np.ndarray:
         """Every length from `low` to `high` that has sequences.
@@ -148,6 +150,6 @@ LANGUAGES = {
     for language in (
         Language("parity", 2, 2, lambda length: length >= 1, _draw_parity),
         Language("arithmetic", _EQUALS + 1, MODULUS, lambda length: length >= 2 and length % 2 == 0, _draw_arithmetic),
-        Language("brackets", _CLOSE + 1, MODULUS, lambda length: length >= 2, _draw_brackets),
+        Language("brackets", _CLOSE + 1, MODULUS, lambda length: length >= 2, _draw_brackets, ", with beginnings"),
     )
 }

@@ -144,7 +144,7 @@ class TrackingTask(Task[TrackingBatch]):
     @property
     def fingerprint(self) -> str:
         """The language, and how its answers are drawn: everything else is in the config."""
-        return "brackets, with their beginnings" if self.language.name == "brackets" else self.language.name
+        return self.language.name + self.language.answered
 
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """A language model whose head is not tied to the embedding."""

@@ -405,11 +405,17 @@ class TestInfo:
         ("model", "rows"),
         [
             (
-                lambda: LatentModel(input_size=3, output_size=2, stack={**STACK, "n_virtual": 3, "class_tokens": [0]}),
+                lambda: LatentModel(
+                    input_size=3,
+                    output_size=2,
+                    class_tokens=["start"],
+                    stack={**STACK, "n_virtual": 3, "class_tokens": [0]},
+                ),
                 {
                     "model": "LatentModel, Mamba2, in ",
                     "shape": "2 layers of width 16; 3 passes, cyclic; 1 class token",
                     "reads": "3 numbers a step",
+                    "class tokens": "1 before the input",
                     "answers": "2 numbers for each step",
                     "state": "",
                 },

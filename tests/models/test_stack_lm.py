@@ -1,5 +1,6 @@
 """Language models on any stack: from their config, in generation, saving, training and the compiled decoder."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,6 +74,7 @@ def test_passes_that_do_not_exist_are_refused():
     model, ids = small(), torch.randint(61, (2, 7))
     with pytest.raises(TypeError, match="MambaLM: hidden_states must be a list of whole numbers, -2 to 1, got True"):
         model(ids, hidden_states=True)
+    assert len(model(ids, hidden_states=[np.int64(0)]).hidden_states) == 1
     with pytest.raises(ValueError, match="MambaLM: hidden_states must be -2 to 1, got 2"):
         model(ids, hidden_states=[2])
 

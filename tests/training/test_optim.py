@@ -186,6 +186,16 @@ def test_a_count_of_steps_of_another_kind_is_refused(broken):
         Optimiser(model, OptimiserSection(kind="adamw")).restore(saved)
 
 
+def test_a_state_of_the_other_optimiser_is_refused_by_name():
+    model = small_lm("Mamba3")
+    muon = Optimiser(model, OptimiserSection(kind="muon"))
+    set_gradients(model)
+    muon.step(0.3)
+    whole = {name: x for name, x in muon.tensors().items() if "out_proj" in name}
+    with pytest.raises(ValueError, match="was moved by Muon when this run began, and is now moved by AdamW"):
+        Optimiser(model, OptimiserSection(kind="adamw")).restore(whole)
+
+
 def test_gradients_are_clipped_by_their_common_norm():
     model = small_lm()
     set_gradients(model)

@@ -33,6 +33,7 @@ from anymamba.training.pieces import StoredTensors, files_of, is_divided
 _MANIFEST = "training.json"
 _VERSION, _DIVIDED = 2, 3  # the second has files with pieces of tensors
 _NAME = re.compile("step-[0-9]{8,}")
+_NUMBERS = itertools.count()  # of the temporary directories of this process
 _FIELDS = {"step": int, "tokens": int, "config": dict, "data": str, "solved": bool, "files": dict}  # of the manifest
 
 
@@ -86,9 +87,6 @@ class Facts(NamedTuple):
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Where the checkpoint of a step is, or will be."""
     return directory / f"step-{step:08d}"
-
-
-_NUMBERS = itertools.count()
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:

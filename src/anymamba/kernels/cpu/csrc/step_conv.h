@@ -27,9 +27,9 @@ void rounded_row(T* target, const T* source, int64_t dtype, int64_t count) {
   }
 }
 
-// Some channels of a row, up to kConvChannels.
+// Some channels of a row, up to kConvChannels. Not inlined, so that it is the same arithmetic wherever it is called from.
 template <typename T>
-void convolve_channels(const Token<T>& token, const ConvPhase& phase, int64_t row, int64_t start, int64_t count,
+[[gnu::noinline]] void convolve_channels(const Token<T>& token, const ConvPhase& phase, int64_t row, int64_t start, int64_t count,
                        Arena arena) {
   const int64_t w = phase.width, dtype = token.args.dtype, at = (row * phase.channels + start) * w;
   T *window = arena.take<T>(kConvChannels * w), *weight_buffer = arena.take<T>(kConvChannels * w);
