@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions wheels asan fuzz soak lint format bench figures site clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/anymamba/kernels/cpu/csrc/*)
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
@@ -27,7 +27,7 @@ test: $(VENV)/.installed
 	$(MAKE) --no-print-directory --jobs 2 test-upper test-lower test-unchecked
 
 # Two parts of about the same length; what is new falls into the upper one. Annotations are checked in both.
-LOWER := tests/blocks tests/ground tests/inspect tests/kernels tests/models tests/ops tests/scan
+LOWER := tests/blocks tests/core tests/analysis tests/kernels tests/models tests/ops tests/scan
 CHECKED := -m pytest --jaxtyping-packages=anymamba,beartype.beartype
 test-lower: $(VENV)/.installed
 	$(BIN)/python $(CHECKED) $(LOWER)
@@ -76,7 +76,7 @@ test-transformers: $(VENV)/.installed
 	    > "$$($$environment/bin/python -c '$(SITE)')/shared.pth"; \
 	  $$environment/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
 	  $$environment/bin/python -m pytest tests/compat/test_install.py; \
-	  $$environment/bin/python -m pytest tests/transformers tests/tracing/test_transformers.py; \
+	  $$environment/bin/python -m pytest tests/integrations tests/tracing/test_transformers.py; \
 	done
 
 # Other Pythons and versions of torch than the pinned ones, each in an environment of its own. torch's builds on the

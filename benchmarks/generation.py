@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymamba.core.weight_formats import FORMATS, expect_format
 from anymamba.generation import decoder
 from anymamba.generation.prefill import prefill
-from anymamba.ground.narrow import FORMATS, expect_format
 from anymamba.models import MambaLM, MambaLMConfig
-from anymamba.models.narrow import narrow_model
+from anymamba.quantization.quantize import narrow_model
 from benchmarks.harness import Call, Case, Contender, forward
 
 MAMBA2_130M = MambaLMConfig(

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from anymamba.ground.files import replacing
+from anymamba.core.io import replacing
 
 CASE = "kernels/growth"
 BAND = 0.1  # around the time a token takes at the baseline's length

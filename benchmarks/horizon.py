@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from anymamba.ground.files import replacing
+from anymamba.core.io import replacing
 
 CASES = {"stacks/whole": "all passes keep a graph", "stacks/horizon": "the last two keep one (grad_horizon=2)"}
 

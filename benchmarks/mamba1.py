@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import Mamba1, SsdPath
-from anymamba.ground.products import project
+from anymamba.core.linear import project
 from benchmarks.harness import Case, Contender
 from benchmarks.mamba2 import TINY, BlockShape, Mode, OnPath, set_up_block, set_up_step
 from benchmarks.peers import TransformersMamba1

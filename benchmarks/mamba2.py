@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.blocks.mamba2 import Mamba2
-from anymamba.ground.products import project
+from anymamba.core.linear import project
 from anymamba.scan import SsdPath, ssd
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.peers import TransformersMamba2

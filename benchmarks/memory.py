@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anymamba.ground.allocator import return_freed_memory
+from anymamba.core.allocator import return_freed_memory
 from benchmarks.harness import Contender
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported, as in __main__.py
 
-from anymamba.ground.allocator import keep_freed_memory
-from anymamba.ground.context import Neighbours
-from anymamba.training.config import TrainingConfig
-from anymamba.training.language import begin
-from anymamba.training.loop import Trainer
-from anymamba.training.parallel import Workers, joined
+from anymamba.core.allocator import keep_freed_memory
+from anymamba.core.context_parallel import Neighbours
+from anymamba.training.api import begin
+from anymamba.training.config.run_config import TrainingConfig
+from anymamba.training.distributed.process_group import Workers, joined
+from anymamba.training.trainer import Trainer
 from benchmarks.machine import describe_machine
 from benchmarks.memory import high_water_mark, reset_high_water_mark
 

@@ -1,4 +1,4 @@
-"""What the cost model (`anymamba.training.costs`) predicts for large models on many workers: tables, and a picture.
+"""What the cost model (`benchmarks.cost_model`) predicts for large models on many workers: tables, and a picture.
 
 python -m benchmarks.scale --picture docs/scale.png
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from anymamba.ground.files import replacing
+from anymamba.core.io import replacing
 from anymamba.models.config import MambaLMConfig
-from anymamba.training.costs import (
+from benchmarks.cost_model import (
     Machine,
     Mesh,
     Sizes,

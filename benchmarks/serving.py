@@ -45,9 +45,9 @@ from anymamba.generation.generate import generate
 from anymamba.generation.prefill import start
 from anymamba.generation.state import GenerationState
 from anymamba.models import MambaLM, MambaLMConfig
-from anymamba.serving.load.client import Target, stream
-from anymamba.serving.load.report import summary
-from anymamba.serving.load.run import Model, Plan, Range, Run
+from anymamba.serving.load_test.client import Target, stream
+from anymamba.serving.load_test.runner import Model, Plan, Range, Run
+from anymamba.serving.load_test.summary import summary
 from benchmarks.generation import CONFIGS, our_model
 from benchmarks.machine import describe_machine
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anymamba.ground.products import project
+from anymamba.core.linear import project
 from anymamba.models.loss import head_nats
-from anymamba.training.config import TrainingConfig
-from anymamba.training.display import Display
-from anymamba.training.language import begin
-from anymamba.training.language_task import LanguageTask
-from anymamba.training.loop import Trainer
-from anymamba.training.report import MetricsTable
+from anymamba.training.api import begin
+from anymamba.training.config.run_config import TrainingConfig
+from anymamba.training.metrics.metrics_table import MetricsTable
+from anymamba.training.metrics.progress import Display
+from anymamba.training.tasks.language_model import LanguageTask
+from anymamba.training.trainer import Trainer
 from benchmarks.generation import our_model, prompt, transformers_model
 from benchmarks.harness import Call, Case, Contender
 

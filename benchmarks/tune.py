@@ -132,7 +132,7 @@ def report(found: dict[Choice, Measured], present: Choice, isa: str) -> str:
     height, width = choice.tile.split("x")
     kept = " (as now)" if choice == present else ""
     lines += ["", f"{isa}{kept}:", f"  csrc/simd.h: constexpr int kOwnTile[2] = {{{height}, {width}}};"]
-    return "\n".join([*lines, f"  kernels/cpu/scan.py: CHUNK_ROWS = {choice.chunk_rows}"])
+    return "\n".join([*lines, f"  kernels/cpu/scan_kernels.py: CHUNK_ROWS = {choice.chunk_rows}"])
 
 
 def warning(others: list[float | None], advice: str) -> str:
@@ -158,8 +158,8 @@ def main() -> int:
         neighbours = Neighbours()
         print(json.dumps((measure_here(options.chunk_rows, options.tokens), neighbours.cores_used())))
         return 0
-    from anymamba.kernels.cpu.library import LIBRARY
-    from anymamba.kernels.cpu.scan import CHUNK_ROWS as PRESENT_ROWS
+    from anymamba.kernels.cpu.bindings import LIBRARY
+    from anymamba.kernels.cpu.scan_kernels import CHUNK_ROWS as PRESENT_ROWS
 
     if LIBRARY.handle is None:
         parser.error(f"the kernels must be built, but: {LIBRARY.reason}")

@@ -21,34 +21,34 @@ API = {
         "Blocks",
         "anymamba.blocks.mamba1.Mamba1 anymamba.blocks.mamba1.Mamba1Config anymamba.blocks.mamba2.Mamba2 "
         "anymamba.blocks.mamba2.Mamba2Config anymamba.blocks.mamba3.block.Mamba3 "
-        "anymamba.blocks.mamba3.config.Mamba3Config anymamba.blocks.block.Block",
+        "anymamba.blocks.mamba3.config.Mamba3Config anymamba.blocks.base.Block",
     ),
     "scan": (
         "Scans",
-        "anymamba.scan.scan.scan anymamba.scan.ssd.ssd anymamba.scan.selective.selective_scan "
-        "anymamba.scan.trapezoid.trapezoid_scan anymamba.scan.rotated.rotated_trapezoid_scan "
+        "anymamba.scan.scan.scan anymamba.scan.ssd.ssd anymamba.scan.selective_scan.selective_scan "
+        "anymamba.scan.trapezoidal_scan.trapezoid_scan anymamba.scan.rotated_scan.rotated_trapezoid_scan "
         "anymamba.scan.path.SsdPath",
     ),
     "models": (
         "Language models",
-        "anymamba.models.lm.MambaLM anymamba.models.output.LMOutput anymamba.models.config.MambaLMConfig "
+        "anymamba.models.lm.MambaLM anymamba.models.outputs.LMOutput anymamba.models.config.MambaLMConfig "
         "anymamba.models.cache.LMCache",
     ),
     "generation": (
         "Generation",
-        "anymamba.generation.text.pipeline anymamba.generation.text.Pipeline anymamba.generation.generate.generate "
+        "anymamba.generation.pipeline.pipeline anymamba.generation.pipeline.Pipeline anymamba.generation.generate.generate "
         "anymamba.generation.generate.stream anymamba.generation.decoder.decoder "
-        "anymamba.generation.state.GenerationState anymamba.generation.likelihood.likelihood "
+        "anymamba.generation.state.GenerationState anymamba.generation.scoring.likelihood "
         "anymamba.generation.tokenizers.load_tokenizer",
     ),
     "training": (
         "Training",
-        "anymamba.training.language.train anymamba.training.language.resume anymamba.training.config "
-        "anymamba.training.optim.parameter_groups",
+        "anymamba.training.api.train anymamba.training.api.resume anymamba.training.config.run_config "
+        "anymamba.training.optim.optimizer.parameter_groups",
     ),
     "inspect": (
         "Inspect",
-        "anymamba.inspect.dual anymamba.inspect.measures anymamba.inspect.models anymamba.inspect.recurrence",
+        "anymamba.analysis.dual anymamba.analysis.measures anymamba.analysis.layer_inputs anymamba.analysis.recurrence",
     ),
 }
 

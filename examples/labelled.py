@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.task import Task
+from anymamba.training.tasks.task import Task
 
 IGNORED = -100  # the label of a position that is not scored
 

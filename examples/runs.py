@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from anymamba.ground.files import replacing
-from anymamba.training.config import RunConfig
-from anymamba.training.file_config import FileConfig
-from anymamba.training.loop import Trainer, train_or_resume
-from anymamba.training.predictions import Predictor
-from anymamba.training.report import can_plot, read_metrics
-from anymamba.training.sections import CheckpointSection, EvaluationSection, at_least, option
-from anymamba.training.task import Task
+from anymamba.core.io import replacing
+from anymamba.training.config.run_config import RunConfig
+from anymamba.training.config.sections import CheckpointSection, EvaluationSection, at_least, option
+from anymamba.training.config.tabular_config import FileConfig
+from anymamba.training.metrics.metrics_table import can_plot, read_metrics
+from anymamba.training.tasks.predict import Predictor
+from anymamba.training.tasks.task import Task
+from anymamba.training.trainer import Trainer, train_or_resume
 
 T = TypeVar("T", bound=Task[Any])
 C = TypeVar("C", bound="ExampleConfig")

@@ -10,8 +10,8 @@ import jaxtyping
 import pytest
 import torch
 
-from anymamba.ground.operators import kernels_off
-from anymamba.kernels.cpu import library
+from anymamba.core.operators import kernels_off
+from anymamba.kernels.cpu import bindings
 from tests.support import chromium
 
 # The suite works on small tensors, where threads only wait for each other; tests/processors.py asks for more.
@@ -31,9 +31,9 @@ def pytest_sessionstart():
         return
     names = (os.environ.get("CXX") or "c++", "g++", "clang++")
     compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler and library.LIBRARY.handle is None:
+    if compiler and bindings.LIBRARY.handle is None:
         raise pytest.UsageError(
-            f"expected compiled kernels, as there is {compiler}, got none: {library.LIBRARY.reason}"
+            f"expected compiled kernels, as there is {compiler}, got none: {bindings.LIBRARY.reason}"
         )
 
 
@@ -62,7 +62,7 @@ def unchecked():
 @pytest.fixture(params=["compiled", "portable"])
 def each_implementation(request):
     """Run a test on the compiled kernels and again on the portable implementations."""
-    if request.param == "compiled" and library.LIBRARY.handle is None:
-        pytest.skip(library.LIBRARY.reason)
+    if request.param == "compiled" and bindings.LIBRARY.handle is None:
+        pytest.skip(bindings.LIBRARY.reason)
     with kernels_off() if request.param == "portable" else nullcontext():
         yield

@@ -112,7 +112,7 @@ def check(block):
                     if not hasattr(module, name.name):
                         importlib.import_module(f"{node.module}.{name.name}")
     elif block.language == "toml":
-        from anymamba.training.config import TrainingConfig, tomllib
+        from anymamba.training.config.run_config import TrainingConfig, tomllib
 
         TrainingConfig.from_dict(tomllib.loads(block.code), block.place)
     elif block.language == "json":

@@ -44,7 +44,7 @@ QUICK_KERNELS = (*QUICK, "tests/kernels")
 def probe(**variables: str) -> dict[str, str]:
     """What torch and our kernels say that they use in a process with these variables."""
     code = (
-        "import torch; from anymamba.kernels.cpu.library import LIBRARY;"
+        "import torch; from anymamba.kernels.cpu.bindings import LIBRARY;"
         "print(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.backends.mkl.is_available(),"
         " torch.backends.mkldnn.is_available(), LIBRARY.isa or 'none', sep='|')"
     )

@@ -10,7 +10,7 @@ import pytest
 import anymamba
 from anymamba.generation.sampling import Sampling
 from anymamba.models.families import FAMILIES
-from anymamba.models.output import LMOutput
+from anymamba.models.outputs import LMOutput
 from tests.documents import ROOT
 
 CONFIGS = [family.CONFIG for family in FAMILIES.values()]

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba import LatentModel
-from anymamba.training.sections import OptimiserSection, ScheduleSection, at_least, option
-from anymamba.training.task import Evaluation
+from anymamba.training.config.sections import OptimiserSection, ScheduleSection, at_least, option
+from anymamba.training.tasks.task import Evaluation
 from examples.a5.words import ELEMENTS, draw
 from examples.labelled import Labelled, LabelledTask
 from examples.runs import ExampleConfig, Sizes

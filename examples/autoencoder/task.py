@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.sections import OptimiserSection, ScheduleSection, at_least, option
-from anymamba.training.task import Evaluation
+from anymamba.training.config.sections import OptimiserSection, ScheduleSection, at_least, option
+from anymamba.training.tasks.task import Evaluation
 from examples.autoencoder.model import Autoencoder
 from examples.digits.images import BRIGHTEST, Digits
 from examples.labelled import Labelled, LabelledTask

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.models.layers import ResidualLayer, make_norm
-from anymamba.models.stack_config import StackConfig
-from anymamba.training.sections import OptimiserSection, ScheduleSection, option
-from anymamba.training.task import Evaluation
+from anymamba.models.stack.residual_layer import ResidualLayer, make_norm
+from anymamba.models.stack.stack_config import StackConfig
+from anymamba.training.config.sections import OptimiserSection, ScheduleSection, option
+from anymamba.training.tasks.task import Evaluation
 from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
 from examples.labelled import Labelled, LabelledTask
 from examples.runs import ExampleConfig, Sizes

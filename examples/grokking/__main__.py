@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anymamba.training.report import Row, read_metrics
+from anymamba.training.metrics.metrics_table import Row, read_metrics
 from examples.grokking.task import GrokkingConfig, GrokkingTask
 from examples.runs import Given, command, markdown
 

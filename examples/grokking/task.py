@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from anymamba import MambaLM
 from anymamba.models.config import MambaLMConfig
-from anymamba.training.sections import (
+from anymamba.training.config.sections import (
     EvaluationSection,
     OptimiserSection,
     ScheduleSection,
     at_least,
     option,
 )
-from anymamba.training.task import Evaluation
+from anymamba.training.tasks.task import Evaluation
 from examples.labelled import Labelled, LabelledTask
 from examples.runs import ExampleConfig
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from anymamba.training.file_config import FileConfig
-from anymamba.training.file_kinds import file_task
+from anymamba.training.config.tabular_config import FileConfig
+from anymamba.training.tasks.tabular_runs import file_task
 from examples.packages.chunks import PACKAGES, Chunk, read_chunks, write_chunks
 from examples.runs import Given, command, file_config, labels_of, markdown, report
 

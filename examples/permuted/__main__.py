@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from anymamba.training.file_config import FileConfig
-from anymamba.training.file_kinds import file_task
+from anymamba.training.config.tabular_config import FileConfig
+from anymamba.training.tasks.tabular_runs import file_task
 from examples.digits.images import BRIGHTEST, CLASSES, SIDE, load_digits
 from examples.labelled import Labelled
 from examples.runs import Given, command, file_config, labels_of, markdown, report

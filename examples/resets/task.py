@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from anymamba.training.sections import (
+from anymamba.training.config.sections import (
     CheckpointSection,
     EvaluationSection,
     OptimiserSection,
@@ -16,7 +16,7 @@ from anymamba.training.sections import (
     at_least,
     option,
 )
-from anymamba.training.task import Evaluation
+from anymamba.training.tasks.task import Evaluation
 from examples.labelled import Labelled, LabelledTask
 from examples.resets.model import VARIANTS, ResetModel
 from examples.resets.streams import LENGTH, SHORTEST, STREAMS

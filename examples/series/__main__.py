@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from anymamba.training.file_config import FileConfig
-from anymamba.training.file_kinds import file_task
-from anymamba.training.file_task import FileTask
+from anymamba.training.config.tabular_config import FileConfig
+from anymamba.training.tasks.tabular import FileTask
+from anymamba.training.tasks.tabular_runs import file_task
 from examples.runs import Finished, Given, command, file_config, markdown, report
 
 CHANNELS, HELD_OUT, ORDERS = 4, 0.1, (1, 2, 4, 8, 12, 16, 24)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from anymamba import MambaLM
-from anymamba.inspect import recurrence
+from anymamba.analysis import recurrence
 
 PARTS, LONG = 60, 1000
 

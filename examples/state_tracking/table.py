@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anymamba import MambaLM
-from anymamba.ground.files import read_json, replacing, write_json
-from anymamba.training.loop import train_or_resume
-from anymamba.training.report import can_plot, read_metrics
+from anymamba.core.io import read_json, replacing, write_json
+from anymamba.training.metrics.metrics_table import can_plot, read_metrics
+from anymamba.training.trainer import train_or_resume
 from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn
 
 LABELS = {

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from anymamba import MambaLM
 from anymamba.models.config import MambaLMConfig
-from anymamba.training.config import RunConfig
-from anymamba.training.sections import at_least, option
-from anymamba.training.step import autocast
-from anymamba.training.task import Evaluation, Task
+from anymamba.training.config.run_config import RunConfig
+from anymamba.training.config.sections import at_least, option
+from anymamba.training.tasks.lm_step import autocast
+from anymamba.training.tasks.task import Evaluation, Task
 from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
 from examples.state_tracking.settle import watching
 

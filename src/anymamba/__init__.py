@@ -1,16 +1,35 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
+import importlib
+import importlib.abc
+import importlib.util
 import sys
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from anymamba.version import __version__ as __version__
+
+_ALIASES = {"anymamba.inspect": "anymamba.analysis", "anymamba.transformers": "anymamba.integrations.transformers"}
+
+
+class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a package under its second name. A directory of that name would shadow the library it is named after."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(fullname, self) if fullname in _ALIASES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(_ALIASES[module.__name__])
+
+
+sys.meta_path.append(_AliasFinder())
 
 # The `anymamba` command imports what it needs, when it needs it: its help must not wait for torch.
 _IS_COMMAND = PurePath(*sys.orig_argv[1:2]).stem == "anymamba" or sys.orig_argv[1:3] == ["-m", "anymamba"]
 
 if TYPE_CHECKING or not _IS_COMMAND:
-    from anymamba import inspect as inspect
+    from anymamba import analysis as inspect  # noqa: F401
     from anymamba.blocks.mamba1 import Mamba1 as Mamba1
     from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache
     from anymamba.blocks.mamba1 import Mamba1Config as Mamba1Config
@@ -20,14 +39,14 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.blocks.mamba3 import Mamba3 as Mamba3
     from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
     from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
+    from anymamba.core.allocator import keep_freed_memory as keep_freed_memory
+    from anymamba.core.anomaly import check_finite as check_finite
+    from anymamba.core.operators import portable as portable
     from anymamba.generation import GenerationState as GenerationState
-    from anymamba.generation import pipeline as pipeline
     from anymamba.generation import stream as stream
     from anymamba.generation.decoder import decoder as decoder
     from anymamba.generation.generate import generate as generate
-    from anymamba.ground.allocator import keep_freed_memory as keep_freed_memory
-    from anymamba.ground.finite import check_finite as check_finite
-    from anymamba.ground.operators import portable as portable
+    from anymamba.generation.pipeline import pipeline as pipeline
     from anymamba.models import BidirectionalConfig as BidirectionalConfig
     from anymamba.models import BidirectionalStack as BidirectionalStack
     from anymamba.models import LatentModel as LatentModel
@@ -45,6 +64,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.models import mask_tokens as mask_tokens
     from anymamba.scan import SsdPath as SsdPath
     from anymamba.scan import rotated_trapezoid_scan as rotated_trapezoid_scan
-    from anymamba.scan import selective_scan as selective_scan
     from anymamba.scan import trapezoid_scan as trapezoid_scan
+    from anymamba.scan.selective_scan import selective_scan as selective_scan
     from anymamba.scan.ssd import ssd as ssd

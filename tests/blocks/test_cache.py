@@ -121,7 +121,7 @@ def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("anymamba.ground.files.save_file", full_disk)
+    monkeypatch.setattr("anymamba.core.io.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         cache.save(file)
     assert file.read_bytes() == before

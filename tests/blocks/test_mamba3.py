@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from anymamba import Mamba3, Mamba3Config, SsdPath, rotated_trapezoid_scan, ssd
-from anymamba.blocks.modules import RMSNorm
-from anymamba.ops.discretise import bounded_vector, heavy_tail
-from anymamba.ops.quaternions import conjugate, cumulative_products, multiply, turn_about
-from anymamba.ops.rotation import rotate, running_rotation
+from anymamba.blocks.layers import RMSNorm
+from anymamba.ops.discretization import bounded_vector, heavy_tail
+from anymamba.ops.rotation import conjugate, cumulative_products, multiply, rotate, running_rotation, turn_about
 from tests.blocks.families import SMALL, make_block, tensors_of, unroll
 from tests.scan.cases import ALGORITHMS
 from tests.support import FLOOR, assert_near
@@ -255,7 +254,7 @@ def test_running_products_equal_the_loop_and_pass_gradcheck(t):
 
 @pytest.mark.parametrize("options", ["mamba3", "mamba3 quaternion", "mamba3 no rotation", "mamba3 mimo 2"])
 def test_rotation_and_gate_pass_gradcheck_across_cache_blocks(options, monkeypatch):
-    monkeypatch.setattr("anymamba.ground.recompute.CACHE_ELEMENTS", 64)
+    monkeypatch.setattr("anymamba.core.recompute.CACHE_ELEMENTS", 64)
     block = make_block(options)
     x = torch.randn(1, 4, 16, dtype=D, requires_grad=True)
     assert torch.autograd.gradcheck(block, (x,), atol=1e-6)

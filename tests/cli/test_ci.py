@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu import bindings
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def start(monkeypatch):
             monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(library, "LIBRARY", SimpleNamespace(handle=None, reason="not built"))
+        monkeypatch.setattr(bindings, "LIBRARY", SimpleNamespace(handle=None, reason="not built"))
         conftest.pytest_sessionstart()
 
     return started

@@ -24,11 +24,11 @@ from anymamba import (
     SequenceClassifier,
     SequenceRegressor,
 )
-from anymamba.cli import answers, generate, info
+from anymamba.checkpoints.empty_model import skeleton
+from anymamba.cli import generate, info
 from anymamba.cli.main import main
+from anymamba.core.io import read_json
 from anymamba.generation.tokenizers import ByteTokenizer
-from anymamba.ground.files import read_json
-from anymamba.models.skeleton import skeleton
 from tests.generation.cases import bare
 from tests.models.cases import GOLDEN, small_lm
 from tests.support import MODEL_FLOOR, assert_all_near, assert_near
@@ -238,7 +238,6 @@ class TestGenerate:
         assert message in err
 
     def test_an_interrupt_leaves_whole_lines(self, run, model, tmp_path, interrupted, monkeypatch):
-        monkeypatch.setattr(answers, "load", lambda args: generate.load(args))
         (tmp_path / "prompts").write_text("one\ntwo\nthree\n")
         interrupted(10)
         flags = ["--prompts", tmp_path / "prompts", "--max-new-tokens", 6, "--batch-size", 1]

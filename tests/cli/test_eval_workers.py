@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from anymamba.cli.evaluate import _divided
 from anymamba.cli.main import main
-from anymamba.generation.likelihood import likelihood
-from anymamba.ground.context import Neighbours
+from anymamba.core.context_parallel import Neighbours
+from anymamba.generation.scoring import likelihood
 from tests.models.cases import FAMILIES, small_lm
 from tests.workers import run_cases, shared_directory
 

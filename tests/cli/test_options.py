@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from anymamba.checkpoints.formats import FORMATS, READ_ONLY
 from anymamba.cli import options
 from anymamba.cli.common import DTYPES
-from anymamba.models.formats import FORMATS, READ_ONLY
-from anymamba.training.values import hint
+from anymamba.training.config.values import hint
 from tests.support import in_another_process
 
 COMMANDS = ("train", "generate", "eval", "inspect", "convert", "push", "info", "serve", "bench-serve")

@@ -137,7 +137,7 @@ def test_a_model_is_trained_further(run, config, tmp_path):
     ],
 )
 def test_a_config_that_cannot_work_is_refused_before_text_is_read(run, config, tmp_path, monkeypatch, flags, message):
-    monkeypatch.setattr("anymamba.training.language_task.find_text", None)
+    monkeypatch.setattr("anymamba.training.tasks.language_model.find_text", None)
     code, _, err = run("train", config, "--out", tmp_path / "run", *flags)
     assert code == 2
     assert message in err
@@ -148,7 +148,7 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_is_saved(run, conf
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anymamba.training.language_task.prepare", interrupted)
+    monkeypatch.setattr("anymamba.training.tasks.language_model.prepare", interrupted)
     code, out, err = run("train", config, "--out", tmp_path / "run")
     assert (code, out) == (130, "")
     assert err.startswith("stopped before the first step: there is nothing to save")
@@ -255,7 +255,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_says_how_to_start_it_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("anymamba.training.loop.Trainer.save", killed)
+        patch.setattr("anymamba.training.trainer.Trainer.save", killed)
         assert run("train", config, "--out", tmp_path / "run")[0] == 130
     code, out, err = run("train", "--resume", tmp_path / "run")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -308,7 +308,7 @@ def test_a_full_disk_is_a_message_and_the_run_continues_from_before(run, config,
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         return save_file(tensors, path, metadata)
 
-    monkeypatch.setattr("anymamba.ground.files.save_file", full)
+    monkeypatch.setattr("anymamba.core.io.save_file", full)
     code, _, err = run("train", config, "--out", tmp_path / "run", "--checkpoints.every", 5)
     assert code == 2
     assert "step-00000010: cannot be written; earlier ones are kept" in err

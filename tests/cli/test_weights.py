@@ -6,8 +6,8 @@ import pytest
 
 from anymamba.cli import info
 from anymamba.cli.options import WEIGHTS
-from anymamba.ground.narrow import FORMATS
-from anymamba.kernels.cpu.library import LIBRARY
+from anymamba.core.weight_formats import FORMATS
+from anymamba.kernels.cpu.bindings import LIBRARY
 from tests.models.cases import small_lm
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from anymamba import compat
-from anymamba.compat.names import TABLE
+from anymamba.compat.install import TABLE
 
 warnings.simplefilter("error")
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 0}

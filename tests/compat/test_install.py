@@ -16,7 +16,7 @@ from torch import nn
 
 from anymamba import compat
 from anymamba.compat.__main__ import main
-from anymamba.compat.names import TABLE
+from anymamba.compat.install import TABLE
 from tests.support import in_another_process
 
 SIGNATURES = json.loads((Path(__file__).parents[1] / "golden" / "functions" / "signatures.json").read_text())

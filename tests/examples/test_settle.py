@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from anymamba.inspect import layers, recurrence
+from anymamba.analysis import layers, recurrence
 from examples.state_tracking.settle import PARTS, unsettled, watching
 from examples.state_tracking.tracking import TrackingBatch, TrackingTask
 from tests.examples.test_state_tracking import config

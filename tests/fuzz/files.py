@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import GenerationState, LMCache, MambaLM
+from anymamba.checkpoints.open import non_finite_values, open_checkpoint
+from anymamba.core.io import digest_file
 from anymamba.generation.tokenizers import FileTokenizer
-from anymamba.ground.files import digest_file
-from anymamba.models.opening import non_finite_values, open_checkpoint
-from anymamba.training.config import read_config
-from anymamba.training.language import resume
-from anymamba.training.shards import open_corpus
-from anymamba.training.sources import find_documents
+from anymamba.training.api import resume
+from anymamba.training.config.run_config import read_config
+from anymamba.training.data.shards import open_corpus
+from anymamba.training.data.sources import find_documents
 from tests.fuzz.child import Finding
 from tests.fuzz.mutations import apply, draw, sign_state
 from tests.models.cases import GOLDEN, codestral_lm
@@ -260,7 +260,7 @@ def _sign_shards(table, directory):
 
 
 def _sign_manifest(table, directory, run):
-    from anymamba.training.checkpoint import _checksum
+    from anymamba.training.checkpoint.run_state import _checksum
 
     table.pop("checksum", None)
     table["files"] = {name: digest_file(directory / name) for name in table["files"]}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.generation import ChatTemplate, rendering
-from anymamba.generation.rendering import Renderer, renderer
+from anymamba.generation import ChatTemplate, template_sandbox
+from anymamba.generation.template_sandbox import Renderer, renderer
 from tests.generation.cases import bare
 
 TALK = [
@@ -266,7 +266,7 @@ def test_a_forked_process_has_its_own():
         "pid = os.fork(); text = renderer().render('{{ 1 + 1 }}', {});"
         "os._exit(text != '2') if pid == 0 else exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or text != '2')"
     )
-    alone = {**os.environ, "PYTHONPATH": str(Path(rendering.__file__).parent)}  # it needs no torch
+    alone = {**os.environ, "PYTHONPATH": str(Path(template_sandbox.__file__).parent)}  # it needs no torch
     assert subprocess.run([sys.executable, "-c", code], env=alone).returncode == 0
 
 

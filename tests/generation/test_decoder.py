@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from anymamba import MambaLM, decoder
-from anymamba.ground.operators import kernels_off
-from anymamba.kernels.cpu import library
-from anymamba.kernels.cpu.program import MAX_ROWS
+from anymamba.core.operators import kernels_off
+from anymamba.kernels.cpu import bindings
+from anymamba.kernels.cpu.step_program import MAX_ROWS
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import assert_near
 
-compiled = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+compiled = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 families = pytest.mark.parametrize("family", FAMILIES)
 # The blocks of `small_lm` have twenty times larger outputs than usual, which makes every rounding count.
 LIVELY_FLOOR = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 2e-2}
@@ -242,7 +242,7 @@ def test_what_the_kernels_do_not_cover_runs_its_own_code_and_says_why():
         model, ids = small_lm(dtype=dtype, **fields), torch.arange(3)
         decode = decoder(model)
         assert torch.equal(decode.step(ids)[0], model.step(ids)[0])
-        if library.LIBRARY.handle is not None:
+        if bindings.LIBRARY.handle is not None:
             assert reason in decode.reason
 
 

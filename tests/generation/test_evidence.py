@@ -9,10 +9,10 @@ import torch
 
 import anymamba
 from anymamba import MambaLM
+from anymamba.checkpoints.load import load_model
 from anymamba.cli.main import main
-from anymamba.generation.evidence import decide_activation
+from anymamba.generation.detect_activation import decide_activation
 from anymamba.generation.tokenizers import ByteTokenizer
-from anymamba.models.pretrained import load_model
 from tests.models.cases import small_lm
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -9,7 +9,7 @@ import torch
 
 from anymamba import GenerationState, LMCache, MambaLM, generate, stream
 from anymamba.generation import Sampling, start
-from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu import bindings
 from anymamba.models import LMOutput
 from tests.models.cases import FAMILIES, GOLDEN, golden, small_lm
 from tests.models.test_lm_cache import bad_rows_cases, rows_cases
@@ -225,7 +225,7 @@ def test_a_state_moves_to_a_model_of_another_dtype():
     assert not state.detach().logits.requires_grad
 
 
-@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 def test_the_state_that_a_prompt_arrived_at_is_there_once():
     """Nobody else holds it, so the steps after it write to the same memory."""
     tokens = stream(small_lm(), prompts(5)[0], 3)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from anymamba.generation.likelihood import likelihood
+from anymamba.generation.scoring import likelihood
 from tests.models.cases import FAMILIES, small_lm
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anymamba.generation import ByteTokenizer, FileTokenizer, Pipeline, TextStream, load_tokenizer
 from anymamba.generation.tokenizers import write_end
-from anymamba.training.corpus import encode
+from anymamba.training.data.documents import encode
 from tests.generation.cases import TEXT, bare, with_beginning
 from tests.models.cases import small_lm
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from anymamba.blocks.modules import CausalConv, GatedRMSNorm
-from anymamba.ground.operators import kernels_off
-from anymamba.kernels.cpu import library
+from anymamba.blocks.layers import CausalConv, GatedRMSNorm
+from anymamba.core.operators import kernels_off
+from anymamba.kernels.cpu import bindings
 from tests.support import FLOOR, assert_near
 
-pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from anymamba import Mamba2, Mamba3, SsdPath
-from anymamba.blocks.modules import CausalConv, GatedRMSNorm
-from anymamba.kernels.cpu import arguments, library
-from anymamba.ops.gates import rank_gate
+from anymamba.blocks.layers import CausalConv, GatedRMSNorm
+from anymamba.kernels.cpu import bindings, schema
+from anymamba.ops.rank_gate import rank_gate
 from anymamba.scan import scan
 from tests.kernels.test_mamba3 import rotated_scan
 from tests.scan.test_selective import NAMES as SELECTIVE
 from tests.scan.test_selective import make_inputs as make_selective
 from tests.support import assert_near
 
-pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 
 BFLOAT = torch.bfloat16
 
@@ -189,14 +189,14 @@ def test_a_method_replaced_on_a_block_is_called():
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
-    assert library._is_ours(library.LIBRARY.handle)
-    monkeypatch.setattr(arguments, "ROTATIONS", (*arguments.ROTATIONS, "unheard_of"))
-    assert not library._is_ours(library.LIBRARY.handle)
+    assert bindings._is_ours(bindings.LIBRARY.handle)
+    monkeypatch.setattr(schema, "ROTATIONS", (*schema.ROTATIONS, "unheard_of"))
+    assert not bindings._is_ours(bindings.LIBRARY.handle)
 
 
 def test_a_library_may_be_named_by_a_relative_path():
-    path = Path(library.LIBRARY.handle._name)
-    code = "from anymamba.kernels.cpu.library import LIBRARY; print(LIBRARY)"
+    path = Path(bindings.LIBRARY.handle._name)
+    code = "from anymamba.kernels.cpu.bindings import LIBRARY; print(LIBRARY)"
     environment = {**os.environ, "ANYMAMBA_LIBRARY": path.name}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=path.parent, env=environment, capture_output=True, text=True, check=True

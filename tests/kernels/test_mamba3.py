@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from anymamba import Mamba3, SsdPath
-from anymamba.blocks.modules import RMSNorm
-from anymamba.ground.operators import OPERATORS, kernels_off
-from anymamba.kernels.cpu import library
-from anymamba.ops.discretise import bounded_vector
-from anymamba.ops.gates import rank_gate
+from anymamba.blocks.layers import RMSNorm
+from anymamba.core.operators import OPERATORS, kernels_off
+from anymamba.kernels.cpu import bindings
+from anymamba.ops.discretization import bounded_vector
+from anymamba.ops.rank_gate import rank_gate
 from anymamba.ops.rotation import running_rotation
 from tests.blocks.families import results
 from tests.support import FLOOR, assert_near, relative_error
 
-pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 D = torch.float64
 
 
@@ -454,7 +454,7 @@ def test_a_second_derivative_is_refused():
 COMPARE = """
 import torch
 from anymamba import SsdPath
-from anymamba.ground.operators import OPERATORS, kernels_off
+from anymamba.core.operators import OPERATORS, kernels_off
 from anymamba.kernels.cpu import library
 from tests.kernels.test_mamba3 import LAYOUTS, OPTIONS, block_of, run_block
 from tests.support import FLOOR, assert_near
@@ -470,9 +470,9 @@ print(library.LIBRARY.isa)
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_narrower_instruction_sets_agree(isa):
-    if library.LIBRARY.isa == "baseline" and isa != "baseline":
+    if bindings.LIBRARY.isa == "baseline" and isa != "baseline":
         pytest.skip("this processor has no AVX2")
-    if library.LIBRARY.isa == "wide":
+    if bindings.LIBRARY.isa == "wide":
         pytest.skip("a build of one instruction set")
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", COMPARE],

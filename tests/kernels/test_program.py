@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from anymamba import Mamba1, Mamba2, Mamba3, check_finite
-from anymamba.blocks.modules import CausalConv
-from anymamba.ground.operators import kernels_off
-from anymamba.kernels.cpu import library
-from anymamba.kernels.cpu.program import MAX_ROWS, OUTPUT, NotCovered, Program
-from anymamba.kernels.cpu.recording import Recording
+from anymamba.blocks.layers import CausalConv
+from anymamba.core.operators import kernels_off
+from anymamba.kernels.cpu import bindings
+from anymamba.kernels.cpu.compiled_step import Recording
+from anymamba.kernels.cpu.step_program import MAX_ROWS, OUTPUT, NotCovered, Program
 from tests.blocks.families import OPTIONS, make_block, random_cache
 from tests.support import FLOOR, assert_near, in_another_process
 
-pytestmark = pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Large enough for threads, with awkward sizes.

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu import bindings
 from anymamba.scan import SsdPath, scan, ssd
 from tests.scan.cases import HAS_KERNELS, make_inputs, run
 from tests.support import FLOOR, assert_all_near, assert_near, in_another_process, relative_error
 
-pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason=library.LIBRARY.reason)
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason=bindings.LIBRARY.reason)
 
 
 @pytest.fixture
@@ -166,9 +166,9 @@ print(library.LIBRARY.isa)
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_narrower_instruction_sets_agree(isa):
-    if library.LIBRARY.isa == "baseline" and isa != "baseline":
+    if bindings.LIBRARY.isa == "baseline" and isa != "baseline":
         pytest.skip("this processor has no AVX2")
-    if library.LIBRARY.isa == "wide":
+    if bindings.LIBRARY.isa == "wide":
         pytest.skip("a build of one instruction set")
     assert in_another_process(COMPARE, ANYMAMBA_ISA=isa) == isa
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba import BidirectionalConfig, BidirectionalStack
-from anymamba.models.schedules import PAIR_SCHEDULES
+from anymamba.models.stack.stack_config import PAIR_SCHEDULES
 from tests.models.test_stack import BLOCKS, WIDTH
 from tests.support import assert_near
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anymamba import BidirectionalStack, LatentModel, Stack, StackCache
-from anymamba.models.class_tokens import arranged, output_indices
+from anymamba.models.stack.class_tokens import arranged, output_indices
 from tests.models.test_stack import BLOCKS, MIXED, WIDTH, results
 from tests.support import assert_all_near, assert_near
 

@@ -88,7 +88,7 @@ def test_a_table_that_the_caller_changes_later_is_not_the_configs():
 
 
 def test_golden_configs_survive_a_round_trip():
-    from anymamba.ground.files import read_json
+    from anymamba.core.io import read_json
 
     raw = read_json(GOLDEN / "lm_mamba2" / "config.json")
     assert MambaLMConfig.from_dict(raw).to_dict() == raw

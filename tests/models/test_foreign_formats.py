@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from anymamba import MambaLM
+from anymamba.checkpoints.open import open_checkpoint
 from anymamba.cli.main import main
 from anymamba.generation.tokenizers import load_tokenizer
-from anymamba.models.opening import open_checkpoint
 from tests.support import assert_near
 
 gguf = pytest.importorskip("gguf")

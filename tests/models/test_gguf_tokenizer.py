@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from anymamba.checkpoints.formats.gguf_tokenizer import tokenizer_files
+from anymamba.core.io import write_json
 from anymamba.generation.tokenizers import FileTokenizer
-from anymamba.ground.files import write_json
-from anymamba.models.gguf_tokenizer import tokenizer_files
 
 pytest.importorskip("tokenizers")
 SPACE = "▁"

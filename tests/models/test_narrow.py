@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anymamba import GenerationState, MambaLM, decoder, generate
-from anymamba.blocks.narrow import NarrowEmbedding, NarrowLinear
-from anymamba.ground.narrow import FORMATS, GROUPS
-from anymamba.kernels.cpu import library
-from anymamba.models.narrow import narrow_model, weight_format
-from anymamba.ops.narrow import widened
+from anymamba.core.weight_formats import FORMATS, GROUPS
+from anymamba.kernels.cpu import bindings
+from anymamba.quantization.modules import NarrowEmbedding, NarrowLinear
+from anymamba.quantization.ops import widened
+from anymamba.quantization.quantize import narrow_model, weight_format
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import FLOOR, assert_near
 
@@ -46,7 +46,7 @@ def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
         assert_near(model(IDS, labels=IDS, logits="none").loss, expected.loss, LOGITS_FLOOR[format])
 
 
-@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("format", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +63,7 @@ def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format
     assert all(torch.equal(a, b) for a, b in zip(cache.leaves(), other.leaves(), strict=True))
 
 
-@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", GROUPS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_token_of_whole_numbers_is_near_that_of_the_widened_model(family, format):
@@ -79,7 +79,7 @@ def test_a_compiled_token_of_whole_numbers_is_near_that_of_the_widened_model(fam
     assert narrow.reason == ""
 
 
-@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_compiled_token_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
     decode = decoder(narrow_model(small_lm(), format))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import MambaLM, decoder
-from anymamba.blocks.block import Block
+from anymamba.blocks.base import Block
 from anymamba.blocks.config import make_config
-from anymamba.ground.states import SavedTree
+from anymamba.core.cache_io import SavedTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan
 from anymamba.training import resume, train

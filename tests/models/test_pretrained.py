@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
-from anymamba.ground.files import read_json
-from anymamba.models.opening import non_finite_values, open_checkpoint
-from anymamba.models.weights import count_non_finite, weight_file
+from anymamba.checkpoints.open import non_finite_values, open_checkpoint
+from anymamba.checkpoints.weight_files import count_non_finite, weight_file
+from anymamba.core.io import read_json
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 from tests.support import MODEL_FLOOR, assert_near
 
@@ -347,7 +347,7 @@ class TestNonFinite:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_they_are_found_wherever_they_are(self, dtype, monkeypatch):
-        monkeypatch.setattr("anymamba.models.weights._BLOCK", 8)
+        monkeypatch.setattr("anymamba.checkpoints.weight_files._BLOCK", 8)
         largest = torch.finfo(dtype).max
         x = torch.tensor([largest, -largest, 0.0, -0.0, torch.finfo(dtype).tiny], dtype=dtype).repeat(5)
         assert count_non_finite(x) == count_non_finite(x.view(5, 5).T) == count_non_finite(x[:0]) == 0
@@ -585,7 +585,7 @@ class TestSaving:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("anymamba.ground.files.save_file", full_disk)
+        monkeypatch.setattr("anymamba.core.io.save_file", full_disk)
         with pytest.raises(OSError, match="No space left"):
             small_lm().save_pretrained(directory)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

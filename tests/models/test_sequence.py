@@ -14,7 +14,7 @@ from anymamba import (
     StackCache,
     mask_tokens,
 )
-from anymamba.models.batches import ids_or_embeddings
+from anymamba.models.inputs import ids_or_embeddings
 from tests.models.test_stack import BLOCKS
 from tests.support import assert_near
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from anymamba import Stack, StackCache, StackConfig
-from anymamba.models.gates import EPS
-from anymamba.models.schedules import PAIR_SCHEDULES, layers_of_passes
+from anymamba.models.stack.residual_gates import EPS
+from anymamba.models.stack.stack_config import PAIR_SCHEDULES, layers_of_passes
 from tests.support import assert_all_near, assert_near
 
 WIDTH = 16

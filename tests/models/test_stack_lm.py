@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from anymamba import MambaLM, decoder
-from anymamba.training.language import resume, train
+from anymamba.training.api import resume, train
 from tests.models.cases import FAMILIES
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anymamba.blocks.modules import CausalConv
+from anymamba.blocks.layers import CausalConv
 from tests.support import FLOOR, assert_near
 
 pytestmark = pytest.mark.usefixtures("each_implementation")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from anymamba.blocks.narrow import NarrowEmbedding, NarrowLinear
-from anymamba.ground.narrow import FORMATS, GROUPS, stored_parts
-from anymamba.kernels.cpu import library
-from anymamba.kernels.cpu import narrow as kernels_narrow
-from anymamba.kernels.cpu.program import MAX_ROWS
-from anymamba.ops.narrow import narrow, narrow_linear, widened
+from anymamba.core.weight_formats import FORMATS, GROUPS, stored_parts
+from anymamba.kernels.cpu import bindings
+from anymamba.kernels.cpu import linear_kernels as kernels_narrow
+from anymamba.kernels.cpu.step_program import MAX_ROWS
+from anymamba.quantization.modules import NarrowEmbedding, NarrowLinear
+from anymamba.quantization.ops import narrow, narrow_linear, widened
 from tests.support import FLOOR, assert_near
 
 # Largest rounding error of a weight, relative to the largest of its group: half a step, for int4 of a clipped group
@@ -115,7 +115,7 @@ def test_what_is_not_finite_shows_in_its_row_alone(format):
     assert torch.equal(y[3], torch.zeros(9))
 
 
-@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("out", "width"), [(17, 33), (9, 96), (13, 1056)])
 def test_every_number_of_rows_gives_the_same_bits(format, out, width):
@@ -127,7 +127,7 @@ def test_every_number_of_rows_gives_the_same_bits(format, out, width):
         assert torch.equal(narrow_linear(x[:rows], stored), together[:rows])
 
 
-@pytest.mark.skipif(library.LIBRARY.handle is None, reason=library.LIBRARY.reason)
+@pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
     torch.manual_seed(0)

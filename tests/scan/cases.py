@@ -2,10 +2,10 @@
 
 import torch
 
-from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu import bindings
 from anymamba.scan import scan
 
-HAS_KERNELS = library.LIBRARY.handle is not None
+HAS_KERNELS = bindings.LIBRARY.handle is not None
 ALGORITHMS = ("recurrent", "minimal", "serial", "serial_recalculated", *(["fused"] if HAS_KERNELS else []))
 CHUNKED = ALGORITHMS[1:]
 BY_HAND = ALGORITHMS[3:]  # their backward is derived by hand

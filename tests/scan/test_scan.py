@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anymamba.scan import SsdPath, scan
-from anymamba.scan.numerics import causal_decay, cumulative_decay
+from anymamba.scan.chunking import causal_decay, cumulative_decay
 from tests.scan.cases import ALGORITHMS, BY_HAND, CHUNKED, make_inputs, run
 from tests.support import FLOOR, assert_all_near, assert_near, relative_error
 

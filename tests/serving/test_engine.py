@@ -8,14 +8,14 @@ import time
 import pytest
 import torch
 
+from anymamba.core.operators import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import start
-from anymamba.ground.operators import kernels_off
-from anymamba.serving import engine as module
-from anymamba.serving.engine import Engine, prompt_key
-from anymamba.serving.jobs import Began, Ended, Failed, Job, Start, Wrote
-from anymamba.serving.rows import Row, RowPlan, choose_tokens
-from anymamba.serving.slots import Slots
+from anymamba.serving.scheduler import engine as module
+from anymamba.serving.scheduler.continuation import Row, RowPlan, choose_tokens
+from anymamba.serving.scheduler.decode import Slots
+from anymamba.serving.scheduler.engine import Engine, prompt_key
+from anymamba.serving.scheduler.events import Began, Ended, Failed, Job, Start, Wrote
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import MODEL_FLOOR, assert_near
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from anymamba.cli.main import main
-from anymamba.serving.load.client import Target
-from anymamba.serving.load.report import percentile, summary, table
-from anymamba.serving.load.run import Model, Plan, Range, Request, Run, bodies, find_model
+from anymamba.serving.load_test.client import Target
+from anymamba.serving.load_test.runner import Model, Plan, Range, Request, Run, bodies, find_model
+from anymamba.serving.load_test.summary import percentile, summary, table
 
 
 def plan(**fields):

@@ -2,9 +2,8 @@ import json
 
 import pytest
 
-from anymamba.serving.errors import ApiError
-from anymamba.serving.fields import parse_body
-from anymamba.serving.requests import Limits, read_chat, read_completion
+from anymamba.serving.api.errors import ApiError
+from anymamba.serving.api.requests import Limits, parse_body, read_chat, read_completion
 from tests.serving.bodies import bodies
 
 LIMITS = Limits(max_tokens=100, n=4)

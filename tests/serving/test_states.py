@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba.generation import start
-from anymamba.serving.states import NoRoom, StateStore, ids_key, session_key, text_key
+from anymamba.serving.state_cache import NoRoom, StateStore, ids_key, session_key, text_key
 from tests.models.cases import small_lm
 
 MODEL = small_lm()
@@ -128,7 +128,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self._now = 0.0
-        monkeypatch.setattr("anymamba.serving.states.time.monotonic", lambda: self._now)
+        monkeypatch.setattr("anymamba.serving.state_cache.time.monotonic", lambda: self._now)
 
     def advance(self, seconds):
         self._now += seconds

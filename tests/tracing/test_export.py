@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba import Mamba1, Mamba2, Mamba3, MambaLM, SsdPath, portable
-from anymamba.ground.operators import kernels_off
+from anymamba.core.operators import kernels_off
 from tests.support import FLOOR, assert_near, in_another_process
 
 BLOCKS = {
@@ -78,7 +78,7 @@ def test_a_saved_graph_runs_in_a_process_without_kernels(tmp_path):
     code = f"""
 import warnings
 import torch, anymamba
-from anymamba.kernels.cpu.library import LIBRARY
+from anymamba.kernels.cpu.bindings import LIBRARY
 warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.10 reading its own file
 saved = torch.load({str(tmp_path / "values.pt")!r})
 y = torch.export.load({str(tmp_path / "block.pt2")!r}).module()(saved["x"]).detach()

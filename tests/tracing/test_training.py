@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from anymamba.training.language import begin, open_run
-from anymamba.training.report import read_metrics
+from anymamba.training.api import begin, open_run
+from anymamba.training.metrics.metrics_table import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
 pytestmark = [

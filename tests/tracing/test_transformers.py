@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from tests.integrations.models import ids, pair, run
 from tests.support import assert_near
-from tests.transformers.models import ids, pair, run
 
 transformers.utils.logging.set_verbosity_error()
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from anymamba.training import TrainingConfig
-from anymamba.training.file_task import FileTask
-from anymamba.training.language_task import LanguageTask
+from anymamba.training.tasks.language_model import LanguageTask
+from anymamba.training.tasks.tabular import FileTask
 
 # Documents of awkward lengths: shorter than a row, one token, longer than several rows.
 LENGTHS = [700, 5, 1, 130, 64, 257, 400, 33, 90, 610]

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
-from anymamba.training.checkpoint import checkpoints
-from anymamba.training.file_runs import begin_files, open_files
-from anymamba.training.language import begin, open_run
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.tasks.tabular_runs import begin_files, open_files
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.training.test_file_task import config_of, write_files
 

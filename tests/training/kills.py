@@ -20,9 +20,10 @@ import threading
 import time
 from pathlib import Path
 
-from anymamba.training import TrainingConfig, saving, train
-from anymamba.training.checkpoint import checkpoints
-from anymamba.training.report import read_metrics
+from anymamba.training import TrainingConfig, train
+from anymamba.training.checkpoint import async_save
+from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.metrics.metrics_table import read_metrics
 from tests.training.cases import draw_nothing, tiny, write_corpus
 from tests.training.killing import OPERATIONS
 
@@ -70,7 +71,7 @@ def arm(directory, how, amount, slow, note):
 def worker(directory, whole):
     """Train undisturbed into `whole`, unless it exists, and then into `directory`/run; torchrun runs this."""
     os.fsync = lambda descriptor: None
-    saving._PATIENCE = 2.0  # a worker that was killed never answers
+    async_save._PATIENCE = 2.0  # a worker that was killed never answers
     draw_nothing()
     directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))

@@ -3,9 +3,9 @@ import sys
 import pytest
 
 from anymamba.generation.tokenizers import FileTokenizer
-from anymamba.training.byte_pairs import byte_pair_size, make_byte_pairs
-from anymamba.training.corpus import Document
-from anymamba.training.sources import Text
+from anymamba.training.data.documents import Document
+from anymamba.training.data.sources import Text
+from anymamba.training.data.train_bpe import byte_pair_size, make_byte_pairs
 
 
 def test_a_name_says_how_many(monkeypatch):

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from anymamba import MambaLM
-from anymamba.ground.files import locked, read_json, read_tensors, write_json
-from anymamba.training import checkpoint as module
-from anymamba.training import pieces
-from anymamba.training.checkpoint import Facts, begin_checkpoint, checkpoints, finish_checkpoint, load_latest
-from anymamba.training.language import begin, open_run
-from anymamba.training.loop import train_or_resume
+from anymamba.core.io import locked, read_json, read_tensors, write_json
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint import sharded_tensors
+from anymamba.training.checkpoint.run_state import Facts, begin_checkpoint, checkpoints, finish_checkpoint, load_latest
+from anymamba.training.checkpoint import run_state as module
+from anymamba.training.trainer import train_or_resume
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -319,7 +319,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(trainer, tmp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "write_tensors", full)
+        patch.setattr(sharded_tensors, "write_tensors", full)
         with pytest.raises(OSError, match="No space left"):
             begin(trainer.config, tmp_path / "again", silent).run()
     assert begin(trainer.config, tmp_path / "again", silent).run()
@@ -361,7 +361,7 @@ class TestTwoProcesses:
     def test_a_killed_one_leaves_no_lock(self, tmp_path):
         directory = tmp_path / "run"
         directory.mkdir()
-        hold = f"from anymamba.ground.files import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
+        hold = f"from anymamba.core.io import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
         command = [sys.executable, "-c", hold]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()

@@ -1,7 +1,7 @@
 import pytest
 
 from anymamba.training import TrainingConfig, read_config
-from anymamba.training.values import choices
+from anymamba.training.config.values import choices
 
 
 def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):

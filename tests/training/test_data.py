@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from anymamba.core.io import digest_file, locked
 from anymamba.generation.tokenizers import ByteTokenizer
-from anymamba.ground.files import digest_file, locked
 from anymamba.models.loss import IGNORED_LABEL
-from anymamba.training.corpus import sample, split
-from anymamba.training.data import Batches, Sequence, permuted, segments
-from anymamba.training.shards import open_corpus, prepare
-from anymamba.training.sources import find_documents
-from anymamba.training.step import batch_nats
+from anymamba.training.data.batches import Batches, Sequence, permuted, segments
+from anymamba.training.data.documents import sample, split
+from anymamba.training.data.shards import open_corpus, prepare
+from anymamba.training.data.sources import find_documents
+from anymamba.training.tasks.lm_step import batch_nats
 from tests.models.cases import small_lm
 from tests.support import assert_near
 from tests.training.cases import LENGTHS, tiny, write_corpus
@@ -135,7 +135,7 @@ class TestCorpus:
 
     def test_tokenising_continues_where_it_stopped(self, corpus, tmp_path, monkeypatch):
         whole = prepared(corpus, tmp_path / "whole", shard_tokens=300)
-        from anymamba.training import shards
+        from anymamba.training.data.batches import shards
 
         written = []
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.training import checkpoint, pieces
-from anymamba.training.language import begin
+from anymamba.training.api import begin
+from anymamba.training.checkpoint import sharded_tensors
+from anymamba.training.checkpoint import run_state
 from tests.training.cases import silent, tiny, write_corpus
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
@@ -55,8 +56,8 @@ def test_a_demo_that_failed_in_its_first_save_starts_again(demo, tmp_path, monke
         raise KeyboardInterrupt
 
     trainer = begun(tmp_path)
-    monkeypatch.setattr(pieces, "write_tensors", killed)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
+    monkeypatch.setattr(sharded_tensors, "write_tensors", killed)
+    monkeypatch.setattr(run_state.shutil, "rmtree", lambda *arguments, **options: None)
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     monkeypatch.undo()

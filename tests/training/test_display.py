@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from anymamba.training.display import Display, _History
-from anymamba.training.report import Row
+from anymamba.training.metrics.metrics_table import Row
+from anymamba.training.metrics.progress import Display, _History
 
 fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
 
@@ -151,7 +151,7 @@ def test_a_run_without_a_step_leaves_nothing(monkeypatch):
 def test_the_time_left_is_that_of_the_steps_since_the_start(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     now = [0.0]
-    monkeypatch.setattr("anymamba.training.display.perf_counter", lambda: now[0])
+    monkeypatch.setattr("anymamba.training.metrics.progress.perf_counter", lambda: now[0])
     display = Display(steps=10_000, done=1_000, every=1)
     now[0] = 20.0
     display.at(Row(1_010, 0, 1.0, 1.0, 1.0, 1.5, {}), 300)

@@ -9,13 +9,13 @@ import torch
 
 from anymamba import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor
 from anymamba.training import read_config, resume, train
-from anymamba.training.checkpoint import checkpoints
-from anymamba.training.file_config import KINDS, FileConfig
-from anymamba.training.file_kinds import TASKS, file_task
-from anymamba.training.file_values import MASK
-from anymamba.training.predictions import Predictor
-from anymamba.training.report import read_metrics
-from anymamba.training.sequences import order_of_step
+from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.config.tabular_config import KINDS, FileConfig
+from anymamba.training.data.sequence_batches import order_of_step
+from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.tasks.predict import Predictor
+from anymamba.training.tasks.self_supervised import MASK
+from anymamba.training.tasks.tabular_runs import TASKS, file_task
 from tests.support import assert_near
 from tests.training.cases import silent
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from anymamba.training.language import begin
-from anymamba.training.report import read_metrics
+from anymamba.training.api import begin
+from anymamba.training.metrics.metrics_table import read_metrics
 from tests.support import LOSSES_FLOOR
 from tests.training.cases import silent, tiny, write_corpus
 

@@ -7,10 +7,10 @@ import torch
 
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import load_tokenizer
-from anymamba.training.checkpoint import checkpoints, load_checkpoint
-from anymamba.training.language import begin, open_run
-from anymamba.training.optim import learning_rate
-from anymamba.training.report import read_metrics
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint.run_state import checkpoints, load_checkpoint
+from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.optim.optimizer import learning_rate
 from tests.models.cases import small_lm
 from tests.training.cases import silent, tiny, write_corpus
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from anymamba.training import parallel
+from anymamba.training.distributed import process_group
 
 ROOT = Path(__file__).parents[2]
 
 
 def worker():
     """Exchange something, with FSDP's modules imported meanwhile, and leave; torchrun runs this."""
-    workers = parallel.joined()
+    workers = process_group.joined()
     importlib.import_module("torch.distributed.fsdp")  # which imports much of torch.distributed
 
     workers.sum(torch.zeros(3))
     assert any("gloo" in name for name in threads())
-    parallel._leave()
+    process_group._leave()
     assert not any("gloo" in name for name in threads()), threads()
 
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from anymamba.training import resume, train
-from anymamba.training.checkpoint import load_latest
-from anymamba.training.report import read_metrics
+from anymamba.training.checkpoint.run_state import load_latest
+from anymamba.training.metrics.metrics_table import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -60,7 +60,7 @@ class TestCallbacks:
 
 def test_tensorboard_and_its_absence(corpus, tmp_path, monkeypatch):
     config = tiny(corpus, evaluation={"tensorboard": True}, schedule={"steps": 2})
-    import anymamba.training.logs as logs
+    import anymamba.training.metrics.loggers as logs
 
     with monkeypatch.context() as patch:
         patch.setattr(logs.importlib.util, "find_spec", lambda name: None)
@@ -106,7 +106,7 @@ class TestWeightsAndBiases:
         assert min(files) > 0
 
     def test_its_absence_is_named(self, corpus, tmp_path, monkeypatch):
-        import anymamba.training.logs as logs
+        import anymamba.training.metrics.loggers as logs
 
         monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"evaluation.wandb = mine needs .*: pip install 'anymamba\[wandb\]'"):

@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import ByteTokenizer, load_tokenizer
-from anymamba.training.checkpoint import checkpoints
-from anymamba.training.evaluation import evaluate
-from anymamba.training.language import begin, open_run
-from anymamba.training.report import read_metrics
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.evaluation.held_out import evaluate
+from anymamba.training.metrics.metrics_table import read_metrics
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -305,7 +305,7 @@ class TestNonFinite:
 
 @pytest.mark.usefixtures("plots")
 def test_no_plot_without_matplotlib_is_one_line(corpus, tmp_path, monkeypatch, capsys):
-    import anymamba.training.loop as loop
+    import anymamba.training.trainer as loop
 
     monkeypatch.setattr(loop, "can_plot", lambda: False)
     assert begin(tiny(corpus), tmp_path / "run", silent).run()

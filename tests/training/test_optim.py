@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from anymamba import LatentModel, MambaLM, SequenceClassifier
-from anymamba.blocks.block import ProjectionPart
-from anymamba.training.muon import Muon, orthogonalised
-from anymamba.training.optim import Optimiser, clip_gradients, learning_rate, parameter_groups, plan, plan_table
-from anymamba.training.sections import OptimiserSection, ScheduleSection
+from anymamba.blocks.base import ProjectionPart
+from anymamba.training.config.sections import OptimiserSection, ScheduleSection
+from anymamba.training.optim.muon import Muon, orthogonalised
+from anymamba.training.optim.optimizer import (
+    Optimiser,
+    clip_gradients,
+    learning_rate,
+    parameter_groups,
+    plan,
+    plan_table,
+)
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import FLOOR, assert_near
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from anymamba import MambaLM
-from anymamba.training.checkpoint import checkpoints
-from anymamba.training.language import begin, open_run
-from anymamba.training.parallel import SharedError, Workers
-from anymamba.training.report import read_metrics
-from anymamba.training.sections import ParallelSection
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.config.sections import ParallelSection
+from anymamba.training.distributed.process_group import SharedError, Workers
+from anymamba.training.metrics.metrics_table import read_metrics
 from tests.support import assert_near
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.workers import run_cases, shared_directory

@@ -6,7 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anymamba.training.pieces import Piece, StoredTensors, file_name, files_of, is_divided, write_pieces
+from anymamba.training.checkpoint.sharded_tensors import (
+    Piece,
+    StoredTensors,
+    file_name,
+    files_of,
+    is_divided,
+    write_pieces,
+)
 
 WHOLE = {"a": torch.arange(21.0).view(7, 3), "b": torch.arange(5.0, dtype=torch.float64), "count": torch.tensor(3.0)}
 # Awkward: several runs of rows in a file, out of order, one row, and a tensor that one file has all of.

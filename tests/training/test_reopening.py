@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from anymamba.ground.files import digest_file, open_tensors, read_json, write_json
+from anymamba.core.io import digest_file, open_tensors, read_json, write_json
 from anymamba.training import TrainingConfig
-from anymamba.training import checkpoint as module
-from anymamba.training.checkpoint import checkpoints, load_latest
-from anymamba.training.language import begin, open_run
-from anymamba.training.pieces import StoredTensor
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint.run_state import checkpoints, load_latest
+from anymamba.training.checkpoint import run_state as module
+from anymamba.training.checkpoint.sharded_tensors import StoredTensor
 from tests.training.cases import silent
 from tests.training.test_parallel import (
     MUON,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.training.report import MetricsTable, Row, read_metrics
+from anymamba.training.metrics.metrics_table import MetricsTable, Row, read_metrics
 
 
 def row(step):

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from anymamba import MambaLM
-from anymamba.training import saving
-from anymamba.training.checkpoint import Facts, checkpoints
-from anymamba.training.language import begin, open_run
-from anymamba.training.parallel import SharedError
-from anymamba.training.pieces import StoredTensors
-from anymamba.training.saving import Part, Saver
+from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint import async_save
+from anymamba.training.checkpoint.async_save import Part, Saver
+from anymamba.training.checkpoint.run_state import Facts, checkpoints
+from anymamba.training.checkpoint.sharded_tensors import StoredTensors
+from anymamba.training.distributed.process_group import SharedError
 from tests.training.cases import silent
 from tests.training.test_parallel import (
     MUON,
@@ -218,7 +218,7 @@ def slow_disk_case(rank):
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
     saver.start(part, FACTS, before=-1, keep=2)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    with replaced(saving, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
+    with replaced(async_save, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     assert thread.is_alive()
     assert checkpoints(directory) == []

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from anymamba.generation.tokenizers import ByteTokenizer
-from anymamba.training.corpus import split
-from anymamba.training.shards import prepare
-from anymamba.training.sources import UnusableTextError, find_documents, find_text
+from anymamba.training.data.documents import split
+from anymamba.training.data.shards import prepare
+from anymamba.training.data.sources import UnusableTextError, find_documents, find_text
 from tests.training.cases import LENGTHS, tiny, write_corpus
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from anymamba.training.tables import read_tables
+from anymamba.training.data.tables import read_tables
 
 
 def write(path, text):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from anymamba import Mamba3
-from anymamba.training.config import RunConfig
-from anymamba.training.loop import train_or_resume
-from anymamba.training.report import read_metrics
-from anymamba.training.sections import at_least, option
-from anymamba.training.task import Evaluation, Task
+from anymamba.training.config.run_config import RunConfig
+from anymamba.training.config.sections import at_least, option
+from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.tasks.task import Evaluation, Task
+from anymamba.training.trainer import train_or_resume
 from tests.training.cases import silent
 
 

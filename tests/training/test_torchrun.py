@@ -15,9 +15,9 @@ from time import monotonic, sleep
 import pytest
 from torch.distributed import HashStore
 
-from anymamba.training import parallel
-from anymamba.training.checkpoint import checkpoints
-from anymamba.training.language import open_run
+from anymamba.training.api import open_run
+from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.distributed import process_group
 from tests.training.cases import tiny, write_corpus
 from tests.training.kills import attempt
 
@@ -32,7 +32,9 @@ def test_restarted_workers_meet_whoever_comes_first():
         for rank in (first, 1 - first):
             # A daemon: the process does not wait for one that never returns.
             Thread(
-                target=lambda rank, heard: heard.put(parallel._start(store, rank, 2)), args=(rank, heard), daemon=True
+                target=lambda rank, heard: heard.put(process_group._start(store, rank, 2)),
+                args=(rank, heard),
+                daemon=True,
             ).start()
             sleep(0.1)
         one, other = heard.get(timeout=20), heard.get(timeout=20)

@@ -6,7 +6,7 @@ import torch
 from style import DIM, heat, plt, save
 
 from anymamba import Mamba1, Mamba2
-from anymamba.inspect import dual_matrix, recurrence
+from anymamba.analysis import dual_matrix, recurrence
 
 
 def draw() -> None:

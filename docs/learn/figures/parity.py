@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from anymamba import MambaLM
-from anymamba.inspect import layers, turns
+from anymamba.analysis import layers, turns
 
 
 def bits(rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

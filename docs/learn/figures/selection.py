@@ -12,8 +12,8 @@ import torch
 from style import ACCENT, DIM, INK, PLUS, plain_log, plt, save
 
 from anymamba import MambaLM
+from anymamba.analysis import half_lives, horizons, layers
 from anymamba.cli.main import main
-from anymamba.inspect import half_lives, horizons, layers
 
 ROOT = Path(__file__).parents[3]
 RUN = ROOT / "runs" / "learn"

@@ -9,7 +9,7 @@ from parity import bits, trained
 from style import ACCENT, DIM, MINUS, PLUS, heat, plt, save
 
 from anymamba import Mamba3, MambaLM
-from anymamba.inspect import caches, dual_matrix, layers, turns
+from anymamba.analysis import caches, dual_matrix, layers, turns
 
 
 def draw_rules() -> None:

@@ -21,22 +21,21 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block, ProjectionPart
+from anymamba.blocks.base import Block, ProjectionPart
 from anymamba.blocks.config import expect_sizes, make_config
-from anymamba.blocks.initialisation import initial_dt_bias
-from anymamba.blocks.modules import CausalConv, GatedRMSNorm
-from anymamba.ground.context import Context
-from anymamba.ground.numerics import state_dtype
-from anymamba.ground.products import project
-from anymamba.ground.sequences import last_sequence
-from anymamba.ground.states import SavedTree
+from anymamba.blocks.layers import CausalConv, GatedRMSNorm, initial_dt_bias
+from anymamba.core.cache_io import SavedTree
+from anymamba.core.context_parallel import Context
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.layout import last_sequence
+from anymamba.core.linear import project
 from anymamba.ops.conv import shared_window
-from anymamba.ops.discretise import stationary_weight, step_sizes
+from anymamba.ops.discretization import stationary_weight, step_sizes
 from anymamba.scan import SsdPath, ssd
-from anymamba.scan.boundary import carried_state, final_state
+from anymamba.scan.chunking import carried_state, final_state
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.program import Program
+    from anymamba.kernels.cpu.step_program import Program
 
 
 @dataclass(frozen=True, kw_only=True)

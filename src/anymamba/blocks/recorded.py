@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anymamba.ground import finite
-from anymamba.ground.operators import are_plain_tensors, is_observed, kernels_are_off
-from anymamba.kernels.cpu.program import OUTPUT
-from anymamba.kernels.cpu.recording import Recording
+from anymamba.core import anomaly
+from anymamba.core.operators import are_plain_tensors, is_observed, kernels_are_off
+from anymamba.kernels.cpu.compiled_step import Recording
+from anymamba.kernels.cpu.step_program import OUTPUT
 
 if TYPE_CHECKING:
-    from anymamba.blocks.block import Block
+    from anymamba.blocks.base import Block
 
 # Not attributes of the blocks: a recording is neither copied nor saved with its block.
 _RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
@@ -29,7 +29,7 @@ def recorded_step(block: Block, x: Any, cache: Any, *, record: bool = False) -> 
         cache: likewise.
         record: record a program if there is none for the current block; x must have been checked.
     """
-    if torch.is_grad_enabled() or kernels_are_off() or finite.is_checked() or torch.is_autocast_enabled("cpu"):
+    if torch.is_grad_enabled() or kernels_are_off() or anomaly.is_checked() or torch.is_autocast_enabled("cpu"):
         return None
     if not isinstance(cache, block.CACHE) or is_observed() or not are_plain_tensors((x, *cache)):
         return None

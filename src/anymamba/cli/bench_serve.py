@@ -18,9 +18,9 @@ def run(args: argparse.Namespace) -> None:
     """Print what will be sent, send it, and print the figures."""
     if importlib.util.find_spec("h11") is None:
         raise ValueError("to measure a server, install h11 (pip install 'anymamba[serve]')")
-    from anymamba.serving.load.client import Target
-    from anymamba.serving.load.report import plot, summary, table
-    from anymamba.serving.load.run import Plan, Range, Run, find_model
+    from anymamba.serving.load_test.client import Target
+    from anymamba.serving.load_test.runner import Plan, Range, Run, find_model
+    from anymamba.serving.load_test.summary import plot, summary, table
 
     _expect(args)
     plan = Plan(
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     found = summary(done.done)
     print(table(found))
     if args.json is not None:
-        from anymamba.ground.files import write_json
+        from anymamba.core.io import write_json
 
         requests = [asdict(request) for request in done.done]
         write_json(args.json, {"target": target.url, "plan": asdict(plan), "summary": found, "requests": requests})

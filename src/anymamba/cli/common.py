@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from anymamba.checkpoints.load import load_model
+from anymamba.checkpoints.open import resolve
 from anymamba.cli import options
+from anymamba.core.devices import find_device
 from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.evidence import decide_activation
+from anymamba.generation.detect_activation import decide_activation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
-from anymamba.ground.devices import find_device
-from anymamba.models.activation import warn_if_undecided
 from anymamba.models.lm import MambaLM
-from anymamba.models.opening import resolve
-from anymamba.models.pretrained import load_model
+from anymamba.models.mamba3_activation import warn_if_undecided
 
 DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 

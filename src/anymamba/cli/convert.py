@@ -7,14 +7,14 @@ import os
 import shutil
 from pathlib import Path
 
+from anymamba.checkpoints.empty_model import parameter_count
+from anymamba.checkpoints.formats import format_named
+from anymamba.checkpoints.load import copy_companions, expect_no_other, load_model, save_model, warn_of_non_finite
+from anymamba.checkpoints.open import open_checkpoint, resolve
 from anymamba.cli.common import DTYPES, name_end, report_activation
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
-from anymamba.models.formats import format_named
 from anymamba.models.lm import MambaLM
-from anymamba.models.narrow import weight_format
-from anymamba.models.opening import open_checkpoint, resolve
-from anymamba.models.pretrained import copy_companions, expect_no_other, load_model, save_model, warn_of_non_finite
-from anymamba.models.skeleton import parameter_count
+from anymamba.quantization.quantize import weight_format
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anymamba.checkpoints.open import resolve
 from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
-from anymamba.generation.likelihood import Likelihood, likelihood
+from anymamba.core.context_parallel import Neighbours
+from anymamba.core.io import digest_file
+from anymamba.generation.scoring import Likelihood, likelihood
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
-from anymamba.ground.context import Neighbours
-from anymamba.ground.files import digest_file
 from anymamba.models.lm import MambaLM
-from anymamba.models.opening import resolve
-from anymamba.training.corpus import Document
-from anymamba.training.parallel import Workers, joined
-from anymamba.training.sections import ParallelSection
-from anymamba.training.sources import expect_unpacked, expect_utf8, files_of, shortened
+from anymamba.training.config.sections import ParallelSection
+from anymamba.training.data.documents import Document
+from anymamba.training.data.sources import expect_unpacked, expect_utf8, files_of, shortened
+from anymamba.training.distributed.process_group import Workers, joined
 
 _BLOCK = 2**20  # bytes of text that are tokenised at once
 _DAY = 24 * 60 * 60  # seconds

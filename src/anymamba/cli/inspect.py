@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from anymamba.analysis.page import page
+from anymamba.analysis.report_data import report_data
 from anymamba.cli.common import decode_text, load, read_file, readable_bytes, stdin_bytes
-from anymamba.ground.files import replacing
-from anymamba.inspect.page import page
-from anymamba.inspect.report import report_data
+from anymamba.core.io import replacing
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from anymamba.cli.reading import REAL, WHOLE, name_and_value, one_of
+from anymamba.cli.argtypes import REAL, WHOLE, name_and_value, one_of
 from anymamba.cli.serve_options import add_bench_serve, add_serve
 from anymamba.cli.train_options import add_predict, add_train
-from anymamba.training.values import expect_known
+from anymamba.training.config.values import expect_known
 from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.ground.narrow.FORMATS`, without torch
+WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.core.weight_formats.FORMATS`, without torch
 FORMATS = ("official", "transformers", "codestral", "anymamba")
 
 

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 import torch
 
 from anymamba.cli.common import Progress
-from anymamba.ground.devices import find_device
-from anymamba.ground.files import replacing
-from anymamba.training.predictions import Predictor
+from anymamba.core.devices import find_device
+from anymamba.core.io import replacing
+from anymamba.training.tasks.predict import Predictor
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from anymamba.checkpoints.load import load_model
+from anymamba.checkpoints.open import resolve
 from anymamba.cli.common import name_end
-from anymamba.models.opening import resolve
-from anymamba.models.pretrained import load_model
 
 
 def run(args: argparse.Namespace) -> None:

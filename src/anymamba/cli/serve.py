@@ -9,9 +9,9 @@ from pathlib import Path
 
 from anymamba.cli.common import DTYPES, load, readable_bytes, set_threads
 from anymamba.cli.serve_options import KEY_VARIABLE
-from anymamba.ground.allocator import share_freed_memory
+from anymamba.core.allocator import share_freed_memory
+from anymamba.serving.api.requests import Limits
 from anymamba.serving.embeddings import EmbeddingService
-from anymamba.serving.requests import Limits
 from anymamba.serving.service import Service
 
 _MIB = 2**20
@@ -25,10 +25,9 @@ def run(args: argparse.Namespace) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"to serve, install {error.name} (pip install 'anymamba[serve]')") from error
-    from anymamba.models.masked_lm import is_masked_lm
-    from anymamba.models.opening import resolve
-    from anymamba.serving.app import make_app
-    from anymamba.serving.server import serve
+    from anymamba.checkpoints.open import resolve
+    from anymamba.models.sequence.masked_lm import is_masked_lm
+    from anymamba.serving.server import make_app, serve
 
     _expect_positive(args)
     share_freed_memory()
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
     """A service that continues texts, and what to print about it."""
     from anymamba.generation.chat import ChatTemplate
-    from anymamba.serving.states import StateStore
+    from anymamba.serving.state_cache import StateStore
 
     model, tokenizer = load(args)
     template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)
@@ -95,9 +94,9 @@ def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> 
 
 def _embedding_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[EmbeddingService, list[str]]:
     """A service that embeds texts, and what to print about it."""
+    from anymamba.core.devices import find_device
     from anymamba.generation.tokenizers import load_tokenizer
-    from anymamba.ground.devices import find_device
-    from anymamba.models.masked_lm import MaskedLM
+    from anymamba.models.sequence.masked_lm import MaskedLM
 
     if args.weights is not None or args.block:
         raise ValueError("--weights and --block apply to language models only; this model gives embeddings")

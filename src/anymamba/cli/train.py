@@ -7,14 +7,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from anymamba.training.config import read_config
-from anymamba.training.file_config import FileConfig
-from anymamba.training.file_runs import begin_files, is_file_run, open_files
-from anymamba.training.file_task import FileTask
-from anymamba.training.language import begin, open_run, to_stderr
-from anymamba.training.loop import Trainer
-from anymamba.training.optim import plan_table
-from anymamba.training.parallel import Workers, joined
+from anymamba.training.api import begin, open_run, to_stderr
+from anymamba.training.config.run_config import read_config
+from anymamba.training.config.tabular_config import FileConfig
+from anymamba.training.distributed.process_group import Workers, joined
+from anymamba.training.optim.optimizer import plan_table
+from anymamba.training.tasks.tabular import FileTask
+from anymamba.training.tasks.tabular_runs import begin_files, is_file_run, open_files
+from anymamba.training.trainer import Trainer
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from anymamba.cli.reading import WHOLE, one_of
-from anymamba.training.config import RunConfig, TrainingConfig
-from anymamba.training.file_config import KINDS, FileConfig
-from anymamba.training.values import choices, is_list
+from anymamba.cli.argtypes import WHOLE, one_of
+from anymamba.training.config.run_config import RunConfig, TrainingConfig
+from anymamba.training.config.tabular_config import KINDS, FileConfig
+from anymamba.training.config.values import choices, is_list
 
 
 def add_train(commands: Any) -> None:

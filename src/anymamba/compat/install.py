@@ -1,4 +1,7 @@
-"""Put the stand-in where `import mamba_ssm` and `import causal_conv1d` look, and take it away again."""
+"""Put the stand-in where `import mamba_ssm` and `import causal_conv1d` look, and take it away again.
+
+§ The official names that the stand-in has: its modules, and what each of them holds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,101 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
+
+from anymamba.compat import (
+    causal_conv1d,
+    generation,
+    mixer_seq_simple,
+    mixers,
+    norms,
+    residual_block,
+    selective_scan_interface,
+    selective_state_update,
+    ssd_combined,
+)
+
+_SELECTIVE = {
+    "selective_scan_fn": selective_scan_interface.selective_scan_fn,
+    "selective_scan_ref": selective_scan_interface.selective_scan_fn,
+    "mamba_inner_fn": selective_scan_interface.mamba_inner_fn,
+    "mamba_inner_ref": selective_scan_interface.mamba_inner_fn,
+}
+_FUSED_NORMS = {
+    "layer_norm_fn": norms.layer_norm_fn,
+    "rms_norm_fn": norms.rms_norm_fn,
+    "RMSNorm": norms.RMSNorm,
+}
+_CONV_INTERFACE = {
+    "causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
+    "causal_conv1d_ref": causal_conv1d.causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d.causal_conv1d_update,
+    "causal_conv1d_update_ref": causal_conv1d.causal_conv1d_update,
+}
+_CONV_VARLEN = {"causal_conv1d_varlen_states": causal_conv1d.causal_conv1d_varlen_states}
+
+TABLE: dict[str, dict[str, Any]] = {
+    "mamba_ssm": {
+        "selective_scan_fn": selective_scan_interface.selective_scan_fn,
+        "mamba_inner_fn": selective_scan_interface.mamba_inner_fn,
+        "Mamba": mixers.Mamba,
+        "Mamba2": mixers.Mamba2,
+        "Mamba3": mixers.Mamba3,
+        "MambaLMHeadModel": mixer_seq_simple.MambaLMHeadModel,
+    },
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.selective_scan_interface": _SELECTIVE,
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": ssd_combined.mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": ssd_combined.mamba_split_conv1d_scan_combined,
+    },
+    "mamba_ssm.ops.triton.selective_state_update": {
+        "selective_state_update": selective_state_update.selective_state_update,
+        "selective_state_update_ref": selective_state_update.selective_state_update,
+    },
+    "mamba_ssm.ops.triton.layernorm_gated": {
+        "layernorm_fn": norms.layernorm_fn,
+        "rmsnorm_fn": norms.rmsnorm_fn,
+        "LayerNorm": norms.GatedLayerNorm,
+        "RMSNorm": norms.RMSNormGated,
+    },
+    "mamba_ssm.ops.triton.layer_norm": _FUSED_NORMS,
+    "mamba_ssm.ops.triton.layernorm": _FUSED_NORMS,  # its former name
+    "mamba_ssm.modules": {},
+    "mamba_ssm.modules.mamba_simple": {"Mamba": mixers.Mamba, "Block": residual_block.Block},  # Block: its former place
+    "mamba_ssm.modules.mamba2": {"Mamba2": mixers.Mamba2},
+    "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mixers.Mamba2Simple},
+    "mamba_ssm.modules.mamba3": {"Mamba3": mixers.Mamba3},
+    "mamba_ssm.modules.block": {"Block": residual_block.Block},
+    "mamba_ssm.modules.mlp": {"GatedMLP": residual_block.GatedMLP},
+    "mamba_ssm.models": {},
+    "mamba_ssm.models.config_mamba": {"MambaConfig": mixer_seq_simple.MambaConfig},
+    "mamba_ssm.models.mixer_seq_simple": {
+        "create_block": mixer_seq_simple.create_block,
+        "MixerModel": mixer_seq_simple.MixerModel,
+        "MambaLMHeadModel": mixer_seq_simple.MambaLMHeadModel,
+        "MambaConfig": mixer_seq_simple.MambaConfig,
+    },
+    "mamba_ssm.utils": {},
+    "mamba_ssm.utils.generation": {
+        "InferenceParams": generation.InferenceParams,
+        "GenerationMixin": generation.GenerationMixin,
+        "sample": generation.sample,
+        "decode": generation.decode,
+        "modify_logit_for_repetition_penalty": generation.modify_logit_for_repetition_penalty,
+    },
+    "mamba_ssm.utils.hf": {
+        "load_config_hf": mixer_seq_simple.load_config_hf,
+        "load_state_dict_hf": mixer_seq_simple.load_state_dict_hf,
+    },
+    "causal_conv1d": {
+        "causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
+        "causal_conv1d_update": causal_conv1d.causal_conv1d_update,
+    },
+    "causal_conv1d.causal_conv1d_interface": _CONV_INTERFACE,
+    "causal_conv1d.causal_conv1d_varlen": _CONV_VARLEN,
+}
+
 
 PACKAGES = ("mamba_ssm", "causal_conv1d")
 VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0"}  # the packages whose functions these are
@@ -34,7 +132,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname.partition(".")[0] not in PACKAGES:
             return None
-        from anymamba.compat.names import TABLE
+        from anymamba.compat.install import TABLE
 
         if fullname not in TABLE:
             _missing(NotStandingIn, fullname)
@@ -44,7 +142,7 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        from anymamba.compat.names import TABLE
+        from anymamba.compat.install import TABLE
 
         name = module.__name__
         vars(module).update(TABLE[name])
@@ -91,7 +189,7 @@ def install() -> None:
 
 
 def _modules_of(package: str) -> list[str]:
-    from anymamba.compat.names import TABLE
+    from anymamba.compat.install import TABLE
 
     return [name for name in TABLE if name.partition(".")[0] == package]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.ground.numerics import state_dtype
+from anymamba.core.dtypes import state_dtype
 from anymamba.ops.norms import rms_norm
 
 

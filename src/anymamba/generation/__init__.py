@@ -8,11 +8,11 @@ from anymamba.generation.generate import Generation as Generation
 from anymamba.generation.generate import TokenStream as TokenStream
 from anymamba.generation.generate import generate as generate
 from anymamba.generation.generate import stream as stream
+from anymamba.generation.pipeline import Pipeline as Pipeline
+from anymamba.generation.pipeline import pipeline as pipeline
 from anymamba.generation.prefill import start as start
 from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.state import GenerationState as GenerationState
-from anymamba.generation.text import Pipeline as Pipeline
-from anymamba.generation.text import pipeline as pipeline
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer
 from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer
 from anymamba.generation.tokenizers import TextStream as TextStream

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anymamba.generation.rendering import renderer
-from anymamba.ground.files import read_json
+from anymamba.core.io import read_json
+from anymamba.generation.template_sandbox import renderer
 
 Message = Mapping[str, Any]
 

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from anymamba.core.hooks import is_bare
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN, start
 from anymamba.generation.sampling import Sampling, choose, expect_integer, split_keys, uniform
 from anymamba.generation.state import GenerationState
-from anymamba.ground.modules import is_bare
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 

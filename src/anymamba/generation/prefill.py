@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from anymamba.core.layout import Padding
 from anymamba.generation.sampling import expect_integer, row_key
 from anymamba.generation.state import GenerationState
-from anymamba.ground.padding import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
-from anymamba.ground.files import read_json, write_json
-from anymamba.models import gguf
-from anymamba.models.hub import fetch, is_repository_id
-from anymamba.models.pretrained import COMPANIONS
+from anymamba.checkpoints.formats import gguf
+from anymamba.checkpoints.hub import fetch, is_repository_id
+from anymamba.checkpoints.load import COMPANIONS
+from anymamba.core.io import read_json, write_json
 
 # What tokenizers usually call the end of a text, the most certain first.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>")

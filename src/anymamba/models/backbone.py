@@ -12,18 +12,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.narrow import NarrowEmbedding
-from anymamba.ground.context import Context
-from anymamba.ground.padding import Padding
+from anymamba.core.context_parallel import Context
+from anymamba.core.layout import Padding
 from anymamba.models.cache import LMCache
-from anymamba.models.checks import expect_cache
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.layers import ResidualLayer, RMSNorm
-from anymamba.models.stack import Stack
+from anymamba.models.inputs import expect_cache
+from anymamba.models.stack.residual_layer import ResidualLayer, RMSNorm
+from anymamba.models.stack.stack import Stack
+from anymamba.quantization.modules import NarrowEmbedding
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.program import Program
+    from anymamba.kernels.cpu.step_program import Program
 
 
 class Backbone(Stack):

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 
 from torch import Tensor
 
-from anymamba.ground.states import read_state, restore, write_state
-from anymamba.ground.trees import Tree
+from anymamba.core.cache_io import read_state, restore, write_state
+from anymamba.core.cache_tree import Tree
 
 _State = TypeVar("_State", bound="ModelState")
 

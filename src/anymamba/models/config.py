@@ -7,9 +7,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from anymamba.blocks.block import Block
+from anymamba.blocks.base import Block
 from anymamba.models.families import FAMILIES, family, family_name, make_block_config, meant, typed
-from anymamba.models.stack_config import OF_THE_MODEL, StackConfig
+from anymamba.models.stack.stack_config import OF_THE_MODEL, StackConfig
 
 # Fields of a block that only affect its initial parameters: not part of a trained model.
 INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-from anymamba.blocks.block import Block
+from anymamba.blocks.base import Block
 from anymamba.blocks.config import ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2

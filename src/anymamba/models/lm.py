@@ -15,27 +15,25 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.positions import states_at
-from anymamba.ground.checks import expect_alone
-from anymamba.ground.context import Context
-from anymamba.ground.narrow import NarrowWeight
-from anymamba.ground.padding import Padding
-from anymamba.ground.products import project
+from anymamba.blocks.base import states_at
+from anymamba.core.checks import expect_alone
+from anymamba.core.context_parallel import Context
+from anymamba.core.layout import Padding
+from anymamba.core.linear import project
+from anymamba.core.weight_formats import NarrowWeight
 from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
-from anymamba.models.batches import end_to_end
 from anymamba.models.cache import LMCache
-from anymamba.models.checks import expect_ids, expect_inputs, expect_targets
 from anymamba.models.config import MambaLMConfig, expect_fields
+from anymamba.models.inputs import end_to_end, expect_ids, expect_inputs, expect_targets
 from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
-from anymamba.models.output import LMOutput, in_rows
-from anymamba.models.targets import find_targets, last_hidden
-from anymamba.models.tying import after_loading, before_loading
+from anymamba.models.outputs import LMOutput, find_targets, in_rows, last_hidden
+from anymamba.models.weight_tying import after_loading, before_loading
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
     from anymamba.generation import Generation
-    from anymamba.kernels.cpu.program import Program
+    from anymamba.kernels.cpu.step_program import Program
 
 
 class MambaLM(nn.Module):
@@ -123,7 +121,7 @@ class MambaLM(nn.Module):
             logits: of every token, of the last (real) token of each row or packed sequence, or none. Without all
                 logits, the loss is computed a few tokens at a time, to save memory.
             path: the scan's algorithm; the default if not given.
-            context: for sequences that several workers share, this worker's part of them (`anymamba.ground.context`);
+            context: for sequences that several workers share, this worker's part of them (`anymamba.core.context_parallel`);
                 with `targets`, because a label belongs to the token before it, which another worker may have.
 
         Returns:
@@ -279,11 +277,11 @@ class MambaLM(nn.Module):
         """Load a checkpoint: a directory, or the id of a repository on the hub.
 
         Args:
-            source: a directory in any of `anymamba.models.formats`, or "owner/name".
+            source: a directory in any of `anymamba.checkpoints.formats`, or "owner/name".
             dtype: of the parameters and activations; the file's if not given.
             device: of the parameters.
             weights: store the projections, the embedding and the head in fewer bits: "bfloat16", "float16", "int8" or
-                "int4" (`anymamba.ground.narrow`). `dtype` then applies to the activations and all other parameters.
+                "int4" (`anymamba.core.weight_formats`). `dtype` then applies to the activations and all other parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
             ssm_cfg: options of the blocks that override the config's.
@@ -291,15 +289,15 @@ class MambaLM(nn.Module):
         Warns of weights that are not finite, unless they are mapped, and of a Mamba-3 whose activation is unknown.
         """
         # The file formats are built on this module, so they cannot be imported above it.
-        from anymamba.models.activation import warn_if_undecided
-        from anymamba.models.pretrained import load_model
+        from anymamba.checkpoints.load import load_model
+        from anymamba.models.mamba3_activation import warn_if_undecided
 
         model = load_model(source, dtype=dtype, device=device, mapped=mapped, weights=weights, ssm_cfg=ssm_cfg)
         warn_if_undecided(str(source), model.config, 'ssm_cfg={"a_activation": "softplus"}, or "heavy_tail" to agree')
         return model
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, format: str | None = None) -> None:
-        """Write config and weights in one of `anymamba.models.formats`.
+        """Write config and weights in one of `anymamba.checkpoints.formats`.
 
         Args:
             directory: created if it does not exist.
@@ -308,7 +306,7 @@ class MambaLM(nn.Module):
         Raises:
             ValueError: the format cannot represent the model, or the weights do not fit the config; nothing is written.
         """
-        from anymamba.models.pretrained import save_model
+        from anymamba.checkpoints.load import save_model
 
         save_model(self, directory, format)
 
@@ -336,7 +334,7 @@ class MambaLM(nn.Module):
         Raises:
             ValueError: the format cannot represent the model, `huggingface_hub` is missing, or the hub refuses.
         """
-        from anymamba.models.sharing import push_model
+        from anymamba.checkpoints.push import push_model
 
         return push_model(self, name, companions=companions, format=format, private=private, token=token)
 

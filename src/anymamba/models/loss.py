@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.narrow import NarrowLinear
-from anymamba.ground.modules import is_bare
-from anymamba.ground.numerics import state_dtype
-from anymamba.ground.operators import is_plain
-from anymamba.ground.products import linear, project
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.hooks import is_bare
+from anymamba.core.linear import linear, project
+from anymamba.core.operators import is_plain
+from anymamba.quantization.modules import NarrowLinear
 
 IGNORED_LABEL = -100
 _LOGITS = 2**24  # at once: 64 MiB in float32

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
-from anymamba.ground.context import Context
-from anymamba.ground.numerics import state_dtype
-from anymamba.ground.operators import Operator
-from anymamba.ground.recompute import recomputed
-from anymamba.ground.sequences import last_sequence
+from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.context_parallel import Context
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.layout import last_sequence
+from anymamba.core.operators import Operator
+from anymamba.core.recompute import recomputed
 
 
 @checked

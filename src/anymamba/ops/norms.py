@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.ground.checks import checked, expect_dtypes, expect_parameter
-from anymamba.ground.numerics import state_dtype
-from anymamba.ground.operators import Operator
-from anymamba.ground.recompute import blockwise
+from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.operators import Operator
+from anymamba.core.recompute import blockwise
 
 
 @checked

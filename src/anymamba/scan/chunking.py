@@ -1,16 +1,39 @@
-"""How time is cut into chunks.
+"""The state at the end of a part of a sequence, for workers that share one: without the outputs, a matrix product.
+
+    S_T = exp(Σ_t a_t) S_{-1} + Σ_t exp(Σ_{s>t} a_s) v_t ⊗ k_t
+
+Letters: b batch, t time, r MIMO rank, h heads, p head width, g groups, n state, f the heads of a group and their width.
+
+§ How time is cut into chunks.
 
 A chunk never crosses the boundary of a packed sequence, so nothing of one sequence can reach another, not even a NaN.
+
+§ Precision rules that every algorithm of the scan shares.
+
+States, cumulative sums and exponentials are float32 for inputs up to float32 and float64 for float64 inputs.
+Two hazards are handled here, once:
+
+- **Cancellation.** The decay between two steps is `exp(Lam_l - Lam_s)` with `Lam` a running sum of log-decays. After a
+  hard reset (log-decay of -100 or -1e8) a float32 `Lam` has no digits left for the small decays that follow. So `Lam`
+  is summed and subtracted in float64 (where the device has it) and only the difference is rounded, and a log-decay is
+  cut at -1000, which is a factor of zero in either precision.
+- **Denormals.** A decay that underflows gradually makes x86 arithmetic ten times slower. An exponent below
+  `log(smallest normal) + 18` becomes a factor of exactly zero; the 18 leaves eight decades for the numbers that the
+  factor is multiplied with.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.ground.operators import is_observed
-from anymamba.ground.sequences import spans
+from anymamba.core.dtypes import summing_dtype
+from anymamba.core.layout import spans
+from anymamba.core.operators import is_observed
 
 
 class ChunkLayout:
@@ -68,3 +91,65 @@ class ChunkLayout:
 def _ceil(length: int, chunk_len: int) -> int:
     """How many chunks a length takes. (If the length is a symbol, torch cannot negate the quotient.)"""
     return (length + chunk_len - 1) // chunk_len
+
+
+MIN_LOG_DECAY = -1000.0
+
+
+def cumulative_decay(log_decay: Tensor, dim: int) -> Tensor:
+    """Inclusive running sum of `log_decay` along `dim`, in float64 where the device has it."""
+    return log_decay.to(summing_dtype(log_decay.device)).clamp(min=MIN_LOG_DECAY).cumsum(dim)
+
+
+def decay_factor(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """`exp(exponent)` in `dtype` for exponents that are ≤ 0 (or -inf), free of denormals."""
+    return _exp_above_floor(exponent.to(dtype).clamp(min=_floor(dtype)))
+
+
+def decay_between(lam: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decay from every step to every later one, and 1 to every earlier one.
+
+    `M[l, s] = exp(min(Lam_l - Lam_s, 0))`.
+
+    Args:
+        lam: (..., l), from `cumulative_decay`.
+        dtype: of the result.
+
+    Returns:
+        (..., l, l).
+    """
+    difference = lam.unsqueeze(-1) - lam.unsqueeze(-2)
+    return _exp_above_floor(difference.to(dtype).clamp_(_floor(dtype), 0.0))
+
+
+def causal_decay(lam: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decay from every step to every later one, and 0 to every earlier one: the lower triangle of `decay_between`."""
+    return decay_between(lam, dtype).tril()
+
+
+def _floor(dtype: torch.dtype) -> float:
+    return math.log(torch.finfo(dtype).tiny) + 18
+
+
+def _exp_above_floor(exponent: Tensor) -> Tensor:
+    """`exp`, and 0 at the floor. The floor is not -inf, for which torch's `exp` takes three times as long on a CPU."""
+    least = math.exp(_floor(exponent.dtype))
+    return F.threshold(exponent.exp(), least * (1 + 1e-5), 0.0)
+
+
+def final_state(
+    v: Float[Tensor, "b t r h p"], k: Float[Tensor, "b t r g n"], log_decay: Float[Tensor, "b t h"]
+) -> Float[Tensor, "b h p n"]:
+    """The last state of `anymamba.scan.scan` from a state of zeros, differentiable, in the dtype of `log_decay`."""
+    (b, t, r, h, p), (g, n), wide = v.shape, k.shape[3:], log_decay.dtype
+    lam_bth = cumulative_decay(log_decay, 1)
+    weight_bth = decay_factor(lam_bth[:, -1:] - lam_bth, wide)
+    v_bgxf = (v.to(wide) * weight_bth[:, :, None, :, None]).reshape(b, t * r, g, h // g * p).transpose(1, 2)
+    k_bgnx = k.to(wide).reshape(b, t * r, g, n).permute(0, 2, 3, 1)
+    # Keys first: so the gradient of the values, which are many more, is laid out as they are.
+    return (k_bgnx @ v_bgxf).transpose(2, 3).reshape(b, h, p, n)
+
+
+def carried_state(start: Tensor, log_kept: Tensor, own: Tensor) -> tuple[Tensor]:
+    """The state after a part: what remains of the one before it, plus its own; `log_kept` is never positive."""
+    return (decay_factor(log_kept, start.dtype) * start + own,)

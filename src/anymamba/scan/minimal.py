@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.ground.numerics import state_dtype
-from anymamba.scan.chunking import ChunkLayout
-from anymamba.scan.numerics import causal_decay, cumulative_decay, decay_factor
+from anymamba.core.dtypes import state_dtype
+from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor
 from anymamba.scan.path import SsdPath
 
 

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.ground.numerics import state_dtype, without_autocast
-from anymamba.ground.sequences import spans
+from anymamba.core.dtypes import state_dtype, without_autocast
+from anymamba.core.layout import spans
 
 
 def scan_step(

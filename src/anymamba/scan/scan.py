@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.ground.checks import (
+from anymamba.core.checks import (
     check_cu_seqlens,
     checked,
     expect_at_most_zero,
@@ -16,8 +16,8 @@ from anymamba.ground.checks import (
     expect_steps,
     initial_state_or_zeros,
 )
-from anymamba.ground.numerics import without_autocast
-from anymamba.ground.operators import Implementation, Operator
+from anymamba.core.dtypes import without_autocast
+from anymamba.core.operators import Implementation, Operator
 from anymamba.scan import serial_recalculated
 from anymamba.scan.minimal import scan_minimal
 from anymamba.scan.path import SsdPath

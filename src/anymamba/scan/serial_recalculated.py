@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.ground.numerics import state_dtype
-from anymamba.ground.sequences import chunks, spans
-from anymamba.scan.numerics import cumulative_decay, decay_between, decay_factor
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.layout import chunks, spans
+from anymamba.scan.chunking import cumulative_decay, decay_between, decay_factor
 from anymamba.scan.path import SsdPath
 from anymamba.scan.serial import fuse_ranks
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.ground.checks import (
+from anymamba.core.checks import (
     check_cu_seqlens,
     checked,
     expect_at_most_zero,
@@ -20,8 +20,8 @@ from anymamba.ground.checks import (
     initial_state_or_zeros,
     values_are_cheap,
 )
-from anymamba.ground.numerics import without_autocast
-from anymamba.ground.operators import Implementation, Operator
+from anymamba.core.dtypes import without_autocast
+from anymamba.core.operators import Implementation, Operator
 from anymamba.scan.path import ALGORITHMS, SsdPath
 from anymamba.scan.scan import expect_groups, scan_operator
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.models.masked_lm import MaskedLM
-from anymamba.serving.errors import ApiError, invalid, too_many_requests
-from anymamba.serving.fields import expect_fields, is_text, shown
+from anymamba.models.sequence.masked_lm import MaskedLM
+from anymamba.serving.api.errors import ApiError, invalid, too_many_requests
+from anymamba.serving.api.requests import Limits, expect_fields, is_text, shown
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.requests import Limits
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
 _MOST = 2048  # texts of a request, as in OpenAI's API

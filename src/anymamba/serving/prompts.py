@@ -8,9 +8,9 @@ from typing import Any
 
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.serving.jobs import Start
-from anymamba.serving.rows import Row
-from anymamba.serving.states import Kept, Key, StateStore, ids_key, text_key
+from anymamba.serving.scheduler.continuation import Row
+from anymamba.serving.scheduler.events import Start
+from anymamba.serving.state_cache import Kept, Key, StateStore, ids_key, text_key
 
 
 class Prompt:

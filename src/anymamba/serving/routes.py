@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from anymamba.serving.answers import Answer
+from anymamba.serving.api.errors import ApiError
+from anymamba.serving.api.requests import Limits, Wanted, read_chat, read_completion
+from anymamba.serving.api.responses import Answer
 from anymamba.serving.embeddings import EmbeddingService
-from anymamba.serving.errors import ApiError
-from anymamba.serving.requests import Limits, Wanted, read_chat, read_completion
+from anymamba.serving.http_io import EventStream, as_event, json_answer, read_object, unless_gone
 from anymamba.serving.service import Service
-from anymamba.serving.states import session_key
-from anymamba.serving.wire import EventStream, as_event, json_answer, read_object, unless_gone
+from anymamba.serving.state_cache import session_key
 from anymamba.version import __version__
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

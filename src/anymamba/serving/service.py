@@ -12,14 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.serving.engine import Engine, prompt_key
-from anymamba.serving.errors import ApiError, invalid, too_many_requests
-from anymamba.serving.jobs import Began, Ended, Event, Failed, Job, ShuttingDown, Wrote
+from anymamba.serving.api.errors import ApiError, invalid, too_many_requests
+from anymamba.serving.api.requests import Limits, Wanted
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, keep_callbacks
-from anymamba.serving.requests import Limits, Wanted
-from anymamba.serving.rows import RowPlan
-from anymamba.serving.states import Key, NoRoom, StateStore, session_key
+from anymamba.serving.scheduler.continuation import RowPlan
+from anymamba.serving.scheduler.engine import Engine, prompt_key
+from anymamba.serving.scheduler.events import Began, Ended, Event, Failed, Job, ShuttingDown, Wrote
+from anymamba.serving.state_cache import Key, NoRoom, StateStore, session_key
 
 
 @runtime_checkable

@@ -3,16 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from anymamba.training.config import TrainingConfig as TrainingConfig
-from anymamba.training.config import read_config as read_config
+from anymamba.training.config.run_config import TrainingConfig as TrainingConfig
+from anymamba.training.config.run_config import read_config as read_config
 
 if TYPE_CHECKING:
-    from anymamba.training.language import resume as resume
-    from anymamba.training.language import train as train
+    from anymamba.training.api import resume as resume
+    from anymamba.training.api import train as train
 
 
 def __getattr__(name: str) -> Any:
     """Import functions that need torch on demand: the command line makes its options from the config without it."""
     if name not in ("train", "resume"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("anymamba.training.language"), name)
+    return getattr(import_module("anymamba.training.api"), name)

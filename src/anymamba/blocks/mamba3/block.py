@@ -7,9 +7,9 @@
     h_t = alpha_t (h_{t-1} + kappa_t Σ_r v_{t-1}[r] ⊗ k_{t-1}[r]) + gamma_t Σ_r v_t[r] ⊗ k_t[r]
     y_t[r] = h_t q_t[r] + D v_t[r]                  out = out_proj(Σ_r mimo_o[r] y[r] silu(z mimo_z[r]))
 
-Where each line is computed: `ops/discretise.py` (step sizes, decays and weights), `ops/rotation.py` (how keys and
-queries turn), `scan/trapezoid.py` (the recurrence), `scan/rotated.py` (the recurrence with biases, rotation and skip),
-`ops/gates.py` (the gate over ranks).
+Where each line is computed: `ops/discretization.py` (step sizes, decays and weights), `ops/rotation.py` (how keys and
+queries turn), `scan/trapezoidal_scan.py` (the recurrence), `scan/rotated_scan.py` (the recurrence with biases, rotation and skip),
+`ops/rank_gate.py` (the gate over ranks).
 
 | letter | b | t | d | h | p | n | g | r | z |
 |---|---|---|---|---|---|---|---|---|---|
@@ -27,23 +27,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks.block import Block, ProjectionPart
+from anymamba.blocks.base import Block, ProjectionPart
 from anymamba.blocks.config import make_config
-from anymamba.blocks.initialisation import initial_dt_bias
+from anymamba.blocks.layers import GatedRMSNorm, RMSNorm, initial_dt_bias
 from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
 from anymamba.blocks.mamba3.inputs import RotatedInputs, shared_start
-from anymamba.blocks.modules import GatedRMSNorm, RMSNorm
-from anymamba.ground.context import Context
-from anymamba.ground.numerics import state_dtype
-from anymamba.ground.products import project
-from anymamba.ground.sequences import is_padding, last_of
-from anymamba.ops.discretise import discretise
-from anymamba.ops.gates import rank_gate
+from anymamba.core.context_parallel import Context
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.layout import is_padding, last_of
+from anymamba.core.linear import project
+from anymamba.ops.discretization import discretise
+from anymamba.ops.rank_gate import rank_gate
 from anymamba.ops.rotation import fresh_rotation, stationary_key
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.program import Program
+    from anymamba.kernels.cpu.step_program import Program
 
 
 class Mamba3(Block):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.blocks.config import expect_sizes
-from anymamba.ground.states import SavedTree
+from anymamba.core.cache_io import SavedTree
 from anymamba.ops.rotation import Rotation
 
 

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.blocks.mamba3.config import Mamba3Cache
-from anymamba.ground.context import Context
-from anymamba.ground.sequences import last_sequence
+from anymamba.core.context_parallel import Context
+from anymamba.core.layout import last_sequence
 from anymamba.ops.rotation import Rotation, combined_rotation, rotate, total_rotation
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
-from anymamba.scan.boundary import carried_state
+from anymamba.scan.chunking import carried_state
 
 _OF_TIME = ("x", "k", "q", "rate", "step", "log_decay", "gamma", "kappa")  # have a value for every token
 
@@ -45,7 +45,7 @@ def shared_start(
 ) -> Mamba3Cache:
     """What a worker's part of a sequence starts from: the last token, the rotation and the state of the part before it.
 
-    The state at the end of the part is a whole scan. As a matrix product (`anymamba.scan.boundary`) it would need the
+    The state at the end of the part is a whole scan. As a matrix product (`anymamba.scan.chunking`) it would need the
     rotated key of every token, head and rank in memory, which the scan does not keep.
 
     Args:

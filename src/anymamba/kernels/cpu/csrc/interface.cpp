@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "variant.h"
+#include "isa_variant.h"
 #include "variants.h"
 
 #define ANYMAMBA_DECLARE(isa)    \

@@ -1,0 +1,235 @@
+"""What a step on several workers costs: operations, bytes that a worker sends, and the time for both.
+
+A step reads rows of t tokens on a mesh of `replicate · shard · context` workers (`anymamba.training.distributed.process_group`) and adds
+up gradients once, however many parts it has. Matrix products, the recurrence of Mamba-1, and messages of more than one
+number are counted. docs/scale.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from anymamba.blocks.mamba1 import Mamba1Config
+from anymamba.blocks.mamba2 import Mamba2Config
+from anymamba.blocks.mamba3.config import Mamba3Config
+from anymamba.checkpoints.empty_model import skeleton
+from anymamba.models.config import MambaLMConfig
+from anymamba.scan import SsdPath
+
+Shape = tuple[int, ...]
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+_WEIGHT = 4  # bytes of a weight: they are kept in float32
+
+
+class Mesh(NamedTuple):
+    """How the workers are arranged."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self.replicate * self.shard * self.context
+
+    @property
+    def copies(self) -> int:
+        """Workers that have the same weights, or the same part of them."""
+        return self.replicate * self.context
+
+
+class Sizes(NamedTuple):
+    """The sizes that costs depend on, in a model whose layers are alike.
+
+    Attributes:
+        layers: how many there are.
+        layer: shapes of a layer's parameters.
+        rest: those of embedding, head and last norm.
+        carried: bytes that a layer carries from one token to the next, for one sequence.
+        products: forward operations of a token in matrix products other than those of scans.
+        scan: forward operations of a token in the scans of all layers.
+        again: the operations that context adds: the state at the end of a part is computed before the part itself.
+    """
+
+    layers: int
+    layer: tuple[Shape, ...]
+    rest: tuple[Shape, ...]
+    carried: int
+    products: int
+    scan: int
+    again: int
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return self.layers * _numbers(self.layer) + _numbers(self.rest)
+
+    def flops(self, context: int = 1) -> int:
+        """Operations of a token, forward and backward; backward takes twice as many."""
+        return 3 * (self.products + self.scan + (self.again if context > 1 else 0))
+
+
+def sizes_of(config: MambaLMConfig, dtype: torch.dtype = torch.float32) -> Sizes:
+    """The sizes of a model that computes in `dtype`.
+
+    Raises:
+        ValueError: its layers are not alike, or pass more than once.
+    """
+    if config.stack:
+        raise ValueError(f"costs: the layers must be alike and pass once, got stack = {config.stack}")
+    model: Any = skeleton(dataclasses.replace(config, n_layer=1))
+    layer = model.backbone.layers[0]
+    inside = {id(p) for p in layer.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    matrices = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
+    scan, again = _scan(layer.mixer.config)
+    return Sizes(
+        config.n_layer,
+        tuple(tuple(p.shape) for p in layer.parameters()),
+        tuple(tuple(p.shape) for p in rest),
+        layer.mixer.init_cache(1, dtype).nbytes,
+        2 * (config.n_layer * matrices + model.lm_head.weight.numel()),
+        config.n_layer * scan,
+        config.n_layer * again,
+    )
+
+
+def _scan(c: Any) -> tuple[int, int]:
+    """Operations of a token in a layer's scan, and those of its state at the end of a part."""
+    if isinstance(c, Mamba1Config):
+        found = 7 * c.d_inner * c.d_state  # Δ A, exp, Δ x B, a h + b, h C and its sum
+        return found, found
+    if not isinstance(c, Mamba2Config | Mamba3Config):
+        raise ValueError(f"costs: expected Mamba-1, Mamba-2 or Mamba-3, got {type(c).__name__}")
+    rank = c.rank if isinstance(c, Mamba3Config) else 1
+    chunk = c.chunk_size or SsdPath.optimal_chunk_len(c.d_state, c.headdim, rank)
+    width = c.nheads * c.headdim
+    if isinstance(c, Mamba2Config):
+        inside = 2 * chunk * (c.ngroups * c.d_state + width)
+        return inside + 4 * width * c.d_state, 2 * width * c.d_state
+    # Keys have a bias and a rotation for each head; the newest token is a separate product, and with several ranks so
+    # are its values.
+    keys = c.nheads * c.d_state
+    inside = 2 * rank**2 * (chunk * (keys + width) + keys + (width if c.is_mimo else 0))
+    found = inside + 4 * rank * width * c.d_state
+    return found, found
+
+
+class Message(NamedTuple):
+    """What workers exchange.
+
+    Attributes:
+        kind: of the exchange.
+        workers: that take part.
+        size: bytes of the whole tensor in the end, or of what is sent to a neighbour.
+    """
+
+    kind: Kind
+    workers: int
+    size: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each worker sends, in a ring."""
+        if self.kind == "send":
+            return float(self.size)
+        return (2 if self.kind == "all-reduce" else 1) * self.size * (self.workers - 1) / self.workers
+
+
+def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, place: int = 0, gradient: int = 4) -> list[Message]:
+    """What a worker exchanges in a step of AdamW on packed rows.
+
+    Args:
+        sizes: of the model.
+        mesh: of the workers.
+        parts: of the step (`batch.accumulation`).
+        place: of the worker among those that share its rows.
+        gradient: bytes of a number when gradients are added up (`parallel.reduce`).
+    """
+    found = []
+    if mesh.shard > 1:
+        layers, rest = sizes.layers * _padded(sizes.layer, mesh.shard), _padded(sizes.rest, mesh.shard)
+        # Layers are put together for the forward pass and for the backward pass, the rest stays together between them.
+        found.append(Message("all-gather", mesh.shard, parts * _WEIGHT * (2 * layers + rest)))
+        found.append(Message("reduce-scatter", mesh.shard, parts * gradient * (layers + rest)))
+        if mesh.copies > 1:
+            found.append(Message("all-reduce", mesh.copies, gradient * (layers + rest) // mesh.shard))
+    elif mesh.copies > 1:
+        found.append(Message("all-reduce", mesh.copies, gradient * sizes.parameters))
+    neighbours = (place > 0) + (place + 1 < mesh.context)
+    if neighbours:
+        found.append(Message("send", 2, parts * neighbours * sizes.layers * sizes.carried))
+    return found
+
+
+def ring_attention_bytes(layers: int, width: int, length: int, context: int, number: int = 2) -> float:
+    """Bytes that a worker sends for one row under ring attention.
+
+    Keys and values of all other parts are passed on in the forward pass, and with their gradients in the backward pass.
+
+    Args:
+        layers: of attention.
+        width: of the keys of a token, and of its values.
+        length: tokens of the row.
+        context: workers that share it.
+        number: bytes of a number.
+    """
+    return 3 * 2 * layers * width * number * length * (context - 1) / context
+
+
+class Machine(NamedTuple):
+    """One of the workers.
+
+    Attributes:
+        flops: operations a second that it achieves.
+        bandwidth: bytes a second that it sends.
+        latency: seconds that even the shortest message takes.
+        memory: bytes.
+    """
+
+    flops: float
+    bandwidth: float
+    latency: float
+    memory: float
+
+    def hop(self, sizes: Sizes) -> float:
+        """Seconds to send what a layer carries to a neighbour."""
+        return self.latency + sizes.carried / self.bandwidth
+
+
+def step_seconds(sizes: Sizes, mesh: Mesh, rows: int, length: int, machine: Machine) -> float:
+    """Seconds of a step in which nothing is sent while something is computed.
+
+    A worker that shares a row begins a layer when the worker before it has sent what the layer carries, so it follows
+    by one hop in all layers. From the first token's first layer to the last token's last layer there is a hop for every
+    layer and one for every worker, and as many on the way back.
+    """
+    own = math.ceil(rows / (mesh.replicate * mesh.shard)) * length / mesh.context
+    sent = sum(message.sent for message in messages(sizes, mesh) if message.kind != "send")
+    hops = 2 * (sizes.layers + mesh.context - 2) if mesh.context > 1 else 0
+    return own * sizes.flops(mesh.context) / machine.flops + sent / machine.bandwidth + hops * machine.hop(sizes)
+
+
+def best_context(sizes: Sizes, length: int, machine: Machine) -> float:
+    """How many workers share a row in the least time: with more of them, waiting outweighs the gain."""
+    return math.sqrt(length * sizes.flops(2) / machine.flops / (2 * machine.hop(sizes)))
+
+
+def fits(sizes: Sizes, mesh: Mesh, machine: Machine) -> bool:
+    """Whether weights, gradients and the two moments of AdamW fit a worker; activations are not counted."""
+    return 4 * _WEIGHT * sizes.parameters / mesh.shard <= machine.memory
+
+
+def _numbers(shapes: tuple[Shape, ...]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _padded(shapes: tuple[Shape, ...], shard: int) -> int:
+    """How many numbers parameters have whose rows are divided, each padded to the same rows on every worker."""
+    return sum(-(-shape[0] // shard) * shard * math.prod(shape[1:]) for shape in shapes)

@@ -1,0 +1,369 @@
+"""What every block shares: its entry points, their checks, and its caches.
+
+§ States at chosen positions of a prefill, in one call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.blocks.recorded import recorded_step
+from anymamba.core import anomaly
+from anymamba.core.checks import (
+    check_cu_seqlens,
+    expect_alone,
+    expect_like,
+    expect_memory,
+    expect_shape,
+    expect_steps,
+)
+from anymamba.core.context_parallel import Context
+from anymamba.core.dtypes import is_autocast, state_dtype
+from anymamba.core.layout import Padding, bounds_of
+from anymamba.core.operators import is_observed
+from anymamba.kernels.cpu.step_program import Program
+from anymamba.scan import SsdPath
+
+Prefill = Callable[[Tensor, Any], tuple[Tensor, Any]]  # a part of a sequence and the cache before it
+
+
+def states_at(
+    where: str, prefill: Prefill, x: Tensor, positions: Iterable[Any], cache: Any
+) -> tuple[Tensor, list[Any]]:
+    """Outputs of (b, t, ...), and the caches after its first p steps, for every p of `positions`.
+
+    Raises:
+        TypeError: a position is not a whole number.
+        ValueError: there is no such position.
+    """
+    t, chosen = x.shape[1], list(positions)
+    try:
+        wanted = [operator.index(p) for p in chosen]
+    except TypeError:
+        raise TypeError(f"{where}: positions must be whole numbers, 1 to t = {t}, got {chosen}") from None
+    if wrong := [p for p in wanted if not 1 <= p <= t]:
+        raise ValueError(f"{where}: positions must be 1 to t = {t}, got {wrong[0]}")
+    outputs, found, begin = [], {}, 0
+    for end in sorted({*wanted, t}):
+        y, cache = prefill(x[:, begin:end], cache)
+        outputs.append(y)
+        found[end], begin = cache, end
+    return torch.cat(outputs, 1), [found[p] for p in wanted]
+
+
+class ProjectionPart(NamedTuple):
+    """Some rows of a projection that computes several things at once.
+
+    Attributes:
+        name: of what they compute.
+        rows: how many there are.
+        is_matrix: whether they map a vector to a vector; False for a few unrelated numbers per head.
+    """
+
+    name: str
+    rows: int
+    is_matrix: bool = True
+
+
+class Block(nn.Module):
+    """A block around a scan. A family adds its parameters, `CONFIG`, `CACHE`, `cache_shapes` and `mix`.
+
+    If it has compiled kernels for a token, it also adds `record_core` and `projection_parts`.
+
+    Attributes:
+        config: the family's.
+        CONFIG: the type of its config.
+        CACHE: the type of its cache.
+        SIZES: sizes and options of the config that are also attributes of the block, as officially.
+    """
+
+    CONFIG: ClassVar[Any]
+    CACHE: ClassVar[Any]
+    SIZES: ClassVar[tuple[str, ...]] = ("d_model",)
+
+    # What every scan has; a family without heads or ranks leaves them as they are.
+    d_model: int
+    d_inner: int
+    d_state: int
+    headdim: int = 1
+    rank: int = 1
+
+    def __init__(self, config: Any) -> None:
+        """Take the sizes; the family adds the parameters."""
+        super().__init__()
+        self.config = config
+        for name in self.SIZES:
+            setattr(self, name, getattr(config, name))
+
+    def forward(
+        self,
+        x: Float[Tensor, "b *t d"],
+        cache: Any = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+        context: Context | None = None,
+        return_cache: bool = False,
+    ) -> Any:
+        """`prefill` without the new cache.
+
+        Args:
+            x: inputs.
+            cache: what the rows continue from; a fresh start if not given.
+            path: as for `prefill`, like the next four.
+            cu_seqlens: boundaries of packed sequences.
+            seq_idx: of packed rows.
+            mask: of padded batches.
+            context: of a sequence that several workers share.
+            return_cache: return y and the new cache; x may then also be one token (b, d), for `step`. Models call their
+                blocks this way, so that hooks and wrappers see every call.
+        """
+        if return_cache and isinstance(x, Tensor) and x.ndim == 2:
+            return self.step(x, cache)
+        y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, context=context)
+        return (y, new) if return_cache else y
+
+    def prefill(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: Any = None,
+        *,
+        path: SsdPath | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
+        context: Context | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Any]:
+        """Run the block over a sequence of any length, from any cache to a new one.
+
+        Args:
+            x: inputs.
+            cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
+            path: the scan's algorithm, its chunk length and pathway; the fastest, with the config's `chunk_size`, if
+                not given.
+            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
+                row. One cache row per sequence, in the order of the rows.
+            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+                rows that are padded at the end. Outputs at the padding are zero.
+            context: for a sequence that several workers share, this worker's part of it (`anymamba.core.context_parallel`).
+
+        Returns:
+            y, and the cache after the last real token of each row.
+
+        Raises:
+            ValueError: shapes or devices that do not fit.
+            TypeError: dtypes that do not fit, or something that is not a tensor.
+        """
+        where = f"{type(self).__name__}.prefill"
+        self._check_input(where, x, "b t d")
+        b, t, _ = x.shape
+        if context is not None:
+            expect_alone(where, "context", seq_idx=seq_idx, mask=mask)
+            self._expect_part(where, t)
+        if seq_idx is not None:
+            expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
+            bounds = bounds_of(where, seq_idx, b, t, x.device)
+            y, new = self.prefill(x.reshape(1, b * t, -1), cache, path=path, cu_seqlens=bounds)
+            return y.view(b, t, -1), new
+        rows, padding = b, None
+        if cu_seqlens is not None:
+            if mask is not None:
+                raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
+            check_cu_seqlens(where, cu_seqlens, b, t, x.device)
+            rows = cu_seqlens.shape[0] - 1
+        elif mask is not None:
+            padding = Padding.of(where, mask, b, t, x.device)
+            x = padding.compact(x)
+        cache = self._expect_cache(where, cache, rows, x)
+        return self._run(where, x, cache, path, padding, cu_seqlens, context)
+
+    def states_at(
+        self,
+        x: Float[Tensor, "b t d"],
+        positions: Sequence[int] | Int[Tensor, " n"],
+        cache: Any = None,
+        *,
+        path: SsdPath | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], list[Any]]:
+        """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
+
+        Raises:
+            TypeError: a position is not a whole number.
+            ValueError: there is no such position.
+        """
+        where = f"{type(self).__name__}.states_at"
+        self._check_input(where, x, "b t d")
+        return states_at(where, lambda part, before: self.prefill(part, before, path=path), x, positions, cache)
+
+    def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
+        """Run the block over one token: a sequence of one step.
+
+        Without gradients (`torch.no_grad()`) it is one call to the compiled kernels, where they cover the block.
+
+        Args:
+            x: inputs.
+            cache: what the rows continue from; a fresh start if not given. It is not changed.
+
+        Returns:
+            y, and the new cache.
+        """
+        if (done := recorded_step(self, x, cache)) is not None:
+            return done
+        where = f"{type(self).__name__}.step"
+        self._check_input(where, x, "b d")
+        cache = self._expect_cache(where, cache, x.shape[0], x)
+        if (done := recorded_step(self, x, cache, record=True)) is not None:
+            return done
+        y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
+        return y.squeeze(1), new
+
+    def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.
+
+        Raises:
+            NotImplementedError: the family has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no closed form for a token that repeats forever")
+
+    def mix(
+        self,
+        x: Float[Tensor, "b t d"],
+        cache: Any,
+        *,
+        path: SsdPath,
+        lengths: Int[Tensor, " b"] | None,
+        cu_seqlens: Int[Tensor, " z1"] | None,
+        context: Context | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Any]:
+        """What the family computes: `prefill` on checked inputs, whose rows are padded after their `lengths`."""
+        raise NotImplementedError
+
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each field of the cache, without the batch."""
+        raise NotImplementedError
+
+    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
+        """The cache of a fresh start.
+
+        Args:
+            batch_size: rows, or packed sequences.
+            dtype: of the activations; the parameters' if not given.
+        """
+        like = self.activation_like()
+        dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be one that workers share
+        return self.CACHE(
+            **{
+                name: torch.zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype), device=device)
+                for name, shape in self.cache_shapes().items()
+            }
+        )
+
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
+        """The parts of each projection that combines several, from its first row to its last, by its name."""
+        return {}
+
+    def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
+        """Describe `step` to the compiled kernels.
+
+        Args:
+            program: takes the description, or refuses what the kernels cannot do.
+            x: slot of the input, (b, d).
+            to: slot of the output, (b, d).
+            add: add to what is in that slot.
+        """
+        if type(self).record_core is Block.record_core:
+            program.refuse(f"{type(self).__name__} has no compiled step")
+        width = sum(part.rows for part in self.projection_parts()["in_proj"])
+        projected = program.linear(x, self, "in_proj", self.d_model, width)
+        inner = self.record_core(program, projected)
+        program.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
+
+    def record_core(self, program: Program, projected: int) -> int:
+        """Describe what lies between the projections, from one slot to another."""
+        raise NotImplementedError
+
+    def activation_like(self) -> Tensor:
+        """A parameter that has the dtype and device of the activations."""
+        return next(self.parameters())
+
+    def _field_dtype(self, field: str, dtype: torch.dtype) -> torch.dtype:
+        return state_dtype(dtype) if field in self.CACHE.STATES else dtype
+
+    def _check_input(self, where: str, x: Any, letters: str) -> None:
+        sizes = {"d": self.d_model}
+        expect_shape(where, "x", x, letters, sizes)
+        expect_steps(where, sizes.get("t", 1))
+        like = self.activation_like()
+        expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+        if not is_observed():
+            self._check_memory(where)
+
+    def _run(
+        self,
+        where: str,
+        x: Tensor,
+        cache: Any,
+        path: SsdPath | None,
+        padding: Padding | None,
+        cu_seqlens: Tensor | None,
+        context: Context | None = None,
+    ) -> tuple[Tensor, Any]:
+        """`mix` of checked inputs."""
+        path = SsdPath.or_default(path)
+        if path.chunk_len is None:
+            path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
+        lengths = None if padding is None else padding.lengths
+        checked, fields = anomaly.is_checked() and not is_observed(), tuple(f"cache.{name}" for name in cache._fields)
+        with anomaly.within(where):
+            if checked:
+                anomaly.expect_finite("input", ("x", *fields), (x, *cache))
+            shared = {} if context is None else {"context": context}  # families without support for it do not get it
+            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
+            if checked:
+                anomaly.expect_finite("result", ("y", *fields), (y, *new))
+        return (y if padding is None else padding.restore(y)), new
+
+    def _expect_part(self, where: str, t: int) -> None:
+        """Refuse a part of a sequence that is shorter than the window that the next part starts from."""
+        if t < (least := getattr(self.config, "d_conv", 1)):
+            raise ValueError(f"{where}: each worker's part of a sequence must have {least} tokens or more, got {t}")
+
+    def _check_memory(self, where: str) -> None:
+        """Raise unless the parameters of the block, and of the modules that it made itself, have memory.
+
+        A foreign module, or one with a hook, may get its parameters when it is called, as sharded ones do.
+        """
+        for name, parameter in self._parameters.items():
+            expect_memory(where, f"the parameter {name}", parameter)
+        for child_name, child in self.named_children():
+            if type(child).__module__.startswith(("anymamba.", "torch.nn.modules.")) and not child._forward_pre_hooks:
+                for name, parameter in child._parameters.items():
+                    expect_memory(where, f"the parameter {child_name}.{name}", parameter)
+
+    def _expect_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
+        """The checked cache, or that of a fresh start."""
+        if cache is None:
+            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
+            return self.init_cache(rows, narrow)
+        if not isinstance(cache, self.CACHE):
+            raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
+        for name, shape in self.cache_shapes().items():
+            field = getattr(cache, name)
+            if not isinstance(field, Tensor) or field.shape != (rows, *shape):
+                found = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
+                raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {found}")
+            # Under autocast, activations have the dtype that the projection gives, which the operators look at.
+            is_free = is_autocast(x.device) and name not in self.CACHE.STATES
+            expect_like(
+                where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
+            )
+        return cache

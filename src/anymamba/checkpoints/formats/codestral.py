@@ -1,0 +1,77 @@
+"""The format of Mamba-Codestral (`mistral_inference`): params.json, and the official keys after a prefix `model.`.
+
+It holds Mamba-2 models whose blocks have the official default sizes, with any number of groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from anymamba.checkpoints.formats.base import require
+from anymamba.models.config import INITIALISATION, MambaLMConfig
+
+_SAME = (
+    "vocab_size",
+    "rms_norm",
+    "residual_in_fp32",
+    "fused_add_norm",
+    "pad_vocab_size_multiple",
+    "tie_embeddings",
+)
+_PREFIX = "model."
+
+
+class CodestralFormat:
+    """params.json with `dim`, `n_layers` and `n_groups`."""
+
+    name: ClassVar[str] = "codestral"
+    config_files: ClassVar[tuple[str, ...]] = ("params.json", "config.json")
+    weight_files: ClassVar[tuple[str, ...]] = ("consolidated.safetensors", "model.safetensors")
+
+    def recognises(self, raw: dict[str, Any]) -> bool:
+        """By its field `dim`."""
+        return "dim" in raw and "n_layers" in raw
+
+    def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
+        """Blocks of the official default sizes, with `n_groups` groups; other fields are kept."""
+        if raw.get("model_type", "mamba") != "mamba":
+            raise ValueError(f'a Codestral model has "model_type": "mamba", got {raw["model_type"]!r}')
+        used = ("dim", "n_layers", "n_groups", *_SAME)
+        rest = {name: value for name, value in raw.items() if name not in used}
+        return MambaLMConfig(
+            d_model=raw["dim"],
+            n_layer=raw["n_layers"],
+            ssm_cfg={"layer": "Mamba2", "ngroups": raw.get("n_groups", 1)},
+            extra={"codestral": rest} if rest else {},
+            **{name: raw[name] for name in _SAME if name in raw},
+        )
+
+    def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
+        """The inverse of `read_config`, for models that the format can hold."""
+        require("the Codestral format", config, {"layer": "Mamba2", "d_intermediate": 0})
+        kind = config.family.CONFIG
+        free = {"d_model", "ngroups"}
+        require(
+            "the Codestral format",
+            config,
+            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALISATION | free},
+        )
+        return {
+            "dim": config.d_model,
+            "n_layers": config.n_layer,
+            "n_groups": config.block_config().ngroups,
+            **{name: getattr(config, name) for name in _SAME},
+            "model_type": "mamba",
+            **config.extra.get("codestral", {}),
+        }
+
+    def our_key(self, key: str) -> str:
+        """Without the prefix."""
+        return key.removeprefix(_PREFIX)
+
+    def their_key(self, key: str) -> str:
+        """With the prefix."""
+        return _PREFIX + key

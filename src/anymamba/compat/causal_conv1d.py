@@ -1,0 +1,147 @@
+"""The functions of `causal_conv1d` by their names, arguments and layouts.
+
+Letters: b batch, d channels, l time, w width of the convolution, s length of a state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anymamba.compat.seq_idx import Packing, in_one_row
+from anymamba.ops.conv import causal_conv
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """The causal depthwise convolution of a sequence.
+
+    Args:
+        x: inputs, (b, d, l).
+        weight: (d, w).
+        bias: (d,), or none.
+        seq_idx: which sequence of its row a token belongs to, (b, l); a negative number is padding, whose outputs are
+            zero. It excludes states.
+        initial_states: the inputs before the first, (b, d, w - 1).
+        return_final_states: also return the last inputs, (b, d, w - 1).
+        final_states_out: a tensor to write them to.
+        activation: "silu" or "swish" after the convolution, or none.
+
+    Raises:
+        ValueError: another activation, or `seq_idx` with states.
+    """
+    _expect_activation("causal_conv1d_fn", activation)
+    w = weight.shape[1]
+    if seq_idx is not None and (initial_states is not None or return_final_states):
+        raise ValueError("causal_conv1d_fn: seq_idx excludes initial_states and return_final_states")
+    before = x.new_zeros(*x.shape[:2], w - 1) if initial_states is None else initial_states.to(x.dtype)
+    if seq_idx is None:
+        y, window = _convolved(x, before, weight, bias, activation)
+        if not return_final_states:
+            return y
+        if final_states_out is not None:
+            with torch.no_grad():
+                window = final_states_out.copy_(window)
+        return y, window
+    b, _, t = x.shape
+    packing = Packing.of("causal_conv1d_fn", seq_idx, b, t)
+    y_1td = _packed(in_one_row(x.transpose(1, 2)), packing.cu_seqlens, weight, bias, activation)
+    y = y_1td.squeeze(0).unflatten(0, (b, t)).transpose(1, 2)
+    return y.masked_fill((seq_idx < 0).unsqueeze(1), 0)
+
+
+def _expect_activation(where: str, activation: str | None) -> None:
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f'{where}: activation must be None, "silu" or "swish", got {activation!r}')
+
+
+def _convolved(
+    x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """The outputs (b, d, l) of inputs that follow those in `before` (b, d, w - 1), and the last w - 1 inputs."""
+    w = weight.shape[1]
+    if activation is None:
+        all_bdx = torch.cat([before, x], dim=2)
+        parameters = (weight.to(x.dtype).unsqueeze(1), None if bias is None else bias.to(x.dtype))
+        return F.conv1d(all_bdx, *parameters, groups=x.shape[1]), all_bdx[:, :, all_bdx.shape[2] - w + 1 :]
+    y_btd, window = causal_conv(x.transpose(1, 2), F.pad(before, (1, 0)), weight, bias)
+    return y_btd.transpose(1, 2), window[:, :, 1:]
+
+
+def _packed(x: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Sequences packed into one row, (1, t, d) -> (1, t, d), each from a fresh start."""
+    if activation is not None:
+        windows = x.new_zeros(cu_seqlens.shape[0] - 1, *weight.shape)
+        return causal_conv(x, windows, weight, bias, cu_seqlens=cu_seqlens)[0]
+    before = x.new_zeros(1, weight.shape[0], weight.shape[1] - 1)
+    pieces = x.transpose(1, 2).split(cu_seqlens.diff().tolist(), dim=2)
+    return torch.cat([_convolved(piece, before, weight, bias, None)[0] for piece in pieces], dim=2).transpose(1, 2)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | bool | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """The convolution of one token or several, from a state that is changed in place.
+
+    Args:
+        x: inputs, (b, d) or (b, d, l).
+        conv_state: the last inputs, (b, d, s) with s at least w - 1, newest last.
+        weight: (d, w).
+        bias: (d,), or none.
+        activation: "silu" or "swish" after the convolution, or none; True is "silu".
+        cache_seqlens: (b,); the state is then a ring, in which a row's next input belongs at this place modulo s.
+        conv_state_indices: which row of the state a row continues from, (b,).
+
+    Raises:
+        ValueError: another activation, or a state that is too short.
+    """
+    if isinstance(activation, bool):
+        activation = "silu" if activation else None
+    _expect_activation("causal_conv1d_update", activation)
+    w, size = weight.shape[1], conv_state.shape[2]
+    if size < w - 1:
+        raise ValueError(f"causal_conv1d_update: conv_state must hold at least w - 1 = {w - 1} inputs, got {size}")
+    x_bdl = x.unsqueeze(2) if x.ndim == 2 else x
+    state = conv_state if conv_state_indices is None else conv_state[conv_state_indices.long()]
+    d, steps = x_bdl.shape[1:]
+    if cache_seqlens is None:
+        before = state[:, :, size - w + 1 :]
+        new = torch.cat([state, x_bdl.to(state.dtype)], dim=2)[:, :, steps:]
+    else:
+        taps = torch.arange(1 - w, 0, device=x.device) + cache_seqlens.long().unsqueeze(1)
+        before = state.gather(2, (taps % size).unsqueeze(1).expand(-1, d, -1))
+        places = torch.arange(steps, device=x.device) + cache_seqlens.long().unsqueeze(1)
+        new = state.scatter(2, (places % size).unsqueeze(1).expand(-1, d, -1), x_bdl.to(state.dtype))
+    y, _ = _convolved(x_bdl, before.to(x.dtype), weight, bias, activation)
+    with torch.no_grad():
+        if conv_state_indices is None:
+            conv_state.copy_(new)
+        else:
+            conv_state[conv_state_indices.long()] = new
+    return y.squeeze(2) if x.ndim == 2 else y
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last inputs of each packed sequence: x (t, d) -> (sequences, d, state_len), zeros before a first input."""
+    back = torch.arange(-state_len, 0, device=x.device)
+    places = cu_seqlens[1:].long().unsqueeze(1) + back
+    is_real = places >= cu_seqlens[:-1].long().unsqueeze(1)
+    states = x[places.clamp(min=0)].masked_fill(~is_real.unsqueeze(-1), 0)
+    return states.transpose(1, 2)

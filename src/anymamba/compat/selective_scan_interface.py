@@ -1,0 +1,183 @@
+"""The official scans of Mamba-1 by their names, arguments and layouts, on `selective_scan`.
+
+Letters: b batch, l time, d channels, g groups, n state, r rank of dt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anymamba.compat.causal_conv1d import causal_conv1d_fn
+from anymamba.core.checks import values_are_cheap
+from anymamba.core.dtypes import state_dtype
+from anymamba.ops.norms import rms_norm
+from anymamba.scan import selective_scan
+
+_TINY = 1e-30  # the least step size that has a logarithm in float32
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """Mamba-1's scan: `anymamba.selective_scan` in the official layout.
+
+    Args:
+        u: inputs, (b, d, l).
+        delta: step sizes, (b, d, l).
+        A: decay rates, (d, n), never positive.
+        B: (d, n), the same for all tokens; (b, n, l); or (b, g, n, l), one for each group of channels.
+        C: as B.
+        D: skip weights, (d,).
+        z: gates, (b, d, l).
+        delta_bias: added to the step sizes, (d,).
+        delta_softplus: step sizes are the softplus of that. Without it, they must not be negative.
+        return_last_state: also return the state after the last step, (b, d, n).
+
+    Raises:
+        NotImplementedError: A is complex.
+        ValueError: shapes or values that do not fit.
+    """
+    if A.is_complex():
+        raise NotImplementedError("mamba_ssm.selective_scan_fn with a complex A: only real ones are supported")
+    wide = state_dtype(u.dtype)
+    dt_btd = raw_steps("selective_scan_fn", delta.transpose(1, 2).to(wide), delta_bias, delta_softplus)
+    x_btd, rates = u.transpose(1, 2), A.to(wide)
+    z_btd = None if z is None else z.transpose(1, 2).to(u.dtype)
+    if B.ndim == 2 or C.ndim == 2:
+        y_btd, last = _per_channel(x_btd, dt_btd, rates, _by_channel(B, u), _by_channel(C, u), D, z_btd)
+    else:
+        y_btd, last = _per_group(x_btd, dt_btd, rates, B.to(u.dtype), C.to(u.dtype), D, z_btd)
+    y = y_btd.transpose(1, 2)
+    return (y, last) if return_last_state else y
+
+
+def raw_steps(where: str, delta: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """(..., d) -> numbers whose softplus is the step sizes, which our scans take."""
+    raw = delta if bias is None else delta + bias.to(delta.dtype)
+    if softplus:
+        return raw
+    if values_are_cheap(raw) and raw.numel() and (least := raw.detach().min().item()) < 0:
+        raise ValueError(f"{where}: step sizes without softplus must not be negative, got down to {least:.6g}")
+    # A step of zero has no logarithm, but it has a gradient, which bypasses the clamp.
+    sizes = raw + (raw.detach().clamp(min=_TINY) - raw.detach())
+    return sizes + torch.log(-torch.expm1(-sizes))
+
+
+def _per_group(
+    x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, z: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """B and C (b, n, l) or (b, g, n, l): one scan for each group of channels."""
+    groups = max(b.shape[1] if b.ndim == 4 else 1, c.shape[1] if c.ndim == 4 else 1)
+    if x.shape[2] % groups:
+        raise ValueError(f"selective_scan_fn: {groups} groups must divide the {x.shape[2]} channels")
+    ys, states = [], []
+    for group in range(groups):
+        width = x.shape[2] // groups
+        part = slice(group * width, (group + 1) * width)
+        keys, queries = ((t if t.ndim == 3 else t[:, group if t.shape[1] > 1 else 0]).transpose(1, 2) for t in (b, c))
+        y, state = selective_scan(
+            x[:, :, part],
+            dt[:, :, part],
+            rates[part],
+            keys,
+            queries,
+            None if skip is None else skip[part],
+            None if z is None else z[:, :, part],
+        )
+        ys.append(y)
+        states.append(state)
+    return (ys[0], states[0]) if groups == 1 else (torch.cat(ys, 2), torch.cat(states, 1))
+
+
+def _by_channel(x: Tensor, u: Tensor) -> Tensor:
+    """B or C in any form as (1 or b, 1 or l, d, n)."""
+    if x.ndim == 2:
+        return x[None, None]
+    if x.ndim == 3:
+        x = x.unsqueeze(1)
+    return x.permute(0, 3, 1, 2).repeat_interleave(u.shape[1] // x.shape[1], dim=2)
+
+
+def _per_channel(
+    x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, z: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """B or C differ from channel to channel: every state of a channel becomes a channel with one state."""
+    d, n = rates.shape
+    wide = rates.dtype
+    each = (x.to(wide).unsqueeze(-1) * b.to(wide)).flatten(2)
+    ones = each.new_ones(each.shape[0], each.shape[1], 1)
+    dts = dt.repeat_interleave(n, dim=2)
+    h, last = selective_scan(each, dts, rates.reshape(-1, 1), ones, ones)
+    y = (h.unflatten(2, (d, n)) * c.to(wide)).sum(-1)
+    if skip is not None:
+        y = y + skip.to(wide) * x.to(wide)
+    if z is not None:
+        y = y * F.silu(z.to(wide))
+    return y.to(x.dtype), last.unflatten(1, (d, n)).squeeze(-1)
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+) -> Tensor:
+    """A Mamba-1 block after its first projection: xz (b, 2 d, l) -> (b, l, out).
+
+    B and C are projected from the inputs unless they are given. Where there are weights for them, dt, B and C pass RMS
+    norms. `checkpoint_lvl` does not change results.
+    """
+    x_bdl, z_bdl = xz.chunk(2, dim=1)
+    x_bdl = causal_conv1d_fn(x_bdl, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    rank, n = delta_proj_weight.shape[1], A.shape[-1]
+    selected = F.linear(x_bdl.transpose(1, 2), x_proj_weight)
+    dt_blr, rest = selected[..., :rank], selected[..., rank:]
+    if B is None:
+        B, rest = rest[..., :n], rest[..., n:]
+        B = _normed(B if B_proj_bias is None else B + B_proj_bias.to(B.dtype), b_rms_weight, b_c_dt_rms_eps)
+        B = B.transpose(1, 2)
+    if C is None:
+        C = rest[..., -n:]
+        C = _normed(C if C_proj_bias is None else C + C_proj_bias.to(C.dtype), c_rms_weight, b_c_dt_rms_eps)
+        C = C.transpose(1, 2)
+    delta_bld = F.linear(_normed(dt_blr, dt_rms_weight, b_c_dt_rms_eps), delta_proj_weight)
+    y_bdl = selective_scan_fn(x_bdl, delta_bld.transpose(1, 2), A, B, C, D, z_bdl, delta_bias, delta_softplus)
+    return F.linear(y_bdl.transpose(1, 2), out_proj_weight, _cast(out_proj_bias, out_proj_weight))
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    # Some callers pass a weight of ones that is longer than what is normed.
+    return x if weight is None else rms_norm(x, weight[: x.shape[-1]], eps=eps)
+
+
+def _cast(x: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if x is None else x.to(like.dtype)

@@ -1,0 +1,203 @@
+"""Checks of inputs, with errors that say what was expected and what was given.
+
+Shapes are stated once, in the annotations of a function; `checked` reads them from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.operators import is_observed
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+Sizes = dict[str, int]
+
+
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Raise unless the arguments are tensors of the shapes that the annotations of `function` state.
+
+    A letter stands for one size throughout a call. Axes before a `*` or `...` are not checked.
+    """
+    hints = typing.get_type_hints(function)
+    names = list(inspect.signature(function).parameters)
+    shapes = [(name, _axes(dims)) for name in names if (dims := _dims_of(hints.get(name))) is not None]
+    optional = {name for name, _ in shapes if type(None) in typing.get_args(hints[name])}
+    where = function.__name__
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        sizes: Sizes = {}
+        for name, axes in shapes:
+            if name in given and not (given[name] is None and name in optional):
+                _expect_axes(where, name, given[name], axes, sizes)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _dims_of(hint: Any) -> str | None:
+    """The axes in a jaxtyping annotation of floating-point numbers, alone or with None."""
+    for part in (hint, *typing.get_args(hint)):
+        if "float32" in getattr(part, "dtypes", ()):
+            return str(part.dim_str)
+    return None
+
+
+def expect_tensor(where: str, name: str, x: object) -> None:
+    """Raise `TypeError` unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{where}: {name} must be a tensor, got {type(x).__name__}")
+
+
+def expect_shape(where: str, name: str, x: Any, letters: str, sizes: Sizes) -> None:
+    """Match the shape of `x` with `letters` ("b t h"), adding unseen letters to `sizes`, or raise `ValueError`.
+
+    A `*name` or `...` among the letters stands for any number of axes.
+    """
+    _expect_axes(where, name, x, _axes(letters), sizes)
+
+
+class _Axes(NamedTuple):
+    letters: list[str]
+    star: int | None  # which of them stands for any number of axes
+
+
+def _axes(letters: str) -> _Axes:
+    names = letters.split()
+    return _Axes(names, next((i for i, letter in enumerate(names) if letter.startswith(("*", "..."))), None))
+
+
+def _expect_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> None:
+    # Every operator runs this for every token, so it is written for speed.
+    expect_tensor(where, name, x)
+    letters, star = axes
+    shape, seen = x.shape, len(sizes)
+    if star is not None:
+        after = len(letters) - star - 1
+        letters = letters[:star] + letters[star + 1 :]
+        shape = shape if len(shape) < len(letters) else (*shape[:star], *shape[len(shape) - after :])
+    if len(shape) == len(letters):
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                break
+        else:
+            return
+    # Only now is a size written out: a tracer takes what is written for a constant.
+    before = dict(list(sizes.items())[:seen])
+    known = ", ".join(
+        "..." if i == star else f"{letter}={before[letter]}" if letter in before else letter
+        for i, letter in enumerate(axes.letters)
+    )
+    raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
+
+
+def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `TypeError` unless `x` has `dtype`, `ValueError` unless it is on `device`."""
+    if x.dtype != dtype:
+        raise TypeError(f"{where}: {name} must be {dtype}, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{where}: {name} must be on {device}, got {x.device}")
+
+
+def expect_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], wide: dict[str, Any]) -> None:
+    """Raise unless the tensors are on the device of `x`, and of its dtype, or of the dtype of its states.
+
+    Args:
+        where: the function.
+        first: the name of `x`, which must hold floating-point numbers.
+        x: what the others are compared with.
+        alike: tensors of the same dtype by name; None is skipped.
+        wide: tensors of the states' dtype by name; None is skipped.
+    """
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{where}: {first} must be of a floating-point dtype, got {x.dtype}")
+    for others, dtype in ((alike, x.dtype), (wide, state_dtype(x.dtype))):
+        for name, other in others.items():
+            if other is not None:
+                expect_like(where, name, other, dtype, x.device)
+
+
+def expect_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
+    """Raise unless a parameter, if given, holds floating-point numbers on the device of `like`, in memory."""
+    if x is None:
+        return
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{where}: {name} must be of a floating-point dtype, got {x.dtype}")
+    expect_like(where, name, x, x.dtype, like.device)
+    if not is_observed():
+        expect_memory(where, name, x)
+
+
+def expect_memory(where: str, name: str, x: Tensor | None) -> None:
+    """Raise `ValueError` if a tensor on the CPU was freed: torch's own operators read it, which ends the process."""
+    if x is not None and type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.numel() and not x.data_ptr():
+        raise ValueError(f"{where}: {name} has no memory: its storage was resized or freed")
+
+
+def expect_alone(where: str, name: str, **others: Any) -> None:
+    """Raise `ValueError` if an argument was given with others that exclude it."""
+    if also := [other for other, value in others.items() if value is not None]:
+        raise ValueError(f"{where}: {name} and {' and '.join(others)} exclude each other, got also {', '.join(also)}")
+
+
+def expect_steps(where: str, t: int) -> None:
+    """Raise `ValueError` unless a sequence has at least one step."""
+    if t < 1:
+        raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
+
+
+def expect_at_most_zero(where: str, name: str, x: Tensor, why: str = "") -> None:
+    """Raise `ValueError` if a number of `x` is positive, where looking is cheap."""
+    if values_are_cheap(x) and x.numel() and (largest := x.detach().max().item()) > 0:
+        raise ValueError(f"{where}: {name} must never be positive{why}, got up to {largest:.6g}")
+
+
+def values_are_cheap(x: Tensor) -> bool:
+    """Whether looking at values needs no device synchronisation and does not break a graph: eager mode, on the CPU."""
+    return x.device.type == "cpu" and not is_observed()
+
+
+def check_cu_seqlens(where: str, cu_seqlens: Any, batch: int, t: int, device: torch.device) -> None:
+    """Raise unless `cu_seqlens` = (0, ..., t), integer and strictly increasing, on `device`, on a batch of one."""
+    expect_tensor(where, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"{where}: cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{where}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{where}: cu_seqlens must be on {device}, got {cu_seqlens.device}")
+    if batch != 1:
+        raise ValueError(f"{where}: packed sequences (cu_seqlens) need a batch of 1, got {batch}")
+    if not values_are_cheap(cu_seqlens):
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != t:
+        raise ValueError(f"{where}: cu_seqlens must run from 0 to t = {t}, got {bounds[0]} to {bounds[-1]}")
+    if any(stop <= start for start, stop in itertools.pairwise(bounds)):
+        raise ValueError(f"{where}: cu_seqlens must be strictly increasing, got {bounds}")
+
+
+def initial_state_or_zeros(
+    where: str, state: Tensor | None, like: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None
+) -> Tensor:
+    """The initial states (z, *shape), one for each row of `like` or packed sequence; zeros if none were given."""
+    rows = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = state_dtype(like.dtype)
+    if state is None:
+        return like.new_zeros((rows, *shape), dtype=wide)
+    expect_tensor(where, "initial_state", state)
+    if state.shape != (rows, *shape):
+        raise ValueError(f"{where}: initial_state must have shape {(rows, *shape)}, got {tuple(state.shape)}")
+    expect_like(where, "initial_state", state, wide, like.device)
+    return state

@@ -1,0 +1,205 @@
+"""Products with the weights of projections, by the fastest of those that there are for them.
+
+On x86-64, torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, with which
+torch multiplies bfloat16, uses it on all. So on the others that have AVX-512 a projection of many rows runs on oneDNN,
+forward and backward, in about half the time. A projection of few rows without gradients, as of a short prompt, runs on
+our own kernels, which read the weight once for all of them. What is chosen follows from the processor and the sizes,
+never from a measurement, so that a run that is resumed continues with the same bits.
+
+What follows operations (tracers, transforms, `anymamba.portable()`), other dtypes and devices see torch's own product.
+
+Environment:
+    ANYMAMBA_PRODUCTS: `torch` or `onednn` chooses torch's library; `onednn` then computes products of any size.
+
+Letters: m rows of activations, o outputs, i inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anymamba.core.hooks import is_bare
+from anymamba.core.operators import are_plain_tensors, is_observed, is_portable, kernel
+
+Library = Literal["torch", "onednn"]
+_NAMES = ("torch", "onednn")
+_CHOSEN = os.environ.get("ANYMAMBA_PRODUCTS", "")
+# Of rows, inputs and outputs, and of products, for oneDNN.
+_FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
+# Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels. They were measured beside
+# MKL's product, not beside those of other processors and systems, such as Apple's.
+_MOST_ROWS, _SMALLEST = {"torch": 256 if torch.backends.mkl.is_available() else 0, "onednn": _FEWEST - 1}, 2**16
+_UNITS_IN = ("flags", "Features")  # lines of /proc/cpuinfo, on x86-64 and on Arm
+# Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bfloat16 as float32.
+_WITHOUT_BFLOAT16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
+
+
+_FORWARD = nn.Linear.forward
+
+
+def project(module: nn.Module, x: Tensor) -> Tensor:
+    """`module(x)`. A plain `nn.Linear` is computed by `linear`; any other module, or one with hooks, is called."""
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and type(module) is nn.Linear and nn.Linear.forward is _FORWARD and is_bare(module):
+        return linear(x, module.weight, module.bias)
+    y: Tensor = module(x)
+    return y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`: (..., i), (o, i), (o) -> (..., o), with derivatives of any order."""
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    if torch.compiler.is_compiling() or not _are_covered(inputs):
+        return F.linear(x, weight, bias)
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if not wants_gradient and _is_short(x, weight) and (few_rows := kernel("linear", x, weight)):
+        y: Tensor = few_rows(x, weight, bias)
+        return y
+    if product_library() == "torch" or not _is_large(x, weight):
+        return F.linear(x, weight, bias)
+    return _Product.apply(x, weight, bias) if wants_gradient else _product(x, weight, bias)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def product_library() -> Library:
+    """The library that multiplies float32 matrices on a CPU here.
+
+    Raises:
+        ValueError: ANYMAMBA_PRODUCTS names another than there is.
+    """
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if _CHOSEN not in ("", *_NAMES):
+        raise ValueError(f"ANYMAMBA_PRODUCTS must be one of {', '.join(_NAMES)}, got {_CHOSEN!r}")
+    if _CHOSEN == "onednn" and not has_onednn:
+        raise ValueError("ANYMAMBA_PRODUCTS is onednn, which this build of torch does not have")
+    if _CHOSEN:
+        return "onednn" if _CHOSEN == "onednn" else "torch"
+    has_wide_vectors = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    is_held_back = torch.backends.mkl.is_available() and not _is_of_intel()
+    return "onednn" if has_onednn and has_wide_vectors and is_held_back else "torch"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 in the processor's own units for it: AVX-512 BF16, AMX, or Arm's.
+
+    There it is about twice as fast as float32, elsewhere slower. Only Linux says which units there are; on other
+    systems the answer is no.
+    """
+    return _has_bfloat16_units() and bool(torch._C._get_mkldnn_enabled())
+
+
+@functools.cache
+def _has_bfloat16_units() -> bool:
+    found = {word for line in _processor() for word in line.partition(":")[2].split() if line.startswith(_UNITS_IN)}
+    if not torch.backends.mkldnn.is_available() or _most_of_onednn() in _WITHOUT_BFLOAT16:
+        return False
+    if platform.machine() == "aarch64":  # oneDNN leaves Arm's units to another library
+        return "bf16" in found and torch.backends.mkldnn.is_acl_available()
+    return not found.isdisjoint(("avx512_bf16", "amx_bf16"))
+
+
+def _most_of_onednn() -> str:
+    """The instructions that oneDNN is held to by its environment; empty if it uses all."""
+    names = (os.environ.get(f"{prefix}_MAX_CPU_ISA") for prefix in ("ONEDNN", "DNNL"))
+    return next((name for name in names if name), "").lower()
+
+
+def _is_of_intel() -> bool:
+    """Whether the processor is one of Intel's, or nobody says whose it is."""
+    if not (lines := _processor()):
+        return "AuthenticAMD" not in platform.processor()
+    return not any(line.startswith("vendor_id") and "GenuineIntel" not in line for line in lines)
+
+
+def _processor() -> list[str]:
+    """What Linux says about the processor, in lines; nothing on other systems."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether they are plain float32 on a CPU, of shapes that fit, and nobody follows what is done with them."""
+    x, weight = inputs[:2]
+    return (
+        x.dtype == torch.float32
+        and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
+        and are_plain_tensors(inputs)
+        and all(tensor.layout == torch.strided for tensor in inputs)
+        and x.numel() > 0
+        and weight.ndim == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and all(bias.shape == weight.shape[:1] for bias in inputs[2:])
+        and not is_portable()
+        and not is_observed()
+        and torch._C._len_torch_function_stack() == 0
+        and not torch.is_autocast_enabled("cpu")
+        and _is_full_precision()
+    )
+
+
+def _is_full_precision() -> bool:
+    """Whether float32 may be multiplied in float32 by a library of our choice.
+
+    "high" allows TF32, but asks for nothing: processors that have it are left to torch's own library as it is.
+    """
+    try:
+        return torch.get_float32_matmul_precision() != "medium"
+    except RuntimeError:  # it was chosen for one device or library, through torch's newer settings
+        return False
+
+
+def _is_short(x: Tensor, weight: Tensor) -> bool:
+    """Whether there are so few rows, of a weight so large, that reading it is what counts."""
+    return x.numel() <= _MOST_ROWS[product_library()] * weight.shape[1] and weight.numel() >= _SMALLEST
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is the faster one: with less to do, what comes around a product takes as long as the product."""
+    out, width = weight.shape
+    return x.numel() >= _FEWEST * width and min(out, width) >= _FEWEST and x.numel() * out >= _FEWEST_PRODUCTS
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x_mi, bias = x.reshape(-1, x.shape[-1]), None if bias is None else bias.contiguous()
+    y_mo = torch.ops.mkldnn._linear_pointwise.default(_dense(x_mi), _dense(weight), bias, "none", [], "")
+    return of_shape(y_mo, x)
+
+
+def of_shape(y_mo: Tensor, x: Tensor) -> Tensor:
+    """Rows in the shape of `x`, without being a view to autograd: the caller may change them in place."""
+    y: Tensor = y_mo if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y_mo, [*x.shape[:-1], y_mo.shape[-1]])
+    return y
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Rows or columns that follow each other in memory: with gaps, oneDNN multiplies number by number."""
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
+
+
+class _Product(torch.autograd.Function):
+    """`linear`, whose gradients are products of the same kind, so that they can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        dy_mo = dy.reshape(-1, dy.shape[-1])
+        dx = linear(dy, weight.t()) if wants_x else None
+        dweight = linear(dy_mo.t(), x.reshape(-1, x.shape[-1]).t()) if wants_weight else None
+        return dx, dweight, dy_mo.sum(0) if wants_bias else None

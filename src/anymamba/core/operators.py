@@ -1,0 +1,345 @@
+"""A computation as one operator: its contract is public, and how it is computed is decided when it runs.
+
+An operator has a *definition*, plain torch code that autograd can differentiate, and *implementations*: portable ones
+by the name of their algorithm, and those that a device's kernels bring (`implement`). A traced or exported graph holds
+one node for each call, `anymamba::name`, so it runs wherever this package does, with kernels or without.
+
+Three switches reach every operator:
+
+- by default the kernels of the device run where they cover the inputs, and the portable implementation elsewhere;
+- inside `kernels_off()`, or with ANYMAMBA_KERNELS=off, the portable implementations run;
+- inside `portable()` no operator is called: the definitions run in torch's own operators, as some tracers need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from anymamba.core import anomaly
+
+_ORDINARY = (Tensor, nn.Parameter)
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
+def _covers_all(*_: Any) -> str:
+    return ""
+
+
+class Implementation(NamedTuple):
+    """One way to compute an operator.
+
+    Attributes:
+        forward: inputs -> outputs.
+        backward: gradients of the outputs, then the inputs -> one gradient for each differentiable input, any tensor
+            for one that is None. If None, `forward` is plain torch code, and autograd differentiates it.
+        missing: inputs -> why it does not cover them; empty if it does.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    missing: Callable[..., str] = _covers_all
+
+
+class _Switches:
+    """Of the process."""
+
+    kernels_off = False
+    portable = False
+
+
+_KERNELS: dict[tuple[str, str], Implementation] = {}
+OPERATORS: dict[str, Operator] = {}
+
+
+def implement(operator: str, device: str, implementation: Implementation) -> None:
+    """Register the implementation of an operator by the kernels of a device type."""
+    _KERNELS[operator, device] = implementation
+
+
+@contextmanager
+def kernels_off() -> Iterator[None]:
+    """Run the portable implementations in this context, as on a machine without compiled kernels."""
+    with _switched("kernels_off"):
+        yield
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Run and trace nothing but torch's own operators in this context.
+
+    For tracers and transforms that know no others: `torch.onnx.export`, `torch.func`, forward-mode and second
+    derivatives. It is a switch of the whole process, and slower and larger than what it replaces.
+    """
+    with _switched("portable"):
+        yield
+
+
+@contextmanager
+def _switched(name: str) -> Iterator[None]:
+    before = getattr(_Switches, name)
+    setattr(_Switches, name, True)
+    try:
+        yield
+    finally:
+        setattr(_Switches, name, before)
+
+
+def kernels_are_off() -> bool:
+    """Whether `kernels_off()` or `portable()` is on."""
+    return _Switches.kernels_off or _Switches.portable
+
+
+def is_portable() -> bool:
+    """Whether `portable()` is on."""
+    return _Switches.portable
+
+
+def missing_kernel(operator: str, *inputs: Any) -> str:
+    """Why no kernel covers a call of an operator; empty if one does."""
+    device = inputs[0].device.type
+    if _Switches.kernels_off:
+        return "the kernels are switched off"
+    found = _KERNELS.get((operator, device))
+    return f"there is none for device {device}" if found is None else found.missing(*inputs)
+
+
+def kernel(operator: str, *inputs: Any) -> Callable[..., Any] | None:
+    """The forward of the kernel that covers a call of an operator, or of a function of that name; None: none does."""
+    return None if missing_kernel(operator, *inputs) else _KERNELS[operator, inputs[0].device.type].forward
+
+
+class Operator:
+    """A computation, to be called with its inputs.
+
+    Args:
+        name: without the namespace.
+        inputs: arguments in schema language, "Tensor x, Tensor? bias, int width". One that is called `algorithm`
+            chooses among `portable`; "fastest" leaves the choice to the operator, "fused" asks for a kernel.
+        outputs: the names of the tensors that it returns.
+        differentiable: how many of the leading inputs receive a gradient. They are tensors or None.
+        fake: the outputs without their values: dtypes, shapes and strides that every implementation returns.
+        definition: plain torch code.
+        portable: implementations by algorithm; if not given, the definition is the only one.
+        fastest: inputs -> the algorithm that "fastest" means if no kernel covers them.
+        may_be_infinite: inputs that may hold infinities.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: str,
+        outputs: str,
+        differentiable: int,
+        fake: Callable[..., Any],
+        definition: Callable[..., Any],
+        portable: Mapping[str, Implementation] | None = None,
+        fastest: Callable[..., str] = lambda *_: "",
+        may_be_infinite: frozenset[str] = frozenset(),
+    ) -> None:
+        """Register `anymamba::name` and `anymamba::name_backward`, and join them in autograd."""
+        self.name, self.definition, self.portable = name, definition, portable or {"": Implementation(definition)}
+        self.names = tuple(part.split()[1] for part in inputs.split(", "))
+        self.results = tuple(outputs.split(", "))
+        self._fastest, self._may_be_infinite = fastest, may_be_infinite
+        self._algorithm = self.names.index("algorithm") if "algorithm" in self.names else None
+        self._outputs, self._differentiable = len(self.results), differentiable
+        self._node = torch.library.custom_op(
+            f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, self._outputs)
+        )
+        cotangents = ", ".join(f"Tensor grad{i}" for i in range(self._outputs))
+        self._backward_node = torch.library.custom_op(
+            f"anymamba::{name}_backward",
+            self._run_backward,
+            mutates_args=(),
+            schema=_schema(f"{cotangents}, {inputs}", differentiable),
+        )
+        self._node.register_fake(fake)
+        self._backward_node.register_fake(self._fake_backward)
+        self._node.register_autograd(self._differentiate, setup_context=_keep_inputs)
+        self._backward_node.register_autograd(self._refuse_second_order)
+        OPERATORS[name] = self
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute the outputs."""
+        if anomaly.is_checked() and not is_observed():
+            anomaly.expect_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
+        outputs = self._compute(inputs)
+        if anomaly.is_checked() and not is_observed():
+            anomaly.expect_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
+        return outputs
+
+    def choose(self, inputs: tuple[Any, ...]) -> Implementation:
+        """The implementation that computes these inputs.
+
+        Raises:
+            RuntimeError: a kernel was requested, and there is none.
+            ValueError: there is no such algorithm.
+        """
+        algorithm = "fastest" if self._algorithm is None else inputs[self._algorithm]
+        if algorithm in ("fastest", "fused"):
+            reason = missing_kernel(self.name, *inputs)
+            if not reason:
+                return _KERNELS[self.name, inputs[0].device.type]
+            if algorithm == "fused" and "fused" not in self.portable:
+                raise RuntimeError(
+                    f"{self.name}: no compiled kernel: {reason}. SsdPath() takes the fastest one available."
+                )
+            algorithm = self._fastest(*inputs) if algorithm == "fastest" else algorithm
+        if algorithm not in self.portable:
+            expected = ", ".join(("fastest", *self.portable, "fused"))
+            raise ValueError(f"{self.name}: the path's algorithm must be one of {expected}, got {algorithm!r}")
+        return self.portable[algorithm]
+
+    def _compute(self, inputs: tuple[Any, ...]) -> Any:
+        if _Switches.portable:
+            return self.definition(*inputs)
+        if not is_observed():
+            chosen = self.choose(inputs)
+            if _are_ordinary(inputs) and (chosen.backward is None or not _wants_gradient(inputs)):
+                return chosen.forward(*inputs)
+        elif not torch.compiler.is_compiling():
+            self._expect_no_transform(inputs)
+        # torch's dispatcher takes longer than a decode step's work, so it is only used where it is needed.
+        return self._node(*inputs)
+
+    def _run_node(self, *inputs: Any) -> Any:
+        chosen = self.choose(inputs)
+        outputs = chosen.forward(*inputs)
+        if chosen.backward is not None:
+            return outputs
+        # Torch code may return views of its inputs, which a node must not.
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in _as_tuple(outputs)]
+        return tuple(copies) if self._outputs > 1 else copies[0]
+
+    def _run_backward(self, *arguments: Any) -> Any:
+        cotangents, inputs = arguments[: self._outputs], arguments[self._outputs :]
+        chosen = self.choose(inputs)
+        if chosen.backward is not None:
+            return chosen.backward(*arguments)
+        grads = gradients(chosen.forward, cotangents, inputs, self._differentiable)
+        return grads if self._differentiable > 1 else grads[0]
+
+    def _fake_backward(self, *arguments: Any) -> Any:
+        grads = tuple(
+            arguments[0].new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            for x in arguments[self._outputs : self._outputs + self._differentiable]
+        )
+        return grads if self._differentiable > 1 else grads[0]
+
+    def _differentiate(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+        grads = _as_tuple(self._backward_node(*cotangents, *inputs))
+        kept = [None if x is None else grad for x, grad in zip(inputs, grads, strict=False)]
+        return (*kept, *(None for _ in inputs[self._differentiable :]))
+
+    def _refuse_second_order(self, *_: Any) -> None:
+        raise RuntimeError(
+            f"anymamba::{self.name} has no second derivative: its backward is derived by hand. Inside "
+            "anymamba.portable() everything is computed in torch's own operators, which have one."
+        )
+
+    def _expect_no_transform(self, inputs: tuple[Any, ...]) -> None:
+        """What torch has no rule for with operators like ours must not be lost in silence, nor refused in its terms."""
+        instead = "inside anymamba.portable() there is one"
+        if forward_ad._current_level >= 0 and any(
+            isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+        ):
+            raise NotImplementedError(
+                f"anymamba::{self.name} has no forward-mode derivative (jvp), only a backward; {instead}"
+            )
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+            raise NotImplementedError(
+                f"anymamba::{self.name} has no torch.func.grad; use torch.autograd.grad or backward(); {instead}"
+            )
+
+
+def gradients(
+    function: Callable[..., Any], cotangents: tuple[Tensor, ...], inputs: tuple[Any, ...], differentiable: int
+) -> tuple[Tensor, ...]:
+    """The gradients of the leading inputs of plain torch code, which is run again; empty tensors for those of None.
+
+    It may be called inside an operator, where torch has switched autograd off.
+    """
+    with _autograd():
+        leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in inputs[:differentiable]]
+        outputs = _as_tuple(function(*leaves, *inputs[differentiable:]))
+        pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        wanted = [x for x in leaves if isinstance(x, Tensor)]
+        found = iter(
+            torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], materialize_grads=True)
+            if pairs
+            else [torch.zeros_like(x) for x in wanted]
+        )
+    return tuple(next(found).contiguous() if isinstance(x, Tensor) else cotangents[0].new_empty(0) for x in leaves)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd on, also inside an operator."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, excluded)
+
+
+def is_observed() -> bool:
+    """Whether anything observes the operations: a tracer, a transform, a mode, or forward-mode autograd."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_plain(inputs: tuple[Any, ...]) -> bool:
+    """Whether the inputs are ordinary tensors that neither autograd nor a tracer follows."""
+    return not is_observed() and _are_ordinary(inputs) and not _wants_gradient(inputs)
+
+
+def are_plain_tensors(inputs: tuple[Any, ...]) -> bool:
+    """Whether all are tensors whose numbers are those in their memory: one may be marked as negated, without being so.
+
+    Every token calls it, so it is written for speed.
+    """
+    for x in inputs:  # noqa: SIM110
+        if type(x) not in _ORDINARY or x.is_neg():
+            return False
+    return True
+
+
+def _are_ordinary(inputs: tuple[Any, ...]) -> bool:
+    """The same for the tensors among the inputs."""
+    return are_plain_tensors(tuple(x for x in inputs if isinstance(x, Tensor)))
+
+
+def _wants_gradient(inputs: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, Tensor))
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.others = [x for x in inputs if not isinstance(x, Tensor)]
+
+
+def _schema(arguments: str, results: int) -> str:
+    return f"({arguments}) -> " + ("Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})")
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

@@ -1,0 +1,81 @@
+// What the phases of a program have in common: the slots of all rows, and the threads.
+#pragma once
+
+#include <cmath>
+
+#include "schema.h"
+#include "simd/vector_rows.h"
+#include "threads.h"
+
+namespace ANYMAMBA_ISA {
+
+constexpr int64_t kNextBytes = 64 << 10;  // that a thread asks for while it waits
+
+template <typename T>
+struct Token {
+  const ProgramArgs& args;
+  T* slots;          // (batch, width)
+  Queue* queue;      // of the step at hand; null where a thread works alone
+  int thread, team;  // this one, and how many there are
+  void* scratch;     // of this thread
+  // What one thread does when the work of the step's first phase is done: the phases from `rest` on.
+  void (*finish)(const Token&);
+  const Phase *rest = nullptr, *rest_end = nullptr;
+  const char* next = nullptr;  // what this thread will read first in the next step, if that is known
+
+  T* at(int64_t row, int64_t slot) const { return slots + row * args.width + slot; }
+  // The tensor of a cache from element `at` on.
+  const char* before(int64_t tensor, int64_t at, int64_t dtype) const {
+    return static_cast<const char*>(args.old_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
+  }
+  char* after(int64_t tensor, int64_t at, int64_t dtype) const {
+    return static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
+  }
+  // body(task) for every task, by whichever thread is free, until all are done; once in a step.
+  template <typename Body>
+  void share(int64_t tasks, const Body& body) const {
+    const char *line = next, *const end = next ? next + kNextBytes : nullptr;
+    const auto look_ahead = [line, end]() mutable {
+      for (int i = 0; i < 4 && line != end; ++i, line += 64) __builtin_prefetch(line, 0, 3);
+    };
+    if (queue) return queue->share(tasks, thread, team, body, [&] { finish(*this); }, look_ahead);
+    for (int64_t task = 0; task < tasks; ++task) body(task);
+  }
+};
+
+// `width` numbers of a parameter from element `at` on, in `buffer` unless they are of T already.
+template <typename T>
+inline const T* read_parameter(T* buffer, const Parameter& parameter, int64_t at, int64_t width) {
+  return row_as(buffer, parameter.data, at, parameter.dtype, width);
+}
+template <typename T>
+inline T read_parameter(const Parameter& parameter, int64_t at) {
+  T buffer = 0;
+  return *read_parameter(&buffer, parameter, at, 1);
+}
+
+// `n` numbers with zeros after them up to a whole vector.
+template <typename T>
+const T* padded(T* buffer, const T* source, int64_t n) {
+  const int64_t width = round_up<T>(static_cast<int>(n));
+  if (width == n) return source;
+  std::memcpy(buffer, source, n * sizeof(T));
+  for (int64_t i = n; i < width; ++i) buffer[i] = 0;
+  return buffer;
+}
+
+// y = weight x / sqrt(mean(x²) + eps); y may be x.
+template <typename T>
+inline void rms_norm(const T* x, const T* weight, T* y, int64_t width, double eps) {
+  Vec<T> squares = {};
+  for (int64_t c = 0; c < width; c += kLanes<T>) {
+    const Vec<T> u = load_first(x + c, width - c);
+    squares += u * u;
+  }
+  const double mean = static_cast<double>(sum_lanes<T>(squares)) / static_cast<double>(width);
+  const T rho = static_cast<T>(1 / std::sqrt(mean + eps));
+  for (int64_t c = 0; c < width; c += kLanes<T>)
+    store_first(y + c, load_first(x + c, width - c) * rho * load_first(weight + c, width - c), width - c);
+}
+
+}  // namespace ANYMAMBA_ISA

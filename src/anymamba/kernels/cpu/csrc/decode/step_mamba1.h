@@ -1,0 +1,72 @@
+// Mamba-1 between its projections, one token: the states of every channel, and the gate.
+#pragma once
+
+#include "scan/selective_scan.h"
+#include "decode/step_context.h"
+
+namespace ANYMAMBA_ISA {
+
+constexpr int64_t kMamba1Block = 64;  // channels of a task
+
+template <typename T>
+size_t mamba1_scratch(const Mamba1Phase& phase) {
+  Arena count;
+  for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(round_up<T>(static_cast<int>(phase.state)));
+  for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kMamba1Block * phase.state);
+  for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kMamba1Block);
+  return count.used();
+}
+
+// exp(x) for any x.
+template <typename T>
+inline Vec<T> exp_any(Vec<T> x) {
+  const Vec<T> zero = {}, e = exp_nonpositive(x < zero ? x : -x);
+  return x < zero ? e : T(1) / e;
+}
+
+// The gated y of some channels of a row, whose states advance by one.
+template <typename T>
+void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t row, int64_t start, int64_t count,
+                     Arena arena) {
+  const int64_t n = phase.state, stride = round_up<T>(static_cast<int>(n));
+  T *b_buffer = arena.take<T>(stride), *c_buffer = arena.take<T>(stride);
+  T *log_buffer = arena.take<T>(kMamba1Block * n), *rates = arena.take<T>(kMamba1Block * n);
+  T *skip_buffer = arena.take<T>(kMamba1Block), *sizes = arena.take<T>(kMamba1Block);
+  const T *b = padded(b_buffer, token.at(row, phase.b), n), *c = padded(c_buffer, token.at(row, phase.c), n);
+  const T *x = token.at(row, phase.x + start), *dt = token.at(row, phase.dt + start), *z = token.at(row, phase.z + start);
+  const T* a_log = read_parameter(log_buffer, phase.a_log, start * n, count * n);
+  const T* skip = read_parameter(skip_buffer, phase.skip, start, count);
+  T* y = token.at(row, phase.to + start);
+  const int64_t at = (row * phase.channels + start) * n;
+  const T* before = reinterpret_cast<const T*>(token.before(phase.cache_state, at, own_dtype<T>()));
+  T* after = reinterpret_cast<T*>(token.after(phase.cache_state, at, own_dtype<T>()));
+  // The rates of a block in one go: a state may be shorter than a vector.
+  for (int64_t i = 0; i < count * n; i += kLanes<T>)
+    store_first(rates + i, -exp_any<T>(load_first(a_log + i, count * n - i)), count * n - i);
+  for (int64_t i = 0; i < count; i += kLanes<T>)
+    store_first(sizes + i, softplus<T>(load_first(dt + i, count - i)), count - i);
+  for (int64_t i = 0; i < count; ++i) {
+    const Vec<T> size = broadcast(sizes[i]), input = broadcast(sizes[i] * x[i]);
+    Vec<T> sum = {};
+    for (int64_t j = 0; j < n; j += kLanes<T>) {
+      const int64_t k = i * n + j, left = n - j;
+      const SelectiveStates<T> state(size, load_first(rates + k, left), load_first(before + k, left), input, load(b + j));
+      store_first(after + k, state.after, left);
+      sum += state.after * load(c + j);
+    }
+    y[i] = sum_lanes<T>(sum) + skip[i] * x[i];
+  }
+  for (int64_t i = 0; i < count; i += kLanes<T>)
+    store_first(y + i, load_first(y + i, count - i) * silu<T>(load_first(z + i, count - i)), count - i);
+}
+
+template <typename T>
+void mamba1_states(const Token<T>& token, const Mamba1Phase& phase) {
+  const int64_t blocks = (phase.channels + kMamba1Block - 1) / kMamba1Block;
+  token.share(token.args.batch * blocks, [&](int64_t task) {
+    const int64_t start = task % blocks * kMamba1Block, left = phase.channels - start;
+    mamba1_channels(token, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block, Arena(token.scratch));
+  });
+}
+
+}  // namespace ANYMAMBA_ISA

@@ -1,0 +1,161 @@
+"""A masked language model on the bidirectional stack, and the embeddings of texts that it gives.
+
+    logits = embeddingᵀ stack(embedding[ids]) + bias        embedding of a text: the mean over its tokens, of length 1
+
+Letters: b batch, t time, d d_model, v vocabulary, z sequences: rows, or packed ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anymamba.core.io import read_json
+from anymamba.models.inputs import end_to_end, expect_classes, ids_or_embeddings
+from anymamba.models.loss import IGNORED_LABEL
+from anymamba.models.sequence.classifier import expect_real_steps, mean_of_sequences
+from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
+
+
+class MaskedLMOutput(NamedTuple):
+    """The model's output for masked tokens.
+
+    Attributes:
+        logits: of the token at each position, (b, t, v).
+        loss: mean negative log-likelihood of the labels that count, if labels were given; 0 where none counts.
+    """
+
+    logits: Float[Tensor, "b t v"]
+    loss: Float[Tensor, ""] | None
+
+
+class MaskedLM(SequenceModel):
+    """Reads in both directions and predicts the token at each position.
+
+    model = MaskedLM(vocab_size=257, bidirectional=True, stack={"d_model": 64, "n_layer": 4})
+    hidden, labels = mask_tokens(ids, mask_id=256)
+    loss = model(hidden, labels).loss
+    vectors = model.embed(ids, mask=lengths)
+    """
+
+    MODEL_TYPE: ClassVar[str] = "anymamba_masked_lm"
+
+    def expect_config(self, config: SequenceConfig) -> None:
+        """Refuse a config that is not for tokens, or not bidirectional.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if config.vocab_size is None or not config.bidirectional:
+            found = f"vocab_size = {config.vocab_size}, bidirectional = {config.bidirectional}"
+            raise ValueError(f"MaskedLM: vocab_size and bidirectional=True must be given, got {found}")
+
+    def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
+        """One bias per token; the head's weight is the embedding."""
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size or 0, **factory))
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"] | None = None,
+        labels: Int[Tensor, "b t"] | None = None,
+        *,
+        inputs_embeds: Float[Tensor, "b t d"] | None = None,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> MaskedLMOutput:
+        """Logits of every position.
+
+        Args:
+            input_ids: token ids, some of them masked.
+            labels: the true tokens where they count, -100 elsewhere; they are compared with the logits at the same
+                position.
+            inputs_embeds: embeddings, in place of token ids.
+            cu_seqlens: boundaries of packed sequences.
+            seq_idx: of several packed rows, as for a block.
+            mask: of padded batches, as for a block; labels at the padding do not count.
+
+        Raises:
+            TypeError: labels that are not whole numbers.
+            ValueError: shapes, ids or labels that do not fit.
+        """
+        x = ids_or_embeddings("MaskedLM", "input_ids", input_ids, inputs_embeds, reads_ids=True)
+        if seq_idx is None:
+            return self._output(x, labels, cu_seqlens, mask)
+        row, bounds = end_to_end("MaskedLM", x, seq_idx, cu_seqlens, mask)
+        if labels is not None:
+            expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
+        found = self._output(row, None if labels is None else labels.reshape(row.shape[:2]), bounds, None)
+        return found._replace(logits=found.logits.reshape(*x.shape[:2], -1))
+
+    def _output(
+        self, x: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> MaskedLMOutput:
+        hidden, padding = self.encode(x, cu_seqlens=cu_seqlens, mask=mask)
+        logits = F.linear(hidden, self.embedding.weight, self.bias)
+        if labels is None:
+            return MaskedLMOutput(logits, None)
+        real = None if padding is None else padding.real()
+        expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL, counts=real)
+        if real is not None:
+            labels = labels.masked_fill(~real, IGNORED_LABEL)
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        nats = F.cross_entropy(wide.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="sum")
+        return MaskedLMOutput(logits, nats / (labels != IGNORED_LABEL).sum().clamp(min=1))
+
+    def embed(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        *,
+        cu_seqlens: Int[Tensor, " z1"] | None = None,
+        seq_idx: Int[Tensor, "b t"] | None = None,
+        mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
+    ) -> Float[Tensor, "z d"]:
+        """A vector of length 1 for each sequence: the mean over its real tokens.
+
+        Raises:
+            ValueError: shapes or ids that do not fit, or a row with only padding.
+        """
+        if seq_idx is not None:
+            input_ids, cu_seqlens = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
+        hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
+        expect_real_steps("MaskedLM.embed", padding)
+        return F.normalize(mean_of_sequences(hidden, cu_seqlens, padding), dim=-1)
+
+
+def is_masked_lm(directory: Path) -> bool:
+    """Whether a directory's config belongs to a `MaskedLM`."""
+    file = directory / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == MaskedLM.MODEL_TYPE
+
+
+def mask_tokens(
+    input_ids: Int[Tensor, "b t"],
+    mask_id: int,
+    *,
+    share: float = 0.15,
+    generator: torch.Generator | None = None,
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Hide tokens for a masked language model to predict.
+
+    Args:
+        input_ids: token ids.
+        mask_id: the token that stands for a hidden one.
+        share: of the tokens that are hidden.
+        generator: of the random choice.
+
+    Returns:
+        The ids with some hidden, and labels: the true tokens there, -100 elsewhere.
+
+    Raises:
+        ValueError: a share out of range.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"mask_tokens: share must be above 0 and at most 1, got {share}")
+    hidden = torch.rand(input_ids.shape, generator=generator, device=input_ids.device) < share
+    return input_ids.masked_fill(hidden, mask_id), input_ids.masked_fill(~hidden, IGNORED_LABEL)

@@ -1,0 +1,260 @@
+"""What models around a stack share: inputs of tokens or numbers, the stack, and files.
+
+Letters: b batch, t time, c input_size, d d_model, z sequences: rows, or packed ones.
+
+§ The configuration of models around a stack that do not generate text: their inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.core.checks import expect_like, expect_shape
+from anymamba.core.io import read_json, write_json, write_tensors
+from anymamba.core.layout import Padding
+from anymamba.models.backbone import embedded
+from anymamba.models.inputs import check_batch, check_input
+from anymamba.models.stack.bidirectional import BidirectionalConfig, BidirectionalStack
+from anymamba.models.stack.class_tokens import Position, expect_positions
+from anymamba.models.stack.stack import Stack
+from anymamba.models.stack.stack_config import StackConfig, stack_config
+
+POOLINGS = ("last", "mean", "class_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceConfig:
+    """A stack, with its inputs and outputs."""
+
+    stack: dict[str, Any]  # fields of `StackConfig`, or of `BidirectionalConfig`
+    bidirectional: bool = False
+    vocab_size: int | None = None  # token ids come in; or
+    input_size: int | None = None  # vectors of this many numbers
+    output_size: int = 1  # numbers that come out: of each step, or of the sequence
+    pooling: Literal["last", "mean", "class_token"] = "mean"  # what represents a sequence, where one vector does
+    labels: list[str] = field(default_factory=list)  # names of the classes, if they have any
+    class_tokens: list[Position] = field(default_factory=list)  # learned rows before the input projection, by places
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("stack", "labels", "class_tokens"):
+            object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
+        if not isinstance(self.stack, dict):
+            raise ValueError(f"SequenceConfig: stack must be a table of its fields, got {self.stack!r}")
+        if not isinstance(self.bidirectional, bool):
+            raise ValueError(f"SequenceConfig: bidirectional must be true or false, got {self.bidirectional!r}")
+        if (self.vocab_size is None) == (self.input_size is None):
+            both = f"vocab_size = {self.vocab_size}, input_size = {self.input_size}"
+            raise ValueError(f"SequenceConfig: give vocab_size for tokens, or input_size for numbers, got {both}")
+        for name in ("vocab_size", "input_size", "output_size"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value < 2**31):
+                raise ValueError(f"SequenceConfig: {name} must be a whole number, at least 1, got {value!r}")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"SequenceConfig: pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+        if not isinstance(self.labels, list) or len(self.labels) not in (0, self.output_size):
+            raise ValueError(f"SequenceConfig: labels must name all {self.output_size} outputs, got {self.labels!r}")
+        expect_positions("SequenceConfig: class_tokens", self.class_tokens)
+        self.stack_config()
+
+    def stack_config(self) -> StackConfig:
+        """The config of the stack.
+
+        Raises:
+            ValueError: `stack` has entries that are not its fields, or values that cannot work.
+        """
+        kind = BidirectionalConfig if self.bidirectional else StackConfig
+        found: StackConfig = kind.from_dict(self.stack)
+        return found
+
+    def has_class_tokens(self) -> bool:
+        """Whether there are any, at any level."""
+        return bool(self.class_tokens) or self.stack_config().has_class_tokens()
+
+    @property
+    def d_model(self) -> int:
+        """Width of the stack."""
+        return int(self.stack["d_model"])
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SequenceConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown field, or no stack.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"SequenceConfig: expected fields among {sorted(known)}, got {unknown}")
+        if "stack" not in values:
+            raise ValueError("SequenceConfig: stack must be given: a table with d_model, n_layer and more")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by its name."""
+        return dataclasses.asdict(self)
+
+
+_M = TypeVar("_M", bound="SequenceModel")
+
+
+class SequenceModel(nn.Module):
+    """An input layer and a stack. A subclass adds a head, and is found by its `MODEL_TYPE`.
+
+    Args:
+        config: a `SequenceConfig`; its fields may be given as keywords instead.
+        device: of the parameters.
+        dtype: of the parameters (blocks keep some in float32, as officially).
+    """
+
+    MODEL_TYPE: ClassVar[str]
+    TAKES_CLASS_TOKENS: ClassVar[bool] = False
+    KINDS: ClassVar[dict[str, type[SequenceModel]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the class known by its model type."""
+        super().__init_subclass__(**kwargs)
+        SequenceModel.KINDS[cls.MODEL_TYPE] = cls
+
+    def __init__(
+        self,
+        config: SequenceConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create and initialise the parameters."""
+        if not hasattr(type(self), "MODEL_TYPE"):
+            kinds = ", ".join(kind.__name__ for kind in SequenceModel.KINDS.values())
+            raise TypeError(f"SequenceModel has no head: make one of {kinds}, or open a file with from_pretrained")
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config = c = stack_config(type(self).__name__, SequenceConfig, config, fields)
+        self.expect_config(c)
+        if c.has_class_tokens() and not self.TAKES_CLASS_TOKENS:
+            raise ValueError(
+                f"{type(self).__name__}: class tokens are for a LatentModel or a Stack; a classifier has "
+                'pooling="class_token"'
+            )
+        if c.vocab_size is not None:
+            self.embedding = nn.Embedding(c.vocab_size, c.d_model, **factory)
+            nn.init.normal_(self.embedding.weight, std=0.02)
+        else:
+            self.input = nn.Linear(c.input_size, c.d_model, **factory)
+        kind: Any = BidirectionalStack if c.bidirectional else Stack
+        self.backbone = kind(c.stack_config(), **factory)
+        self.build_head(c, factory)
+
+    def expect_config(self, config: SequenceConfig) -> None:
+        """Refuse a config that this model cannot have."""
+
+    def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
+        """Create the parameters after the stack."""
+        raise NotImplementedError
+
+    def ends(self) -> list[nn.Linear]:
+        """The projections into the stack and out of it, which are no hidden ones."""
+        return [m for m in self.children() if isinstance(m, nn.Linear)]
+
+    @property
+    def _activation_like(self) -> Tensor:
+        return self.embedding.weight if self.config.vocab_size is not None else self.input.weight
+
+    def embed_inputs(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
+    ) -> tuple[Tensor, Padding | None]:
+        """Ids (b, t), their embeddings (b, t, d), or numbers (b, t, c) or (b, c), as inputs of the stack; the padding.
+
+        Raises:
+            ValueError: another shape or device, or ids that are not tokens.
+            TypeError: another dtype.
+        """
+        where = type(self).__name__
+        if self.config.vocab_size is not None and isinstance(x, Tensor) and x.is_floating_point():
+            check_input(where, x, "b t d", self.config.d_model, self.embedding.weight, name="inputs_embeds")
+            return x, check_batch(where, x, cu_seqlens, mask)
+        if self.config.vocab_size is not None:
+            if not isinstance(x, Tensor) or x.ndim != 2:
+                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{where}: token ids must have shape (b, t), got {found}")
+            return embedded(where, self.embedding, x), check_batch(where, x, cu_seqlens, mask)
+        x, padding = self.checked_numbers(x, cu_seqlens, mask)
+        return self.input(x), padding
+
+    def checked_numbers(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
+    ) -> tuple[Tensor, Padding | None]:
+        """Numbers (b, t, c) or (b, c), zero at the padding, and how the rows are padded.
+
+        Raises:
+            ValueError: another shape or device.
+            TypeError: another dtype.
+        """
+        where = type(self).__name__
+        letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
+        expect_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
+        expect_like(where, "x", x, self._activation_like.dtype, self._activation_like.device)
+        padding = check_batch(where, x, cu_seqlens, mask)
+        if padding is not None:  # the values there must not reach the gradient of the projection
+            x = x.masked_fill(~padding.real().unsqueeze(-1), 0)
+        return x, padding
+
+    def encode(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
+    ) -> tuple[Tensor, Padding | None]:
+        """The stack's outputs (b, t, d), and how the rows are padded."""
+        inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
+        return self.backbone(inputs, cu_seqlens=cu_seqlens, mask=padding), padding
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write config.json and model.safetensors, the config last: a directory with one is complete."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        state = {name: x.cpu().contiguous() for name, x in self.state_dict().items()}
+        write_tensors(target / "model.safetensors", state, {"format": "pt"})
+        write_json(target / "config.json", {"model_type": self.MODEL_TYPE, **self.config.to_dict()})
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_M],
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> _M:
+        """Read what `save_pretrained` wrote. `SequenceModel.from_pretrained` reads any kind.
+
+        Args:
+            directory: with config.json and model.safetensors.
+            dtype: of the parameters; the file's if not given.
+            device: of the parameters.
+
+        Raises:
+            ValueError: there is no such model, it is of another kind, or its weights do not fit its config.
+        """
+        source = Path(directory)
+        if not (source / "config.json").is_file():
+            raise ValueError(f"{source}: expected a directory with config.json and model.safetensors")
+        raw = read_json(source / "config.json")
+        kind: Any = SequenceModel.KINDS.get(str(raw.pop("model_type", None)))
+        if kind is None or not issubclass(kind, cls):
+            names = [name for name, known in SequenceModel.KINDS.items() if issubclass(known, cls)]
+            found = read_json(source / "config.json").get("model_type")
+            raise ValueError(f"{source}: expected a model of type {' or '.join(names)}, got {found!r}")
+        try:
+            config = SequenceConfig.from_dict(raw)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{source}: {error}") from error
+        from anymamba.checkpoints.load import load_sequence_model
+
+        model: _M = load_sequence_model(source, kind, config, dtype, torch.device(device))
+        return model

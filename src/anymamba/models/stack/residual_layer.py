@@ -1,0 +1,159 @@
+"""The parts of a stack: norms, the gated MLP, and a block with its residual connection.
+
+    r <- r + mixer(norm(r))        r <- r + mlp(norm2(r))
+
+The residual stream r is float32 or wider, whatever the parameters are.
+
+Letters: b batch, t time, d d_model, f MLP width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from anymamba.blocks import layers
+from anymamba.blocks.base import ProjectionPart
+from anymamba.core.cache_tree import Tree
+from anymamba.core.linear import project
+from anymamba.models.stack.stack_config import StackConfig
+
+if TYPE_CHECKING:
+    from anymamba.kernels.cpu.step_program import Program
+
+
+class RMSNorm(layers.RMSNorm):
+    """`y = weight x / √(mean(x²) + eps)` over the last axis, computed in the dtype of x and rounded to the weight's."""
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Norm `x` (..., d)."""
+        return super().forward(x).to(self.weight.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`y = weight (x - mean(x)) / √(var(x) + eps) + bias`, computed in the dtype of x, rounded to the weight's."""
+
+    def __init__(
+        self, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create the weight, all ones, and the bias, all zeros."""
+        super().__init__(width, eps=1e-5, device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Norm `x` (..., d)."""
+        y = F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return y.to(self.weight.dtype)
+
+
+class GatedMLP(nn.Module):
+    """`fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as officially."""
+
+    def __init__(
+        self, d_model: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create two projections without bias."""
+        super().__init__()
+        self.fc1 = nn.Linear(d_model, 2 * width, bias=False, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """(..., d) -> (..., d)."""
+        y, gate = project(self.fc1, x).chunk(2, dim=-1)
+        return project(self.fc2, y * F.silu(gate))
+
+    def record(self, program: Program, x: int, d_model: int, *, to: int) -> None:
+        """Describe `forward` to the compiled kernels: from slot `x`, added to slot `to`."""
+        width = self.fc2.in_features
+        both = program.linear(x, self, "fc1", d_model, 2 * width)
+        program.linear(program.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
+
+    def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
+        """The parts of `fc1`."""
+        width = self.fc2.in_features
+        return {"fc1": (ProjectionPart("value", width), ProjectionPart("gate", width))}
+
+
+class ResidualLayer(nn.Module):
+    """A block, and an MLP if the config has one, each after a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        config: StackConfig,
+        index: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the block of layer `index`, the norms and the MLP."""
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.dropout = config.dropout
+        self.mixer = config.family(index)(config.block_config(index), **factory)
+        self.norm = make_norm(config, **factory)
+        self.mlp: GatedMLP | None = None
+        if config.mlp_width:
+            self.norm2 = make_norm(config, **factory)
+            self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
+
+    def forward(
+        self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, *, added: bool = True, **options: Any
+    ) -> tuple[Float[Tensor, "b *t d"], Tree]:
+        """Run over a sequence (b, t, d) or a token (b, d), from any cache to a new one.
+
+        Args:
+            residual: the stream.
+            cache: of the block.
+            added: return the stream after the layer; False: what the layer would add to it.
+            options: of the block.
+        """
+        hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
+        return self._add(residual, hidden, added), cache
+
+    def step_infinite(self, residual: Float[Tensor, "b d"], *, added: bool = True) -> Float[Tensor, "b d"]:
+        """The stationary result of `forward` under a token that repeats forever."""
+        return self._add(residual, self.mixer.step_infinite(self.norm(residual)), added)
+
+    def _add(self, residual: Tensor, hidden: Tensor, added: bool) -> Tensor:
+        """After the block: its residual connection, and the MLP."""
+        hidden = self._dropped(hidden)
+        if self.mlp is None:
+            return residual + hidden if added else hidden.to(residual.dtype)
+        stream = residual + hidden
+        more = self._dropped(self.mlp(self.norm2(stream)))
+        return stream + more if added else hidden.to(residual.dtype) + more
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout and self.training else x
+
+    def record(self, program: Program, residual: int, *, added: bool = True) -> None:
+        """Describe one token to the compiled kernels: the result is `added` to slot `residual`, or replaces it."""
+        width, mixer = program.input_width, program.child(self, "mixer", type(self.mixer))
+        if not added and self.mlp is not None:
+            program.refuse("a layer with an MLP whose residual is ignored has no compiled step")
+        hidden = program.norm(residual, program.child(self, "norm", RMSNorm), width)
+        mixer.record(program, hidden, to=residual, add=added)
+        program.release(hidden)
+        if self.mlp is not None:
+            hidden = program.norm(residual, program.child(self, "norm2", RMSNorm), width)
+            program.child(self, "mlp", GatedMLP).record(program, hidden, width, to=residual)
+            program.release(hidden)
+
+
+def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
+    """The norm that the config asks for."""
+    return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)
+
+
+def initialise_residual(model: nn.Module, passes: int) -> None:
+    """Projections into the residual stream divided by √passes; the biases of projections zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("out_proj.weight", "fc2.weight")):
+            bound = 1 / math.sqrt(parameter.shape[1] * passes)
+            nn.init.uniform_(parameter, -bound, bound)
+        elif name.endswith(("in_proj.bias", "out_proj.bias")):
+            nn.init.zeros_(parameter)

@@ -1,0 +1,180 @@
+"""Step sizes, and Mamba-3's decays, trapezoidal weights and turns, from the raw numbers of a projection.
+
+    dt = clamp(softplus(dt + dt_bias))     log_decay = -dt max(act(A), A_floor)
+    gamma = sigmoid(trap) dt               kappa = (1 - sigmoid(trap)) dt
+
+A rate of turning is bounded: `range · π · tanh(turn)` for each pair of channels that turns in a plane, and the vector
+`range · π · tanh|turn| turn / |turn|` for each block of four that turns about an axis.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.dtypes import state_dtype
+from anymamba.core.layout import is_padding
+from anymamba.core.operators import Operator
+from anymamba.core.recompute import recomputed
+
+
+@checked
+def step_sizes(
+    dt: Float[Tensor, "b t h"],
+    dt_bias: Float[Tensor, " h"],
+    *,
+    dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
+    lengths: Int[Tensor, " b"] | None = None,
+) -> Float[Tensor, "b t h"]:
+    """The first formula above alone, which is Mamba-2's; arguments as for `discretise`."""
+    expect_dtypes("step_sizes", "dt", dt, alike={}, wide={})
+    expect_parameter("step_sizes", "dt_bias", dt_bias, dt)
+    sizes: Tensor = _step_sizes(dt, dt_bias, float(dt_limit[0]), float(dt_limit[1]), lengths)
+    return sizes
+
+
+@checked
+def discretise(
+    dt: Float[Tensor, "b t h"],
+    a: Float[Tensor, "b t h"],
+    trap: Float[Tensor, "b t h"],
+    turn: Float[Tensor, "b t c"],
+    dt_bias: Float[Tensor, " h"],
+    *,
+    heavy_tail: bool = True,
+    a_floor: int | float = 0.0,
+    dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
+    turn_range: int | float = 1.0,
+    about_axes: bool = False,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> tuple[
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t h"],
+    Float[Tensor, "b t c"],
+]:
+    """The formulas above; all results are in the dtype of states.
+
+    Args:
+        dt: raw step sizes.
+        a: raw decay rates.
+        trap: raw shares of the trapezoidal rule.
+        turn: raw rates of turning.
+        dt_bias: added to the step sizes.
+        heavy_tail: the activation of the decay rates: `heavy_tail`, else softplus.
+        a_floor: the least decay rate.
+        dt_limit: step sizes are clamped to it.
+        turn_range: the largest rate, in half circles per unit of dt.
+        about_axes: three channels of `turn` at a time are a vector.
+        lengths: how many leading steps of each row are real; after them the step size is zero. All if not given.
+
+    Returns:
+        dt, log_decay, gamma, kappa and the rates of turning.
+    """
+    expect_dtypes("discretise", "dt", dt, alike={"a": a, "trap": trap, "turn": turn}, wide={})
+    expect_parameter("discretise", "dt_bias", dt_bias, dt)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _operator(
+        dt,
+        a,
+        trap,
+        turn,
+        dt_bias,
+        heavy_tail,
+        float(a_floor),
+        float(dt_limit[0]),
+        float(dt_limit[1]),
+        float(turn_range),
+        about_axes,
+        lengths,
+    )
+    return results
+
+
+def stationary_weight(dt: Tensor, rates: Tensor) -> Tensor:
+    """Σ_k dt exp(k dt A) = dt / (1 - exp(dt A)): the weight, over all steps so far, of a token that repeats forever.
+
+    Args:
+        dt: step sizes, at least 0.
+        rates: A, below 0, of a shape that broadcasts with `dt`.
+    """
+    product = dt * rates
+    still = product == 0  # a step size that underflowed; the limit there is -1/A
+    return torch.where(still, -1 / rates, -dt / torch.expm1(product.masked_fill(still, -1)))
+
+
+def heavy_tail(x: Tensor) -> Tensor:
+    """`1 + x` for x ≥ 0, `1 / (1 - x)` below: positive, smooth, decaying like 1/|x| where softplus decays like e^x."""
+    return F.relu(x) + 1 / (1 - x.clamp(max=0))
+
+
+def bounded_vector(x: Tensor) -> Tensor:
+    """`tanh|x| x / |x|` over the last axis, smooth at zero and for any length."""
+    tiny = torch.finfo(x.dtype).tiny
+    # |x| without overflow or underflow of its squares; the scale cancels, so it needs no gradient.
+    scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=math.sqrt(tiny))
+    length = scale * (x / scale).square().sum(-1, keepdim=True).clamp(min=tiny).sqrt()
+    return torch.tanh(length) * (x / length)
+
+
+def _sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: Tensor | None) -> Tensor:
+    wide = state_dtype(dt.dtype)
+    sizes = F.softplus(dt.to(wide) + dt_bias.to(wide))
+    if (dt_min, dt_max) != (0.0, math.inf):
+        sizes = sizes.clamp(dt_min, dt_max)
+    if lengths is None:
+        return sizes
+    return sizes.masked_fill(is_padding(lengths, dt.shape[1]).unsqueeze(-1), 0)
+
+
+def _definition(
+    dt: Tensor,
+    a: Tensor,
+    trap: Tensor,
+    turn: Tensor,
+    dt_bias: Tensor,
+    is_heavy: bool,
+    a_floor: float,
+    dt_min: float,
+    dt_max: float,
+    turn_range: float,
+    about_axes: bool,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide, size = state_dtype(dt.dtype), _sizes(dt, dt_bias, dt_min, dt_max, lengths)
+    rate = (heavy_tail(a.to(wide)) if is_heavy else F.softplus(a.to(wide))).clamp(min=a_floor)
+    share, raw = torch.sigmoid(trap.to(wide)), turn.to(wide)
+    bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if about_axes else torch.tanh(raw)
+    return size, -size * rate, share * size, (1 - share) * size, (turn_range * math.pi) * bounded
+
+
+def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    wide = state_dtype(dt.dtype)
+    return tuple(torch.empty(x.shape, dtype=wide, device=dt.device) for x in (dt, dt, dt, dt, turn))
+
+
+_step_sizes = Operator(
+    "step_sizes",
+    inputs="Tensor dt, Tensor dt_bias, float dt_min, float dt_max, Tensor? lengths",
+    outputs="dt",
+    differentiable=2,
+    fake=lambda dt, *_: torch.empty(dt.shape, dtype=state_dtype(dt.dtype), device=dt.device),
+    definition=_sizes,
+    portable={"": recomputed(_sizes, outputs=1, differentiable=2)},
+)
+_operator = Operator(
+    "discretise",
+    inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "
+    "float dt_min, float dt_max, float turn_range, bool about_axes, Tensor? lengths",
+    outputs="dt, log_decay, gamma, kappa, rate",
+    differentiable=5,
+    fake=_fake,
+    definition=_definition,
+    portable={"": recomputed(_definition, outputs=5, differentiable=5)},
+)

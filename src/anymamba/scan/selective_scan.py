@@ -1,0 +1,304 @@
+"""Mamba-1's selective scan: every channel has its own decay for each of its states.
+
+    Δ_t = softplus(dt_t)        h_t[i, n] = exp(Δ_t[i] A[i, n]) h_{t-1}[i, n] + Δ_t[i] x_t[i] B_t[n]
+    y_t[i] = (Σ_n h_t[i, n] C_t[n] + D[i] x_t[i]) silu(z_t[i])
+
+The decays of a channel differ from state to state, so no matrix product computes it: all algorithms go through time.
+
+Letters: b batch, t time, i channels, n state, l steps of a block. Here z is the gate, and sequences are rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anymamba.core.checks import (
+    check_cu_seqlens,
+    checked,
+    expect_at_most_zero,
+    expect_dtypes,
+    expect_parameter,
+    expect_steps,
+    initial_state_or_zeros,
+)
+from anymamba.core.dtypes import without_autocast
+from anymamba.core.layout import Span, chunks, spans
+from anymamba.core.operators import Implementation, Operator
+from anymamba.core.recompute import CACHE_ELEMENTS
+from anymamba.scan.chunking import decay_factor
+from anymamba.scan.path import SsdPath
+from anymamba.scan.scan import fastest
+
+_ELSEWHERE_ELEMENTS = 2**24  # of a block on a device that is not a CPU: enough work for a launch, 64 MiB of float32
+
+
+@checked
+def selective_scan(
+    x: Float[Tensor, "b t i"],
+    dt: Float[Tensor, "b t i"],
+    A: Float[Tensor, "i n"],
+    B: Float[Tensor, "b t n"],
+    C: Float[Tensor, "b t n"],
+    D: Float[Tensor, " i"] | None = None,
+    z: Float[Tensor, "b t i"] | None = None,
+    *,
+    initial_state: Float[Tensor, "rows i n"] | None = None,
+    path: SsdPath | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+) -> tuple[Float[Tensor, "b t i"], Float[Tensor, "rows i n"]]:
+    """Run the selective state space model of Mamba-1 over a sequence.
+
+    Args:
+        x: inputs.
+        dt: step sizes before their softplus, in the dtype of `A`; -inf means no step.
+        A: decay rates, never positive, float32 (float64 for float64 `x`).
+        B: input projections.
+        C: output projections.
+        D: skip weights, or none.
+        z: gates, or none.
+        initial_state: one for each row, or for each packed sequence, in the dtype of `A`. Zeros if not given.
+        path: `SsdPath()` is the fastest available, `recurrent` the definition with torch's own gradients, `fused` the
+            compiled kernels and `serial_recalculated` the portable code with a backward by hand, in blocks of
+            `chunk_len` steps. The others are refused: they are matrix products.
+        cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
+
+    Returns:
+        y in the dtype of `x`, and the final state(s).
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit, or a path that does not exist here.
+        TypeError: dtypes that do not fit.
+        RuntimeError: `path` asks for a compiled kernel where there is none.
+    """
+    path = SsdPath.or_default(path)
+    if path.algorithm in ("minimal", "serial"):
+        raise ValueError(
+            "selective_scan: path must be fastest, recurrent, serial_recalculated or fused: Mamba-1's scan is no "
+            f"matrix product, got {path.algorithm!r}"
+        )
+    expect_steps("selective_scan", x.shape[1])
+    expect_dtypes("selective_scan", "x", x, alike={"B": B, "C": C, "z": z}, wide={"dt": dt, "A": A})
+    expect_parameter("selective_scan", "D", D, x)
+    expect_at_most_zero("selective_scan", "A", A)
+    if cu_seqlens is not None:
+        check_cu_seqlens("selective_scan", cu_seqlens, x.shape[0], x.shape[1], x.device)
+    state = initial_state_or_zeros("selective_scan", initial_state, x, tuple(A.shape), cu_seqlens)
+    with without_autocast(x.device):
+        y, final_state = _operator(x, dt, A, B, C, D, z, state, cu_seqlens, path.chunk_len, path.algorithm)
+    return y, final_state
+
+
+def selective_step(
+    x: Float[Tensor, "b i"],
+    dt: Float[Tensor, "b i"],
+    A: Float[Tensor, "i n"],
+    B: Float[Tensor, "b n"],
+    C: Float[Tensor, "b n"],
+    D: Float[Tensor, " i"] | None,
+    z: Float[Tensor, "b i"] | None,
+    state: Float[Tensor, "b i n"],
+) -> tuple[Float[Tensor, "b i"], Float[Tensor, "b i n"]]:
+    """Advance the state by one token: y and the new state. Arguments as for `selective_scan`."""
+    with without_autocast(x.device):
+        return _step(x, dt, A, B, C, D, z, state)
+
+
+def _step(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    wide = state.dtype
+    size_bi, x_bi = F.softplus(dt.to(wide)), x.to(wide)
+    kept_bin = decay_factor(size_bi.unsqueeze(-1) * a, wide) * state
+    state = torch.addcmul(kept_bin, (size_bi * x_bi).unsqueeze(-1), b.to(wide).unsqueeze(1))
+    y_bi = (state @ c.to(wide).unsqueeze(-1)).squeeze(-1)
+    if d is not None:
+        y_bi = torch.addcmul(y_bi, d.to(wide), x_bi)
+    if z is not None:
+        y_bi = y_bi * F.silu(z.to(wide))
+    return y_bi.to(x.dtype), state
+
+
+def _recurrent(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_len: int | None,
+    algorithm: str,
+) -> tuple[Tensor, Tensor]:
+    """The definition."""
+    ys, finals = [], []
+    for rows, start, stop in spans(x.shape[1], cu_seqlens):
+        state = initial_state[rows]
+        for t in range(start, stop):
+            gate = None if z is None else z[:, t]
+            y_bi, state = _step(x[:, t], dt[:, t], a, b[:, t], c[:, t], d, gate, state)
+            ys.append(y_bi)
+        finals.append(state)
+    return torch.stack(ys, 1), torch.cat(finals)
+
+
+class _Block(NamedTuple):
+    """Some steps of the sequence, in the dtype of the state.
+
+    Attributes:
+        raw: dt before its softplus, (b, l, i).
+        size: dt after it, (b, l, i).
+        x: (b, l, i).
+        a: decays, (b, l, i, n).
+        b: (b, l, n).
+        c: (b, l, n).
+        h: states after each step, (b, l, i, n).
+    """
+
+    raw: Tensor
+    size: Tensor
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    h: Tensor
+
+    @staticmethod
+    def of(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, steps: slice) -> _Block:
+        """Compute the states from the one before the first step."""
+        raw = dt[:, steps]
+        x, b, c = (part[:, steps].to(rates.dtype) for part in (x, b, c))
+        size = F.softplus(raw)
+        a = decay_factor(size.unsqueeze(-1) * rates, rates.dtype)
+        h = (size * x).unsqueeze(-1) * b.unsqueeze(2)
+        for i in range(h.shape[1]):
+            state = h[:, i].addcmul_(a[:, i], state)
+        return _Block(raw, size, x, a, b, c, h)
+
+    def read(self, skip: Tensor | None) -> Tensor:
+        """y before its gate, (b, l, i)."""
+        y = (self.h @ self.c.unsqueeze(-1)).squeeze(-1)
+        return y if skip is None else y.addcmul_(skip.to(y.dtype), self.x)
+
+
+def _blocks(x: Tensor, span: Span, n: int, chunk_len: int | None, least: int = 1) -> list[slice]:
+    """Cut steps into blocks of at least `least` whose states, if that is possible, stay in a CPU's cache."""
+    most = CACHE_ELEMENTS if x.device.type == "cpu" else _ELSEWHERE_ELEMENTS
+    return list(chunks(span, chunk_len or max(least, most // max(1, x.shape[0] * x.shape[2] * n))))
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _forward(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_len: int | None,
+    algorithm: str,
+) -> tuple[Tensor, Tensor]:
+    y, final = _dense_like(x), torch.empty_like(initial_state)
+    for span in spans(x.shape[1], cu_seqlens):
+        state = initial_state[span.rows]
+        for steps in _blocks(x, span, a.shape[1], chunk_len):
+            block = _Block.of(x, dt, a, b, c, state, steps)
+            out, state = block.read(d), block.h[:, -1]
+            y[:, steps] = out if z is None else out.mul_(F.silu(z[:, steps].to(out.dtype)))
+        final[span.rows] = state
+    return y, final
+
+
+def _backward(
+    dy: Tensor,
+    dfinal: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_len: int | None,
+    algorithm: str,
+) -> tuple[Tensor, ...]:
+    """The gradients of the first eight inputs. Only one state per block is kept; those within are recomputed.
+
+    With g_t the gradient of h_t: g_t = dy_t ⊗ C_t + exp(Δ_{t+1} A) g_{t+1}, and that of the exponent Δ_t A is
+    g_t exp(Δ_t A) h_{t-1}.
+    """
+    dx, ddt, db, dc = (_dense_like(part) for part in (x, dt, b, c))
+    dz = None if z is None else _dense_like(z)
+    da, dinitial = torch.zeros_like(a), torch.empty_like(initial_state)
+    dskip = a.new_zeros(a.shape[0])
+    for span in spans(x.shape[1], cu_seqlens):
+        # As many states are kept as a block has: memory grows with the root of the length.
+        blocks = _blocks(x, span, a.shape[1], chunk_len, math.isqrt(span.stop - span.start))
+        states = [initial_state[span.rows]]
+        for steps in blocks[:-1]:
+            states.append(_Block.of(x, dt, a, b, c, states[-1], steps).h[:, -1].clone())
+        carry = dfinal[span.rows]
+        for steps, before in zip(reversed(blocks), reversed(states), strict=True):
+            block = _Block.of(x, dt, a, b, c, before, steps)
+            grad = dy[:, steps].to(a.dtype)
+            if z is not None and dz is not None:
+                gate = z[:, steps].to(a.dtype)
+                dz[:, steps] = torch.ops.aten.silu_backward(grad * block.read(d), gate)
+                grad = grad * F.silu(gate)
+            g = grad.unsqueeze(-1) * block.c.unsqueeze(2)
+            for i in reversed(range(g.shape[1])):
+                g[:, i] += carry
+                carry = g[:, i] * block.a[:, i]
+            dc[:, steps] = (grad.unsqueeze(2) @ block.h).squeeze(2)
+            scaled = block.size * block.x
+            db[:, steps] = (scaled.unsqueeze(2) @ g).squeeze(2)
+            through = (g @ block.b.unsqueeze(-1)).squeeze(-1)
+            previous = torch.cat([before.unsqueeze(1), block.h[:, :-1]], 1)
+            dexponent = g.mul_(block.a).mul_(previous)
+            da += torch.einsum("blin,bli->in", dexponent, block.size)
+            dsize = torch.addcmul((dexponent * a).sum(-1), block.x, through)
+            ddt[:, steps] = dsize * torch.sigmoid(block.raw)
+            dx[:, steps] = (
+                block.size * through if d is None else torch.addcmul(block.size * through, d.to(a.dtype), grad)
+            )
+            dskip += (grad * block.x).sum((0, 1))
+        dinitial[span.rows] = carry
+    given = dskip if d is None else dskip.to(d.dtype)
+    return dx, ddt, da, db, dc, given, x.new_empty(0) if dz is None else dz, dinitial
+
+
+def _fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    state = arguments[6]
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(
+        state.shape, dtype=state.dtype, device=x.device
+    )
+
+
+_ALGORITHMS = {"recurrent": Implementation(_recurrent), "serial_recalculated": Implementation(_forward, _backward)}
+_operator = Operator(
+    "selective_scan",
+    inputs="Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor initial_state, "
+    "Tensor? cu_seqlens, int? chunk_len, str algorithm",
+    outputs="y, final_state",
+    differentiable=8,
+    fake=_fake,
+    definition=_recurrent,
+    portable=_ALGORITHMS,
+    fastest=fastest,
+    may_be_infinite=frozenset({"dt"}),
+)

@@ -1,0 +1,200 @@
+"""The configuration of a training run: typed, frozen, read from TOML, and overridden field by field.
+
+`RunConfig` has the sections of every run, and `TrainingConfig` adds those of a language model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from anymamba.training.config.sections import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    OptimiserSection,
+    ParallelSection,
+    PrecisionSection,
+    ScheduleSection,
+    TextEvaluationSection,
+    at_least,
+    option,
+)
+from anymamba.training.config.values import checked, expect_known, parse, unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+C = TypeVar("C", bound="RunConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The sections of every run, whatever it learns; a task adds its own in a subclass."""
+
+    optimiser: OptimiserSection = field(default_factory=OptimiserSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
+    seed: int = option(0, "seed of the weights and of the order of the data")
+    device: str = option("cpu", "device to compute on")
+    threads: int | None = option(None, "CPU threads; another number rounds differently", default="torch's choice")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "threads")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
+
+    @classmethod
+    def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
+        """From nested tables, as in a TOML file.
+
+        Raises:
+            ValueError: an unknown key, or a value of the wrong type or out of its range.
+        """
+        config: C = _build(cls, values, where, "", [*_annotations(cls), *cls.hints()])
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested tables of every field, as `from_dict` takes them."""
+        return dataclasses.asdict(self)
+
+    def replaced(self: C, overrides: Mapping[str, str | Sequence[str]]) -> C:
+        """A copy with fields replaced by values as texts, by dotted name, as {"optimiser.lr": "3e-4"}.
+
+        Raises:
+            ValueError: an unknown name, or a value that cannot work.
+        """
+        return self.from_dict(self.merged(self.to_dict(), overrides), "config")
+
+    @classmethod
+    def merged(cls, values: Mapping[str, Any], overrides: Mapping[str, str | Sequence[str]]) -> dict[str, Any]:
+        """Nested tables with fields replaced by values as texts.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        found, hints = {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}, cls.hints()
+        for name, text in overrides.items():
+            expect_known(name, hints, "--")
+            section, _, key = name.rpartition(".")
+            (found.setdefault(section, {}) if section else found)[key] = parse(name, text, hints[name])
+        return found
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its dotted name: "optimiser.lr"."""
+        return {name: _get(self, name) for name in self.fields_by_name()}
+
+    def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
+        """The fields that differ, with both values, apart from those that change no weight."""
+        mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
+        names = [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        return {name: (mine[name], theirs[name]) for name in names}
+
+    @classmethod
+    def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Every field by its dotted name, as the command line offers them."""
+        found: dict[str, dataclasses.Field[Any]] = {}
+        for name, kind in _annotations(cls).items():
+            if dataclasses.is_dataclass(kind):
+                found.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
+            else:
+                found[name] = next(f for f in dataclasses.fields(cls) if f.name == name)
+        return found
+
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """The annotation of every field by its dotted name."""
+        found: dict[str, Any] = {}
+        for name, kind in _annotations(cls).items():
+            if dataclasses.is_dataclass(kind):
+                found.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
+            else:
+                found[name] = kind
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(RunConfig):
+    """A run that trains a language model on text."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
+
+
+def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None) -> Any:
+    """The config of a TOML file (none: the defaults), with fields replaced.
+
+    It is a `TrainingConfig`, or a `FileConfig` if its `task` is not "language".
+
+    Args:
+        path: the file.
+        overrides: texts by dotted name, as from the command line: {"optimiser.lr": "3e-4"}.
+
+    Raises:
+        ValueError: no such file, not TOML, an unknown key, or a value that cannot work.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: no such file")
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except RecursionError:
+            raise ValueError(f"{path}: not readable TOML (nested too deeply)") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: not readable TOML ({error})") from error
+    from anymamba.training.config.tabular_config import FileConfig  # which imports this module
+
+    overrides = dict(overrides or {})
+    task = overrides.pop("task", values.pop("task", "language"))
+    if task == "language":
+        return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides)
+    given = {name: value for name, value in FileConfig.merged(values, overrides).items() if name != "task"}
+    return FileConfig.from_dict({"task": task, **given}, str(path or "config"))
+
+
+def _annotations(config: type[RunConfig]) -> dict[str, Any]:
+    """Types of the fields by name, in the order of the help: a task's own sections, then those of every run."""
+    kinds = get_type_hints(config)
+    names = dict.fromkeys(name for kind in config.__mro__ for name in inspect.get_annotations(kind))
+    return {name: kinds[name] for name in names}
+
+
+def _get(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _build(kind: Any, values: Any, where: str, prefix: str, names: list[str]) -> Any:
+    """A config or a section of it from a table; `names` are those of all sections and fields."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where}: {prefix.rstrip('.')} must be a table, got {values!r}")
+    hints, given = get_type_hints(kind), {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ValueError(unknown(f"{prefix}{key}", names, f"{where}: "))
+        if dataclasses.is_dataclass(hints[key]):
+            given[key] = _build(hints[key], value, where, f"{prefix}{key}.", names)
+        else:
+            given[key] = checked(f"{where}: {prefix}{key}", value, hints[key])
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {prefix}{error}") from error

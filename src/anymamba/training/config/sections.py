@@ -1,0 +1,330 @@
+"""The sections of a run's configuration: fields are declared here, and files, options and help follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from anymamba.training.config.values import hint
+
+if TYPE_CHECKING:
+    from anymamba.models.config import MambaLMConfig
+
+
+def option(value: Any, help: str, *, default: str = "", free: bool = False, onwards: bool = False) -> Any:
+    """A field.
+
+    Args:
+        value: the default.
+        help: a phrase for the command line.
+        default: what a value of None stands for.
+        free: whether it may differ when a run is resumed, because it changes no weight.
+        onwards: whether it may differ when a run is resumed, and then applies to the steps from there on.
+    """
+    return field(default=value, metadata={"help": help, "default": default, "free": free, "onwards": onwards})
+
+
+def at_least(section: Any, least: int, *names: str) -> None:
+    """Refuse a section in which one of these fields is below `least`."""
+    for name in names:
+        if (value := getattr(section, name)) is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim: int) -> dict[str, Any]:
+    """The family of a model's blocks and the fields of their config, with sizes where none are given.
+
+    Args:
+        section: has `d_state`, `headdim` and `block`.
+        family: by its name.
+        width: of the residual stream.
+        d_state: the usual state of a head; a family without heads has 16 in each channel.
+        headdim: the usual width of a head, a power of two; halved until it divides the inner width.
+
+    Raises:
+        ValueError: no such family, or a field that it does not have.
+    """
+    from anymamba.models.families import FAMILIES  # which imports torch
+
+    if family not in FAMILIES:
+        raise ValueError(f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}")
+    known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
+    while 2 * width % headdim:
+        headdim //= 2
+    usual = {"d_state": d_state if "headdim" in known else 16, "headdim": headdim}
+    if strange := [size for size in usual if getattr(section, size) is not None and size not in known]:
+        raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(section, strange[0])}")
+    sizes = {size: getattr(section, size) or default for size, default in usual.items() if size in known}
+    for name in set(section.block) - set(known):
+        if near := hint(name, known):  # the model's own config refuses the others that it does not know
+            raise ValueError(f"model.block.{name}: no such field of {family}{near}")
+    return {"layer": family, **sizes, **section.block}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The language model: one to start from, or a new one by one dial or by its sizes."""
+
+    init: str | None = option(
+        None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
+    )
+    family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default="Mamba3")
+    depth: int | None = option(
+        None, "the one dial: number of layers; the width is 64 times that, in heads of 64", default="4"
+    )
+    n_layer: int | None = option(None, "number of layers, in place of model.depth", default="model.depth")
+    d_model: int | None = option(None, "width of the residual stream", default="64 times model.depth")
+    d_state: int | None = option(None, "state size of a head", default="64, or 16 for Mamba1's channels")
+    headdim: int | None = option(
+        None, "width of a head", default="64, or a smaller power of two that divides the inner width"
+    )
+    d_intermediate: int | None = option(None, "width of an MLP after each block", default="0, no MLP")
+    tie_embeddings: bool | None = option(None, "use the embedding as the head as well", default="true")
+    block: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
+    )
+    stack: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "table of how layers are put together: '{n_virtual = 12, streams = 2}'", "free": False},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
+
+    def lm_config(self, vocab_size: int) -> MambaLMConfig:
+        """The model's own config, for a tokenizer of `vocab_size` tokens, if there is no model to start from."""
+        from anymamba.models.config import MambaLMConfig  # which imports torch
+
+        depth = self.depth or 4
+        width = self.d_model or 64 * depth
+        return MambaLMConfig(
+            d_model=width,
+            n_layer=self.n_layer or depth,
+            vocab_size=vocab_size,
+            d_intermediate=self.d_intermediate or 0,
+            tie_embeddings=self.tie_embeddings is not False,
+            ssm_cfg=block_fields(self, self.family or "Mamba3", width, d_state=64, headdim=64),
+            stack=self.stack,
+        )
+
+    def expect(self, found: MambaLMConfig) -> None:
+        """Refuse a model to start from that differs from what this section says.
+
+        Raises:
+            ValueError: it differs.
+        """
+        block, depth = found.block_config(), self.depth
+        asked = {
+            "family": (self.family, found.layer),
+            "n_layer": (self.n_layer or depth, found.n_layer),
+            "d_model": (self.d_model or (depth and 64 * depth), found.d_model),
+            "d_intermediate": (self.d_intermediate, found.d_intermediate),
+            "tie_embeddings": (self.tie_embeddings, found.tie_embeddings),
+            "stack": (self.stack or None, found.stack),
+            **{
+                name: (value, getattr(block, name, None))
+                for name, value in {"d_state": self.d_state, "headdim": self.headdim, **self.block}.items()
+            },
+        }
+        differ = [
+            f"{name} (asked for {a!r}, found {b!r})"
+            for name, (a, b) in asked.items()
+            if a is not None and b != (tuple(a) if isinstance(a, list) else a)
+        ]
+        if differ:
+            raise ValueError(f"model.init = {self.init}: not what the other fields say: {', '.join(differ)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where the text comes from and how it becomes rows."""
+
+    sources: tuple[str, ...] = option(("stdlib",), 'files, directories, glob patterns, "-" for stdin, or "stdlib"')
+    format: Literal["auto", "text", "jsonl"] = option(
+        "auto", "a document is a whole file, or a line of JSON; auto: by the name, .jsonl and .ndjson for lines"
+    )
+    exclude: tuple[str, ...] = option((), "patterns of files and directories to leave out: '*.log' drafts")
+    on_error: Literal["stop", "skip"] = option(
+        "stop", "if files are not text: stop and list them, or skip and list them"
+    )
+    tokenizer: str | None = option(
+        None,
+        '"bytes", a tokenizer.json, a directory with one, or "bpe:1024" to train one with that many byte pairs',
+        default="the one of model.init, or bytes",
+    )
+    end_token: str | None = option(None, "token that ends a document", default="the tokenizer's")
+    jsonl_field: str = option("text", "field of a JSON line that holds the text")
+    mode: Literal["packed", "stream"] = option(
+        "packed", "rows in random order, or contiguous streams that carry their state from step to step"
+    )
+    held_out: float = option(0.02, "largest share of the text to hold out from training")
+    held_out_bytes: int = option(65536, "largest number of bytes of held-out text to evaluate on")
+    shards: str | None = option(None, "directory of the tokenised text", default="data/ in the run's directory")
+    shard_tokens: int = option(2**24, "tokens in a shard, roughly")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "shard_tokens")
+        at_least(self, 2, "held_out_bytes")
+        if not self.sources:
+            raise ValueError("sources must name some text, got none")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be above 0 and below 1, got {self.held_out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSection:
+    """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
+
+    kind: Literal["adamw", "muon"] = option(
+        "adamw", "muon: Muon for the projections between embedding and head, AdamW for the rest"
+    )
+    lr: float = option(3e-3, "the largest learning rate", onwards=True)
+    beta1: float = option(0.9, "decay of the mean of the gradients")
+    beta2: float = option(0.95, "decay of the mean of their squares")
+    eps: float = option(1e-8, "added to the root of that mean")
+    weight_decay: float = option(
+        0.1, "weight decay of matrices; dt_bias, A_log, D, norms and biases never decay", onwards=True
+    )
+    decay_embeddings: bool = option(False, "also decay the embedding and the head")
+    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
+    muon_lr: float | None = option(
+        None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
+    )
+    momentum: float = option(0.95, "momentum of Muon")
+    muon_without: tuple[str, ...] = option(
+        ("dt_proj",), "projections, or parts of them (in_proj[z]), to leave to AdamW"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
+        for name in ("beta1", "beta2", "momentum"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """The number of steps, and the learning rate over them."""
+
+    steps: int = option(1000, "number of steps")
+    kind: Literal["cosine", "wsd", "constant"] = option(
+        "cosine", "after the warm-up: a half cosine, constant with a linear decay at the end, or constant"
+    )
+    warmup: int = option(50, "steps of linear warm-up")
+    decay: float = option(0.2, "share of the steps over which a wsd schedule decays")
+    final: float = option(0.1, "learning rate at the end, as a share of the largest")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "steps")
+        at_least(self, 0, "warmup")
+        for name in ("decay", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSection:
+    """The tokens of a step."""
+
+    tokens: int = option(4096, "tokens per step")
+    length: int = option(256, "tokens per row")
+    accumulation: int = option(1, "parts of a step whose gradients are summed, to save memory")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "tokens", "length", "accumulation")
+        if self.tokens % (self.length * self.accumulation):
+            raise ValueError(
+                f"tokens must be a multiple of length · accumulation = {self.length} · {self.accumulation}, "
+                f"got {self.tokens}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.tokens // self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSection:
+    """How numbers are computed, and what is kept in memory."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = option(
+        "float32", "dtype to compute in; bfloat16: autocast, with weights in float32"
+    )
+    compile: bool = option(False, "have torch compile the layers; needs a C++ compiler")
+    activation_checkpointing: bool = option(False, "recompute each layer in the backward pass, to save memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How the workers that torchrun starts divide the work; there must be replicate · shard · context of them."""
+
+    replicate: int | None = option(
+        None, "copies of the model that read different rows", default="as many as shard and context leave", free=True
+    )
+    shard: int = option(1, "workers that divide the weights between them and read different rows (FSDP)", free=True)
+    context: int = option(1, "workers that divide every row between them", free=True)
+    reduce: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype in which gradients are summed between workers", onwards=True
+    )
+    timeout: int = option(600, "seconds after which a worker that does not answer ends the run", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 1, "replicate", "shard", "context", "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """What is evaluated and logged during a run."""
+
+    every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
+    log_every: int = option(10, "steps between lines of progress, if stderr is not a terminal", free=True)
+    tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
+    wandb: str | None = option(
+        None, "Weights & Biases project to log to (pip install 'anymamba[wandb]')", default="no log", free=True
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 0, "every")
+        at_least(self, 1, "log_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvaluationSection(EvaluationSection):
+    """What is evaluated and logged during a run, with a sample of text."""
+
+    prompt: str | None = option(
+        None,
+        "text that the sample of each evaluation starts with",
+        default='"def " for stdlib, or the first words of the held-out text',
+        free=True,
+    )
+    sample_tokens: int = option(200, "tokens of the sample; 0: no sample", free=True)
+    temperature: float = option(0.8, "temperature of the sample", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        super().__post_init__()
+        at_least(self, 0, "sample_tokens", "temperature")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When the run is saved."""
+
+    every: int = option(100, "steps between checkpoints; 0: only at the end", free=True)
+    keep: int = option(2, "checkpoints to keep", free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        at_least(self, 0, "every")
+        at_least(self, 1, "keep")

@@ -1,0 +1,119 @@
+"""What tasks on files share: sequences of one length or several, in batches, with scaled numbers.
+
+Letters: b sequences, t time, c numbers of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anymamba.training.data.tables import Table
+
+
+class SequenceBatch(NamedTuple):
+    """Sequences, padded at the end.
+
+    Attributes:
+        inputs: (b, t) bytes as int64, or (b, t, c) numbers.
+        lengths: of each, (b,).
+        targets: what is to be predicted; the shape depends on the task.
+        counted: the number of terms in the cost.
+    """
+
+    inputs: Tensor
+    lengths: Tensor
+    targets: Tensor
+    counted: int
+
+    @property
+    def tokens(self) -> int:
+        """How many steps are read, without padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The lengths, or None if all are the width of the batch."""
+        return None if bool((self.lengths == self.inputs.shape[1]).all()) else self.lengths
+
+    def to(self, device: torch.device) -> SequenceBatch:
+        """On another device."""
+        return SequenceBatch(self.inputs.to(device), self.lengths.to(device), self.targets.to(device), self.counted)
+
+
+class Scale(NamedTuple):
+    """How numbers are scaled to mean 0 and deviation 1, each channel by itself.
+
+    Attributes:
+        mean: of each channel, (c,).
+        deviation: of each channel, (c,); 1 for one that does not vary.
+    """
+
+    mean: np.ndarray
+    deviation: np.ndarray
+
+    @staticmethod
+    def of(rows: np.ndarray, wanted: bool = True) -> Scale:
+        """The scale of rows (n, c); if not `wanted`, one that changes nothing."""
+        if not wanted:
+            return Scale(np.zeros(rows.shape[1]), np.ones(rows.shape[1]))
+        deviation = rows.std(0)
+        return Scale(rows.mean(0), np.where(deviation > 0, deviation, 1.0))
+
+    def shrink(self, x: np.ndarray) -> np.ndarray:
+        """Scale to mean 0 and deviation 1."""
+        return (x - self.mean) / self.deviation
+
+    def grow(self, x: np.ndarray) -> np.ndarray:
+        """Scale back."""
+        return x * self.deviation + self.mean
+
+
+def padded(sequences: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Sequences in one tensor with zeros after each, and their lengths; bytes become int64."""
+    lengths = torch.tensor([len(x) for x in sequences])
+    is_text = sequences[0].ndim == 1
+    shape = (len(sequences), int(lengths.max()), *sequences[0].shape[1:])
+    found = torch.zeros(shape, dtype=torch.int64 if is_text else dtype)
+    for row, x in zip(found, sequences, strict=True):
+        row[: len(x)] = torch.from_numpy(np.ascontiguousarray(x)).to(found.dtype)
+    return found, lengths
+
+
+def order_of_step(seed: int, step: int, rows: int, count: int) -> list[int]:
+    """The sequences that a step reads: all come once, in random order, before any comes again."""
+    found, orders = [], dict[int, np.ndarray]()
+    for i in range(step * rows, (step + 1) * rows):
+        epoch, place = divmod(i, count)
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(count)
+        found.append(int(orders[epoch][place]))
+    return found
+
+
+def split(table: Table, seed: int, share: float) -> tuple[list[int], list[int]]:
+    """The numbers of the sequences to train on, and of the held-out ones.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    count = len(table.sequences)
+    if count < 2:
+        raise ValueError(f"{table.places[0]}: expected at least 2 sequences, one of them to hold out, got {count}")
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    held = min(count - 1, max(1, round(share * count)))
+    return sorted(order[held:]), sorted(order[:held])
+
+
+def checksum(table: Table) -> str:
+    """A checksum of every number, byte and target."""
+    digest = hashlib.blake2b(digest_size=16)
+    for x, said in zip(table.sequences, table.targets, strict=True):
+        digest.update(f"{x.dtype} {x.shape} {said}".encode())
+        digest.update(np.ascontiguousarray(x).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,255 @@
+"""Where the text comes from: the files of a run's sources, and which of them cannot be used."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import io
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from anymamba.training.config.sections import DataSection
+from anymamba.training.data.documents import Document, line_text, split
+
+_LINES = (".jsonl", ".ndjson")
+_BLOCK = 2**20  # bytes that are read at once
+_LISTED = 20  # the most problems that are listed one by one
+_PACKED = (".gz", ".tgz", ".bz2", ".xz", ".lzma", ".zst", ".lz4", ".br", ".zip", ".7z", ".tar", ".parquet", ".arrow")
+_BEGINNINGS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"7z\xbc\xaf", b"PAR1", b"ARROW1")
+
+
+class Text(NamedTuple):
+    """The documents of a run.
+
+    Attributes:
+        documents: all, in the order of the sources.
+        train: the training documents.
+        held_out: the held-out documents.
+        stdin: what was read from stdin.
+        skipped: a sentence for each file, or line of JSON lines, that cannot be used.
+    """
+
+    documents: list[Document]
+    train: list[Document]
+    held_out: list[Document]
+    stdin: bytes
+    skipped: list[str]
+
+
+def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:
+    """The text that a config names, split in two; `report` receives a line for each file that is skipped.
+
+    Raises:
+        UnusableTextError: some of it cannot be used, and the config does not say to skip it.
+        ValueError: a source does not exist, or has no text.
+    """
+    stdin = read_stdin() if "-" in config.sources else b""
+    found = find_documents(
+        config.sources,
+        config.jsonl_field,
+        config.format,
+        stdin,
+        exclude=config.exclude,
+        utf8=config.tokenizer not in ("bytes", None),
+    )
+    if found.problems and (config.on_error == "stop" or not found.documents):
+        raise UnusableTextError(found.problems)
+    for line in shortened(found.problems):
+        report(f"skipped: {line}")
+    return Text(found.documents, *split(found.documents, config.held_out, stdin), stdin, found.problems)
+
+
+class UnusableTextError(ValueError):
+    """Files, or lines of them, that cannot be used.
+
+    Attributes:
+        problems: a sentence for each.
+        lines: the first few of them, and what to do about them.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        """Make the message."""
+        self.problems = problems
+        end = "with --data.exclude PATTERN, or skip what is not text with --data.on_error skip"
+        self.lines = [f"{problems[0]}; fix it, leave it out {end}"]
+        if len(problems) > 1:
+            self.lines = [*shortened(problems), f"{len(problems):,} in all: fix them, leave them out {end}"]
+        super().__init__("; ".join(self.lines))
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """Lines, the last of which gives the number of those left out if there are too many."""
+    return lines if len(lines) <= _LISTED else [*lines[:_LISTED], f"and {len(lines) - _LISTED:,} more"]
+
+
+class Found(NamedTuple):
+    """What is in the sources.
+
+    Attributes:
+        documents: that can be used, ordered by source.
+        problems: a sentence for each file, or line of JSON lines, that cannot.
+    """
+
+    documents: list[Document]
+    problems: list[str]
+
+
+def find_documents(
+    sources: tuple[str, ...],
+    field: str,
+    format: str = "auto",
+    stdin: bytes = b"",
+    *,
+    exclude: tuple[str, ...] = (),
+    utf8: bool = False,
+) -> Found:
+    """The documents of files, directories, glob patterns, stdin ("-") and "stdlib".
+
+    A file that is found again, through another source or a link, is used once, under its first name.
+
+    Args:
+        sources: where the text is.
+        field: of a JSON object that holds the text.
+        format: "text": each file is a document, as it is; "jsonl": each line of each; "auto": as its name says.
+        stdin: what was read from stdin.
+        exclude: patterns of files and directories to leave out, by name or by path.
+        utf8: whether text must be UTF-8, which is then checked.
+
+    Raises:
+        ValueError: a source does not exist, or has no files.
+    """
+    found: dict[Path | None, list[Document]] = {}
+    problems: list[str] = []
+    missing = [source for source in sources if not _exists(source)]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: no such file, directory or pattern")
+    for source in sources:
+        paths = []
+        for file in files_of(source):
+            path = None if file.path is None else file.path.resolve()
+            if _is_excluded(file, exclude):
+                continue
+            paths.append(path)
+            if path not in found:
+                found[path] = list(_documents_of(file, field, format, stdin, utf8, problems))
+        if not any(found[path] for path in paths) and not problems:
+            raise ValueError(f"{source}: no text files there" + (" that are not excluded" if exclude else ""))
+    return Found([document for documents in found.values() for document in documents], problems)
+
+
+def _documents_of(
+    file: Document, field: str, format: str, stdin: bytes, utf8: bool, problems: list[str]
+) -> Iterator[Document]:
+    """The documents of a file; for what cannot be used, a sentence is added to `problems`."""
+    where = str(file.path or "stdin")
+    try:
+        if format != "text":
+            expect_unpacked(file, stdin)
+        if format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES):
+            yield from _lines_of(file, field, stdin, problems)
+            return
+        if utf8:
+            expect_utf8(file, stdin)
+        elif file.path is not None:
+            file.path.open("rb").close()
+        yield file
+    except ValueError as error:
+        problems.append(f"{where}: {error}")
+    except OSError as error:
+        problems.append(f"{where}: cannot be read ({error.strerror})")
+
+
+def files_of(source: str) -> Iterator[Document]:
+    """The files of a source, each as one document."""
+    path = Path(source)
+    if source == "-":
+        yield Document("stdin", None)
+    elif source == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        yield from (d for d in _files(root, "*.py") if not d.name.startswith(("site-packages/", "dist-packages/")))
+    elif path.is_dir():
+        yield from _files(path, "*")
+    elif path.is_file():
+        yield Document(path.name, path)
+    else:
+        root = Path(*takewhile(lambda part: not _is_pattern(part), path.parts))
+        for name in sorted(glob.glob(source, recursive=True)):  # noqa: PTH207
+            if Path(name).is_file():
+                yield Document(Path(name).relative_to(root).as_posix(), Path(name))
+
+
+def _exists(source: str) -> bool:
+    return source in ("-", "stdlib") or Path(source).exists() or _is_pattern(source)
+
+
+def _is_excluded(document: Document, patterns: tuple[str, ...]) -> bool:
+    """Whether a pattern matches a file's path, its path below its source, its name, or those of a parent directory."""
+    name = PurePosixPath(document.name)
+    names = [text for part in (name, *name.parents[:-1]) for text in (str(part), part.name)]
+    names += [] if document.path is None else [document.path.as_posix()]
+    return any(fnmatchcase(text, pattern.rstrip("/")) for pattern in patterns for text in names)
+
+
+def _is_pattern(text: str) -> bool:
+    return any(letter in text for letter in "*?[")
+
+
+def _files(root: Path, pattern: str) -> Iterator[Document]:
+    """The files below a directory, by their paths in it; empty and hidden ones are left out."""
+    for path in sorted(root.rglob(pattern)):
+        name = path.relative_to(root)
+        if path.is_file() and path.stat().st_size and not any(part.startswith(".") for part in name.parts):
+            yield Document(name.as_posix(), path)
+
+
+def expect_unpacked(document: Document, stdin: bytes) -> None:
+    """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
+    if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
+        raise ValueError("compressed or binary, not text; unpack it")
+
+
+def expect_utf8(document: Document, stdin: bytes) -> None:
+    """Refuse what is not UTF-8, reading a block at a time."""
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
+        while True:
+            block = file.read(_BLOCK)
+            held = len(decoder.getstate()[0])  # bytes of a character that began in the block before
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"not UTF-8 text ({error.reason} at byte {place - held + error.start})") from error
+            if not block:
+                return
+            place += len(block)
+
+
+def _lines_of(document: Document, field: str, stdin: bytes, problems: list[str]) -> Iterator[Document]:
+    begin = 0
+    with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            end = begin + len(line)
+            try:
+                text = line_text(line, field) if line.strip() else b""
+            except ValueError as error:
+                problems.append(f"{document.path or 'stdin'}:{number}: {error}")
+            else:
+                if text:
+                    yield Document(f"{document.name}:{number}", document.path, 0, len(text), (begin, end, field))
+            begin = end
+
+
+def read_stdin() -> bytes:
+    """All of stdin.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if sys.stdin is None:
+        raise ValueError('data.sources: "-" means stdin, which is closed')
+    return sys.stdin.buffer.read()

@@ -1,0 +1,51 @@
+"""A tokenizer made for a run: byte pairs of its training text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anymamba.core.io import replacing
+from anymamba.training.data.documents import sample
+from anymamba.training.data.sources import Text
+
+PREFIX = "bpe:"
+_END = "<|endoftext|>"
+_LEAST = 257  # all bytes, and the end of a text
+_READ = 2**23  # bytes of training text that are counted
+
+
+def byte_pair_size(name: str) -> int | None:
+    """The number of tokens in "bpe:1024"; None for the name of another tokenizer.
+
+    Raises:
+        ValueError: it is no number, or too small, or the library is not installed.
+    """
+    if not name.startswith(PREFIX):
+        return None
+    text = name.removeprefix(PREFIX)
+    if not text.isdecimal() or int(text) < _LEAST:
+        raise ValueError(f"data.tokenizer = {name}: expected a number of tokens, {_LEAST} or more, got {text!r}")
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"data.tokenizer = {name}: install tokenizers (pip install 'anymamba[hf]')") from error
+    return int(text)
+
+
+def make_byte_pairs(text: Text, size: int, path: Path) -> None:
+    """Write a tokenizer.json of `size` tokens, trained on some of the training text; the same every time."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = sample(text.train, text.stdin, _READ)
+    tokenizer.train_from_iterator((part.decode("utf-8", "ignore") for part in texts), trainer)
+    with replacing(path) as temporary:
+        tokenizer.save(str(temporary))

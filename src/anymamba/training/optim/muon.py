@@ -1,0 +1,103 @@
+"""Muon: momentum, made orthogonal (Jordan et al. 2024), at the scale of AdamW (Liu et al. 2025).
+
+    m <- β m + (1 - β) g        u = (1 - β) g + β m        W <- (1 - lr · decay) W - 0.2 √max(rows, columns) · lr · O(u)
+
+O(u) has the singular vectors of u, and singular values of about one: no direction of a matrix learns faster than
+another. Its root mean square is about 1/√max(rows, columns), so an entry of W moves by about 0.2 lr a step, as under
+AdamW, and one learning rate and decay suit both.
+
+`torch.optim.Muon` is not used: it computes in bfloat16 on every device, which most CPUs emulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anymamba.core.linear import linear
+from anymamba.training.distributed.fsdp import Share, by_one_each
+from anymamba.training.distributed.process_group import Workers
+
+# x <- a x + b (x xᵀ) x + c (x xᵀ)² x sends singular values from (0, 1] to about one: as steep at zero as a quintic that
+# keeps the others between 0.68 and 1.14 can be.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+
+
+def orthogonalised(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+    """A matrix with the same singular vectors, and singular values of about one.
+
+    A singular value below about a thousandth of the matrix's norm stays smaller. It is computed in float32 or wider on
+    a CPU, and in bfloat16 elsewhere; zeros stay zeros.
+    """
+    a, b, c = _QUINTIC
+    x = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.matrix_norm(x).clamp(min=torch.finfo(x.dtype).tiny)
+    for _ in range(_ITERATIONS):
+        gram = linear(x, x)
+        inner = (b * gram).add_(linear(gram, gram), alpha=c)  # symmetric, as every power of x xᵀ
+        x = linear(inner, x.mT).add_(x, alpha=a)
+    return (x.mT if is_tall else x).to(matrix.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over matrices. Give a fused projection as its parts, or they are made orthogonal as one matrix."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        shares: Mapping[Tensor, Share] | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        """As other optimisers; every parameter must be a matrix, or the rows of one that `shares` says lie here.
+
+        Each of several `workers` makes some of the matrices orthogonal, for all of them.
+
+        Raises:
+            ValueError: a parameter is not a matrix.
+        """
+        self._shares, self._workers = dict(shares or {}), workers or Workers()
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim != 2:
+                    raise ValueError(f"Muon: every parameter must be a matrix, got the shape {tuple(p.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every matrix that has a gradient."""
+        count = self._workers.size
+        for group in self.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
+            # Each worker computes one of those taken together, so they should have about the same size.
+            moved = sorted((p for p in group["params"] if p.grad is not None), key=self._size)
+            for begin in range(0, len(moved), count):
+                some = moved[begin : begin + count]
+                means = [self._momentum(p, group["momentum"]) for p in some]
+                for p, update in zip(some, by_one_each(orthogonalised, means, self._workers), strict=True):
+                    share, largest = self._shares.get(p), max(update.shape)
+                    p.mul_(1 - lr * decay)
+                    p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)
+
+    def _momentum(self, p: Tensor, beta: float) -> Tensor:
+        """The whole matrix of an update, before it is made orthogonal."""
+        assert p.grad is not None
+        mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        mean.lerp_(p.grad, 1 - beta)
+        update, share = p.grad.lerp(mean, beta), self._shares.get(p)
+        return update if share is None else share.whole(update)
+
+    def _size(self, p: Tensor) -> int:
+        """How many numbers the whole matrix has."""
+        share = self._shares.get(p)
+        return p.numel() if share is None else share.bounds[-1] * p.shape[1]

@@ -1,0 +1,195 @@
+"""Learning to predict text: the model, its tokenizer, its rows and the held-out text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymamba.checkpoints.load import COMPANIONS, copy_companions, load_model, save_config
+from anymamba.checkpoints.open import open_checkpoint, read_config
+from anymamba.core.io import replacing
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end
+from anymamba.models.cache import LMCache
+from anymamba.models.lm import MambaLM
+from anymamba.training.checkpoint.sharded_tensors import Piece
+from anymamba.training.config.run_config import TrainingConfig
+from anymamba.training.data.batches import Batch, Batches
+from anymamba.training.data.shards import open_corpus, prepare
+from anymamba.training.data.sources import Text, find_text
+from anymamba.training.data.train_bpe import byte_pair_size, make_byte_pairs
+from anymamba.training.distributed.process_group import Workers
+from anymamba.training.evaluation.held_out import HeldOut, beginning, evaluate, sample
+from anymamba.training.metrics.metrics_table import plot_losses
+from anymamba.training.tasks.lm_step import batch_nats, carried_from
+from anymamba.training.tasks.task import Evaluation, Task
+
+
+class LanguageTask(Task[Batch]):
+    """A language model on text.
+
+    Attributes:
+        held_out: what the last evaluation found, if there was one.
+    """
+
+    NAMES = ("held_out_bits_per_byte",)
+    config: TrainingConfig
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        directory: Path,
+        report: Callable[[str], None],
+        *,
+        begun: Path | None = None,
+        workers: Workers | None = None,
+        prepared: bool = False,
+    ) -> None:
+        """Prepare the text of a fresh run, or open that of the run with the checkpoint `begun`; `config` is settled.
+
+        The first of several `workers` prepares the text; for the others it is `prepared`.
+        """
+        self.config, self._directory = config, directory
+        self._workers = workers = workers or Workers()
+        self.held_out: HeldOut | None = None
+        self._init = None if config.model.init is None or begun else open_checkpoint(config.model.init)
+        self._begun = None if config.model.init is None or not begun else read_config(begun)
+        shards = Path(config.data.shards) if config.data.shards else directory / "data"
+        if begun is None and not prepared:
+            text = find_text(config.data, report)
+            self._tokenizer = self._make_tokenizer(text, report)
+            self.corpus = prepare(config.data, shards, self._tokenizer, report, text)
+        else:
+            self._tokenizer, self.corpus = self._open_tokenizer(), open_corpus(shards)
+        self._batches = Batches(
+            self.corpus.train,
+            mode=config.data.mode,
+            length=config.batch.length,
+            rows=config.batch.rows,
+            accumulation=config.batch.accumulation,
+            seed=config.seed,
+            reader=workers.reader,
+            readers=workers.readers,
+            neighbours=workers.neighbours,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """The checksum of the tokenised text."""
+        return self.corpus.checksum
+
+    @property
+    def prompt(self) -> str:
+        """What samples begin with."""
+        if self.config.evaluation.prompt is not None:
+            return self.config.evaluation.prompt
+        return "def " if self.config.data.sources == ("stdlib",) else beginning(self.corpus, self._tokenizer)
+
+    def make_model(self, dtype: torch.dtype) -> MambaLM:
+        """The language model to start from, or a new one for the tokenizer's vocabulary."""
+        if self._init is None:
+            config = self._begun or self.config.model.lm_config(self._tokenizer.vocab_size)
+            return MambaLM(config, dtype=dtype)
+        model = MambaLM(self._init.config, dtype=dtype)
+        model.load_state_dict(load_model(self._init.directory, dtype=dtype).state_dict())
+        return model
+
+    def batches(self, step: int) -> list[Batch]:
+        """Rows of text."""
+        return self._batches.step(step)
+
+    def cost(
+        self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
+    ) -> tuple[Tensor, LMCache | None]:
+        """Nats, and the state after each row of a stream."""
+        return batch_nats(model, batch, carried, dtype, kept=self.config.data.mode == "stream")
+
+    def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
+        """Score the held-out text, and write a sample."""
+        self.held_out = found = evaluate(model, self.corpus, dtype, self._workers)
+        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbours.items())
+        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
+        text = sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
+        if text and self._workers.leads:
+            samples = self._directory / "samples"
+            samples.mkdir(exist_ok=True)
+            with replacing(samples / f"step-{step:08d}.txt") as temporary:
+                temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+            lines += [f"  | {line}" for line in text.splitlines()]
+        return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
+
+    def write_model(self, model: MambaLM, directory: Path) -> None:
+        """Write config, weights and tokenizer, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
+        model.save_pretrained(directory)
+        self._copy_tokenizer(directory)
+
+    def write_description(self, model: MambaLM, directory: Path) -> None:
+        """Write the config and the tokenizer's files."""
+        save_config(model, directory)
+        self._copy_tokenizer(directory)
+
+    def _copy_tokenizer(self, directory: Path) -> None:
+        if self.config.data.tokenizer != "bytes":
+            copy_companions(self._directory, directory)
+
+    def read_model(self, model: MambaLM, tensors: dict[str, Tensor]) -> None:
+        """Set the weights."""
+        model.load_state_dict(tensors)
+
+    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | Piece]:
+        """The states of the streams that this worker reads, in one cache."""
+        found = LMCache.cat(list(parts)).tensors()
+        if self._workers.readers == 1:
+            return dict(found)
+        spans = tuple((rows.start, rows.stop) for rows in self._streams())
+        return {name: Piece(x, spans, self.config.batch.rows) for name, x in found.items()}
+
+    def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
+        """The states of each part's streams that this worker reads."""
+        return list(carried_from(model, tensors, self.config.batch.rows, self._streams()))
+
+    def _streams(self) -> list[slice]:
+        """The rows of a step that this worker reads, for each part."""
+        batch, workers = self.config.batch, self._workers
+        size = batch.rows // batch.accumulation
+        own = size // workers.readers
+        return [slice(begin, begin + own) for begin in range(workers.reader * own, batch.rows, size)]
+
+    def plot(self, directory: Path) -> None:
+        """Draw `loss.png`."""
+        if self.held_out is not None:
+            text = self.corpus.train
+            bytes_per_token = int(text.sizes.sum()) / text.total
+            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
+
+    def _open_tokenizer(self) -> Tokenizer:
+        """The tokenizer, from the run's own file."""
+        if self.config.data.tokenizer == "bytes":
+            return ByteTokenizer()
+        return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
+
+    def _make_tokenizer(self, text: Text, report: Callable[[str], None]) -> Tokenizer:
+        """Copy the tokenizer's files into the run, or make one; files of a failed attempt with another are removed."""
+        name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
+        if (size := byte_pair_size(name)) is not None:
+            make_byte_pairs(text, size, own)
+            taken = [own.name]
+        elif name != "bytes":
+            taken = [*copy_companions(Path(name).parent, self._directory), own.name]
+            with replacing(own) as temporary:
+                shutil.copyfile(name, temporary)
+        for other in set(COMPANIONS) - set(taken):
+            (self._directory / other).unlink(missing_ok=True)
+        tokenizer = self._open_tokenizer()
+        if isinstance(tokenizer, FileTokenizer):
+            write_end(tokenizer, self._directory)
+            if not tokenizer.end:
+                report(
+                    f"{name}: no token that ends a document is known, so the model will not learn where one ends; name "
+                    "it with --data.end_token TOKEN"
+                )
+        return tokenizer

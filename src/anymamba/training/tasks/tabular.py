@@ -1,0 +1,145 @@
+"""What all tasks on files share: sequences are read, cut, held out, scaled and put into batches."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anymamba.core.io import write_json
+from anymamba.models import (
+    SequenceConfig,
+    SequenceModel,
+)
+from anymamba.training.config.tabular_config import FileConfig
+from anymamba.training.data.sequence_batches import Scale, SequenceBatch, checksum, order_of_step, padded, split
+from anymamba.training.data.tables import read_tables
+from anymamba.training.metrics.metrics_table import plot_metrics
+from anymamba.training.tasks.task import Evaluation, Task
+
+FACTS = "task.json"  # beside the model: what `predict` must know about the files
+
+
+class FileTask(Task[SequenceBatch]):
+    """Sequences from files.
+
+    Attributes:
+        table: what the files have, sequences cut to the config's length.
+        scale: of the numbers that are read.
+        beside: what simpler methods reach on the held-out data, by name.
+    """
+
+    MODEL: ClassVar[type[SequenceModel]]
+    BETTER: ClassVar[str] = "lower is better"
+    STEPS: ClassVar[bool] = False  # whether a row of a table is a step of a sequence rather than a sequence
+    config: FileConfig
+    beside: dict[str, float]
+
+    def __init__(self, config: FileConfig, report: Callable[[str], None]) -> None:
+        """Read the files."""
+        self.config, d = config, config.data
+        self.table = read_tables(d.sources, targets=d.targets, inputs=d.inputs, sequence=d.sequence, steps=self.STEPS)
+        self._checksum = checksum(self.table)
+        self._dtype = torch.float64 if config.precision.dtype == "float64" else torch.float32
+        self.prepare(report)
+        SequenceConfig(**self.make_config())  # what cannot work is refused before the first step
+
+    @property
+    def fingerprint(self) -> str:
+        """The checksum of all sequences and targets."""
+        return self._checksum
+
+    @abstractmethod
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Bring the sequences and targets into the form that the task needs."""
+
+    def split_and_scale(self, report: Callable[[str], None]) -> None:
+        """Cut sequences that are too long, hold some out, and scale all numbers."""
+        c, longest = self.config, max(len(x) for x in self.table.sequences)
+        if longest > c.batch.length:
+            cut = sum(len(x) > c.batch.length for x in self.table.sequences)
+            report(f"{cut} sequences are cut to batch.length = {c.batch.length} steps; the longest has {longest}")
+        self.table = self.table._replace(sequences=[x[: c.batch.length] for x in self.table.sequences])
+        self.training, self.held_out = split(self.table, c.seed, c.data.held_out)
+        self.scale: Scale | None = None
+        if not self.table.is_text:
+            self.scale = Scale.of(np.concatenate([self.table.sequences[i] for i in self.training]), c.data.standardise)
+            scaled = [self.scale.shrink(x) for x in self.table.sequences]
+            self.table = self.table._replace(sequences=scaled)
+        report(f"{len(self.training)} sequences to train on, {len(self.held_out)} held out")
+
+    def make_config(self, **fields: Any) -> dict[str, Any]:
+        """Fields of the model's config."""
+        m = self.config.model
+        inputs = {"vocab_size": 256} if self.table.is_text else {"input_size": len(self.table.channels)}
+        return {
+            **inputs,
+            "stack": m.stack_fields(),
+            "bidirectional": self.config.both_ways,
+            "pooling": m.pooling,
+            **fields,
+        }
+
+    def make_model(self, dtype: torch.dtype) -> SequenceModel:
+        """The task's model."""
+        return self.MODEL(dtype=dtype, **self.make_config())
+
+    def batches(self, step: int) -> list[SequenceBatch]:
+        """All sequences once, in random order, before any comes again."""
+        c = self.config
+        numbers = order_of_step(c.seed, step, c.batch.rows, len(self.training))
+        chosen = [self.training[i] for i in numbers]
+        size = c.batch.rows // c.batch.accumulation
+        return [self.batch(chosen[i : i + size], step) for i in range(0, len(chosen), size)]
+
+    def batch(self, chosen: list[int], step: int) -> SequenceBatch:
+        """Some sequences with their targets."""
+        inputs, lengths = padded([self.table.sequences[i] for i in chosen], self._dtype)
+        return SequenceBatch(inputs, lengths, self.targets(chosen), len(chosen))
+
+    def targets(self, chosen: list[int]) -> Tensor:
+        """What is to be predicted for some sequences."""
+        raise NotImplementedError
+
+    def held_out_batches(self) -> Iterator[SequenceBatch]:
+        """The held-out sequences."""
+        rows = self.config.batch.rows
+        for i in range(0, len(self.held_out), rows):
+            yield self.batch(self.held_out[i : i + rows], -1)
+
+    def facts(self) -> dict[str, Any]:
+        """What `predict` must know besides the model."""
+        d, scale = self.config.data, self.scale
+        return {
+            "task": self.config.task,
+            "columns": self.table.columns,
+            "channels": self.table.channels,
+            "targets": list(d.targets),
+            "sequence": d.sequence,
+            "length": self.config.batch.length,
+            "scale": None if scale is None else [scale.mean.tolist(), scale.deviation.tolist()],
+        }
+
+    def write_model(self, model: SequenceModel, directory: Path) -> None:
+        """Write config, weights, and what `predict` must know about the files."""
+        write_json(directory / FACTS, self.facts())
+        model.save_pretrained(directory)
+
+    def evaluated(self, step: int, values: dict[str, float], words: str) -> Evaluation:
+        """An evaluation, with what simpler methods reach."""
+        beside = "; ".join(f"{name}: {x:.4f}" for name, x in self.beside.items())
+        return Evaluation(values, f"step {step}: held out {words}, {self.BETTER} ({beside})")
+
+    def plot(self, directory: Path) -> None:
+        """Draw `loss.png`."""
+        plot_metrics(directory / "metrics.csv", directory / "loss.png", self.NAMES[0], self.beside)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Float32 or wider."""
+    return x if x.dtype == torch.float64 else x.float()
