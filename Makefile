@@ -27,7 +27,7 @@ test: $(VENV)/.installed
 	$(MAKE) --no-print-directory --jobs 2 test-upper test-lower test-unchecked
 
 # Two parts of about the same length; what is new falls into the upper one. Annotations are checked in both.
-LOWER := tests/blocks tests/core tests/analysis tests/kernels tests/models tests/ops tests/scan
+LOWER := tests/blocks tests/core tests/analysis tests/kernels tests/checkpoints tests/models tests/ops tests/quantization tests/scan
 CHECKED := -m pytest --jaxtyping-packages=anymamba,beartype.beartype
 test-lower: $(VENV)/.installed
 	$(BIN)/python $(CHECKED) $(LOWER)

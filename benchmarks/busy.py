@@ -26,7 +26,7 @@ _SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile ti
 
 
 @cache
-def _neighbour() -> subprocess.Popen[bytes]:
+def _neighbor() -> subprocess.Popen[bytes]:
     """A program that does nothing but keep a core busy, stopped."""
     program = subprocess.Popen([sys.executable, "-c", _SPIN, str(_LIVES)])
     atexit.register(program.kill)
@@ -37,7 +37,7 @@ def _neighbour() -> subprocess.Popen[bytes]:
 @contextlib.contextmanager
 def _beside() -> Iterator[None]:
     """Let it run for a while."""
-    program = _neighbour()
+    program = _neighbor()
     if program.poll() is not None:
         raise RuntimeError(f"the busy program ended after {_LIVES} seconds: measure fewer rounds")
     os.kill(program.pid, signal.SIGCONT)

@@ -1,8 +1,8 @@
-"""What a step on several workers costs: operations, bytes that a worker sends, and the time for both.
+"""Cost model of a training step on several ranks: operations, bytes sent per rank, and the time for both.
 
-A step reads rows of t tokens on a mesh of `replicate · shard · context` workers (`anymamba.training.distributed.process_group`) and adds
-up gradients once, however many parts it has. Matrix products, the recurrence of Mamba-1, and messages of more than one
-number are counted. docs/scale.md has the formulas.
+A step reads rows of t tokens on a mesh of `replicate · shard · context` ranks and sums gradients once, however many
+microbatches it has. Matmuls, the recurrence of Mamba-1, and messages of more than one number are counted.
+docs/scale.md has the formulas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from anymamba.blocks.mamba1 import Mamba1Config
 from anymamba.blocks.mamba2 import Mamba2Config
 from anymamba.blocks.mamba3.config import Mamba3Config
-from anymamba.checkpoints.empty_model import skeleton
+from anymamba.checkpoints.empty_model import empty_model
 from anymamba.models.config import MambaLMConfig
 from anymamba.scan import SsdPath
 
@@ -83,7 +83,7 @@ def sizes_of(config: MambaLMConfig, dtype: torch.dtype = torch.float32) -> Sizes
     """
     if config.stack:
         raise ValueError(f"costs: the layers must be alike and pass once, got stack = {config.stack}")
-    model: Any = skeleton(dataclasses.replace(config, n_layer=1))
+    model: Any = empty_model(dataclasses.replace(config, n_layer=1))
     layer = model.backbone.layers[0]
     inside = {id(p) for p in layer.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -127,7 +127,7 @@ class Message(NamedTuple):
     Attributes:
         kind: of the exchange.
         workers: that take part.
-        size: bytes of the whole tensor in the end, or of what is sent to a neighbour.
+        size: bytes of the whole tensor in the end, or of what is sent to a neighbor.
     """
 
     kind: Kind
@@ -162,9 +162,9 @@ def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, place: int = 0, gradie
             found.append(Message("all-reduce", mesh.copies, gradient * (layers + rest) // mesh.shard))
     elif mesh.copies > 1:
         found.append(Message("all-reduce", mesh.copies, gradient * sizes.parameters))
-    neighbours = (place > 0) + (place + 1 < mesh.context)
-    if neighbours:
-        found.append(Message("send", 2, parts * neighbours * sizes.layers * sizes.carried))
+    neighbors = (place > 0) + (place + 1 < mesh.context)
+    if neighbors:
+        found.append(Message("send", 2, parts * neighbors * sizes.layers * sizes.carried))
     return found
 
 
@@ -199,7 +199,7 @@ class Machine(NamedTuple):
     memory: float
 
     def hop(self, sizes: Sizes) -> float:
-        """Seconds to send what a layer carries to a neighbour."""
+        """Seconds to send what a layer carries to a neighbor."""
         return self.latency + sizes.carried / self.bandwidth
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.core.weight_formats import FORMATS, expect_format
+from anymamba.core.weight_formats import FORMATS, check_format
 from anymamba.generation import decoder
 from anymamba.generation.prefill import prefill
 from anymamba.models import MambaLM, MambaLMConfig
-from anymamba.quantization.quantize import narrow_model
+from anymamba.quantization.quantize import quantize_model
 from benchmarks.harness import Call, Case, Contender, forward
 
 MAMBA2_130M = MambaLMConfig(
@@ -147,7 +147,7 @@ def our_model_with(weights: str, small: bool = False) -> MambaLM:
     if weights == "float32":
         return model
     format = weights.removesuffix(IN_BFLOAT16)
-    found = narrow_model(copy.deepcopy(model), expect_format("benchmark", format))
+    found = quantize_model(copy.deepcopy(model), check_format("benchmark", format))
     return found if format == weights else found.to(torch.bfloat16)
 
 

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 
 CASE = "kernels/growth"
 BAND = 0.1  # around the time a token takes at the baseline's length
@@ -47,7 +47,7 @@ def plot_growth(times: dict[int, float], baseline: int, target: Path) -> None:
     rate.axhspan((1 - BAND) * level, (1 + BAND) * level, alpha=0.2, label=f"±{BAND:.0%} of {baseline} tokens")
     rate.set(xlabel="tokens", ylabel="microseconds per token", ylim=(0, 1.6 * max(per_token)), title="of that, a token")
     rate.legend()
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     plt.close(figure)
 

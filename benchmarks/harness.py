@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.machine import Neighbours
+from benchmarks.machine import ContextParallelGroup
 
 Call = Callable[[], Mapping[str, Tensor]]
 Clock = Callable[[], float]
@@ -231,7 +231,7 @@ def time_case(
     # What the set-up left stays out of the collections between the samples, which are then short.
     gc.collect()
     gc.freeze()
-    neighbours = Neighbours()
+    neighbors = ContextParallelGroup()
     for turn in range(repeats):
         progress(f"{case.name}: round {turn + 1} of {repeats}")
         for contender in case.contenders:
@@ -239,7 +239,7 @@ def time_case(
                 continue
             gc.collect()
             samples[contender.name].append(1e3 * seconds(calls[contender.name], counts[contender.name], clock))
-    cores_used_by_others = neighbours.cores_used() if clock is time.perf_counter else None
+    cores_used_by_others = neighbors.cores_used() if clock is time.perf_counter else None
     gc.unfreeze()
     timings = [Timing(contender=name, samples_ms=tuple(samples[name]), calls_per_sample=counts[name]) for name in calls]
     return CaseResult(case=case, timings=timings, cores_used_by_others=cores_used_by_others)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import MambaLM
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from anymamba.integrations.transformers import accelerate
 from benchmarks.generation import stepping
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
@@ -91,7 +91,7 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         """Project in and out."""
-        return project(self.out_proj, project(self.in_proj, x)[..., : self.width])
+        return apply_linear(self.out_proj, apply_linear(self.in_proj, x)[..., : self.width])
 
 
 def _mixer(shape: str, variant: Variant, tiny: bool) -> tuple[Any, Any]:

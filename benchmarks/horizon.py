@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 
 CASES = {"stacks/whole": "all passes keep a graph", "stacks/horizon": "the last two keep one (grad_horizon=2)"}
 
@@ -41,7 +41,7 @@ def plot(found: dict[str, dict[int, float]], target: Path) -> None:
     for name, by_passes in found.items():
         axes.plot(list(by_passes), list(by_passes.values()), "o-", label=CASES[name])
     axes.legend()
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
 

@@ -32,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-class Neighbours:
+class ContextParallelGroup:
     """How many cores other programs use, from the creation of this object on."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import Mamba1, SsdPath
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from benchmarks.harness import Case, Contender
 from benchmarks.mamba2 import TINY, BlockShape, Mode, OnPath, set_up_block, set_up_step
 from benchmarks.peers import TransformersMamba1
@@ -54,9 +54,9 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project in, select, and project out."""
-        inner_bti = project(self.in_proj, x)[..., : self.width]
-        step_bti = self.dt_proj(project(self.x_proj, inner_bti)[..., : self.rank])
-        return project(self.out_proj, step_bti)
+        inner_bti = apply_linear(self.in_proj, x)[..., : self.width]
+        step_bti = self.dt_proj(apply_linear(self.x_proj, inner_bti)[..., : self.rank])
+        return apply_linear(self.out_proj, step_bti)
 
 
 def block_case(mode: Mode, t: int) -> Case:

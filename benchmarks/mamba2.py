@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.blocks.mamba2 import Mamba2
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from anymamba.scan import SsdPath, ssd
 from benchmarks.harness import Call, Case, Contender, forward, forward_backward
 from benchmarks.peers import TransformersMamba2
@@ -60,7 +60,7 @@ class Block(Protocol):
 
 
 def set_up_ssd(path: SsdPath, mode: Mode, shape: BlockShape) -> Call:
-    """The SSD on random inputs with steps and decay rates in the range of the official initialisation."""
+    """The SSD on random inputs with steps and decay rates in the range of the official initialization."""
     generator = torch.Generator().manual_seed(0)
     normal = partial(torch.randn, generator=generator)
     sizes_bt = (shape.batch, shape.t)
@@ -128,7 +128,7 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project in, drop all but the width that goes out, project out."""
-        return project(self.out_proj, project(self.in_proj, x)[..., : self.width])
+        return apply_linear(self.out_proj, apply_linear(self.in_proj, x)[..., : self.width])
 
     def prefill(self, x: Tensor, /) -> tuple[Tensor, None]:
         """As a block that keeps nothing."""

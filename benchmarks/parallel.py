@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported, as in __main__.py
 
 from anymamba.core.allocator import keep_freed_memory
-from anymamba.core.context_parallel import Neighbours
+from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.training.api import begin
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.distributed.process_group import Workers, joined
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     length: int
     rows: int
     mesh: dict[str, int]
-    optimiser: str = "adamw"
+    optimizer: str = "adamw"
 
     @property
     def workers(self) -> int:
@@ -67,8 +67,8 @@ class Found(NamedTuple):
         seconds: of each step.
         loss: of the first step.
         memory: of the worker that needs most.
-        sent: bytes to neighbours in a step, of the worker that sends most.
-        waited: seconds for neighbours in a step, of the worker that waits most.
+        sent: bytes to neighbors in a step, of the worker that sends most.
+        waited: seconds for neighbors in a step, of the worker that waits most.
     """
 
     seconds: list[float]
@@ -78,16 +78,16 @@ class Found(NamedTuple):
     waited: float
 
 
-class TimedNeighbours:
-    """Counts the time in which a worker waits for its neighbours."""
+class TimedNeighbors:
+    """Counts the time in which a worker waits for its neighbors."""
 
-    def __init__(self, neighbours: Neighbours) -> None:
+    def __init__(self, neighbors: ContextParallelGroup) -> None:
         """Stand between the workers and their messages."""
         self.seconds = 0.0
-        self._send, self._receive = neighbours.send, neighbours.receive
-        vars(neighbours).update(send=self._sending, receive=self._receiving)
+        self._send, self._receive = neighbors.send, neighbors.receive
+        vars(neighbors).update(send=self._sending, receive=self._receiving)
 
-    def _sending(self, *args: Any) -> tuple[TimedNeighbours, Any]:
+    def _sending(self, *args: Any) -> tuple[TimedNeighbors, Any]:
         self._work, message = self._send(*args)
         return self, message
 
@@ -112,7 +112,7 @@ def start(directory: Path, plan: Plan, sizes: dict[str, Any], workers: Workers) 
             "data": {"sources": [str(directory / "words.txt")]},
             "batch": {"tokens": plan.tokens, "length": plan.length},
             "schedule": {"kind": "constant", "warmup": 0, "steps": 10**6},
-            "optimiser": {"kind": plan.optimiser},
+            "optimizer": {"kind": plan.optimizer},
             "parallel": plan.mesh,
             "threads": 2 // plan.workers,
         }
@@ -129,18 +129,18 @@ def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None
     reset_high_water_mark()
     before = high_water_mark()
     trainer = start(directory, plan, sizes, workers)
-    neighbours = workers.neighbours
-    timed = TimedNeighbours(neighbours) if neighbours else None
+    neighbors = workers.neighbors
+    timed = TimedNeighbors(neighbors) if neighbors else None
     loss = trainer._take_step()[0].loss
     reset_high_water_mark()
-    sent, waited = (neighbours.sent, timed.seconds) if neighbours and timed else (0, 0.0)
+    sent, waited = (neighbors.sent, timed.seconds) if neighbors and timed else (0, 0.0)
     seconds = []
     for _ in range(steps):
         began = perf_counter()
         trainer._take_step()
         seconds.append(perf_counter() - began)
-    if neighbours and timed:
-        sent, waited = (neighbours.sent - sent) // steps, (timed.seconds - waited) / steps
+    if neighbors and timed:
+        sent, waited = (neighbors.sent - sent) // steps, (timed.seconds - waited) / steps
     found = Found(seconds, loss, high_water_mark() - before, sent, waited)
     (directory / f"found-{workers.rank}.json").write_text(json.dumps(found))
 
@@ -206,7 +206,7 @@ def compare(plans: list[Plan], sizes: dict[str, Any], rounds: int, steps: int) -
 
 def exchanges(runs: dict[int, list[Found]]) -> None:
     """Bytes and time of context by the length of a row."""
-    print("| context = 2: tokens of a row | bytes that a worker sends in a step | waits for its neighbour | a step |")
+    print("| context = 2: tokens of a row | bytes that a worker sends in a step | waits for its neighbor | a step |")
     print("|---:|---:|---:|---:|")
     for length, found in sorted(runs.items()):
         step = statistics.median(s for f in found for s in f.seconds)
@@ -221,7 +221,7 @@ def main() -> int:
     )
     parser.add_argument("--family", choices=["Mamba1", "Mamba2", "Mamba3"], default="Mamba2")
     parser.add_argument(
-        "--optimiser", choices=["adamw", "muon"], default="adamw", help="muon: rows divided over workers alone"
+        "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: rows divided over workers alone"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="that count, in each round")
@@ -237,9 +237,9 @@ def main() -> int:
     print(f"{describe_machine()}\n", file=sys.stderr)
     one = "one process, 2 threads"
     meshes = {one: {}, "replicate = 2": {"replicate": 2}, "shard = 2": {"shard": 2}}
-    rows = [Plan(name, short, 8, mesh, options.optimiser) for name, mesh in meshes.items()]
+    rows = [Plan(name, short, 8, mesh, options.optimizer) for name, mesh in meshes.items()]
     compare(rows, sizes, options.rounds, options.steps)
-    if options.optimiser != "adamw":
+    if options.optimizer != "adamw":
         return 0
     shared = {length: Plan("context = 2", length, 1, {"context": 2}) for length in lengths}
     found = compare([Plan(one, lengths[1], 1, {}), shared[lengths[1]]], sizes, options.rounds, options.steps)

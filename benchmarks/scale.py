@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 from anymamba.models.config import MambaLMConfig
 from benchmarks.cost_model import (
     Machine,
@@ -151,31 +151,31 @@ def plot(options: argparse.Namespace, target: Path) -> None:
         moved = [ring_attention_bytes(fields["n_layer"], width, t, 8) for t in lengths]
         left.plot(lengths, moved, style, color="tab:red", label=f"ring attention, {name}")
     styles = (("tab:green", "-"), ("tab:blue", "-"), ("tab:orange", "--"))  # the last two lie on each other
-    for (name, sizes), (colour, style) in zip(families.items(), styles, strict=True):
+    for (name, sizes), (color, style) in zip(families.items(), styles, strict=True):
         moved = [sent(sizes, Mesh(context=8)) - sent(sizes, Mesh(replicate=8))] * len(lengths)
-        left.plot(lengths, moved, style, color=colour, label=f"context, {name}")
+        left.plot(lengths, moved, style, color=color, label=f"context, {name}")
     gradients = sent(families["Mamba-2"], Mesh(replicate=8))
-    left.axhline(gradients, color="grey", linestyle=":", label="gradients, for comparison")
+    left.axhline(gradients, color="gray", linestyle=":", label="gradients, for comparison")
     left.set_xscale("log", base=2)
     left.set_yscale("log")
     left.set(xlabel="tokens of a row", ylabel="bytes", title=f"sent by a worker of 8 that share a row, {shape}")
     left.legend(fontsize=8)
     _plot_seconds(right, families["Mamba-2"], length, options)
     right.set_title(f"a step of one row of {length:,} tokens, {shape} Mamba-2")
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     plt.close(figure)
 
 
 def _plot_seconds(axes: Any, sizes: Sizes, length: int, options: argparse.Namespace) -> None:
     counts = [2**i for i in range(13)]
-    for gigabits, colour in zip(GIGABITS, ("tab:red", "tab:blue", "tab:green"), strict=True):
+    for gigabits, color in zip(GIGABITS, ("tab:red", "tab:blue", "tab:green"), strict=True):
         machine = machine_with(gigabits, options)
         seconds = [step_seconds(sizes, Mesh(context=count), 1, length, machine) for count in counts]
-        axes.plot(counts, seconds, "o-", markersize=3, color=colour, label=f"{gigabits} Gbit/s")
-        axes.axvline(best_context(sizes, length, machine), color=colour, linestyle=":", linewidth=1)
+        axes.plot(counts, seconds, "o-", markersize=3, color=color, label=f"{gigabits} Gbit/s")
+        axes.axvline(best_context(sizes, length, machine), color=color, linestyle=":", linewidth=1)
     alone = step_seconds(sizes, Mesh(), 1, length, machine_with(GIGABITS[0], options))
-    axes.plot(counts, [alone / count for count in counts], "--", color="grey", label="ideal")
+    axes.plot(counts, [alone / count for count in counts], "--", color="gray", label="ideal")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="workers that share the row (dotted: the best number)", ylabel="seconds")

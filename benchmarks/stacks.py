@@ -187,7 +187,7 @@ def _weights(model: Any) -> dict[str, Tensor]:
 
 
 def classifier_case(shape: ClassifierShape) -> Case:
-    """A training step of a classifier beside transformers' backbone and a linear head, without the optimiser's part."""
+    """A training step of a classifier beside transformers' backbone and a linear head, without the optimizer's part."""
     contenders = tuple(
         Contender(
             name=name,

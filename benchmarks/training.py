@@ -2,7 +2,7 @@
 
 A step is forward, backward and torch's fused AdamW. The contenders have the same weights and read the same random
 tokens; their losses and the gradients of the first layer's projection must agree. Memory is what a step needs above
-weights, gradients and optimiser state, all of which are there before it is measured.
+weights, gradients and optimizer state, all of which are there before it is measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.linear import project
-from anymamba.models.loss import head_nats
+from anymamba.core.linear import apply_linear
+from anymamba.models.loss import chunked_cross_entropy
 from anymamba.training.api import begin
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.metrics.metrics_table import MetricsTable
@@ -54,9 +54,9 @@ class Matrices(nn.Module):
         hidden_btd = self.embedding(ids_bt)
         for layer in self.layers:
             projections: Any = layer
-            inner_bti = project(projections["in_proj"], hidden_btd)[..., : projections["out_proj"].in_features]
-            hidden_btd = hidden_btd + project(projections["out_proj"], inner_bti)
-        return head_nats(self.head, hidden_btd[0, :-1], ids_bt[0, 1:]) / (ids_bt.shape[1] - 1)
+            inner_bti = apply_linear(projections["in_proj"], hidden_btd)[..., : projections["out_proj"].in_features]
+            hidden_btd = hidden_btd + apply_linear(projections["out_proj"], inner_bti)
+        return chunked_cross_entropy(self.head, hidden_btd[0, :-1], ids_bt[0, 1:]) / (ids_bt.shape[1] - 1)
 
 
 def build(name: str, small: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -72,23 +72,23 @@ def build(name: str, small: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]
 
 
 def set_up_step(name: str, t: int, small: bool = False) -> Call:
-    """Steps on one row of tokens; gradients and optimiser state are there before the first."""
+    """Steps on one row of tokens; gradients and optimizer state are there before the first."""
     ids_bt = prompt(1, t)
     model, loss_of = build(name, small)
     model.train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     for p in model.parameters():  # zero gradients without decay leave the weights unchanged
         p.grad = torch.zeros_like(p)
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
-    optimiser.step()
+    optimizer.step()
     watched = next(p for name, p in model.named_parameters() if name.endswith("in_proj.weight"))
 
     def step() -> dict[str, Tensor]:
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss = loss_of(ids_bt)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         assert watched.grad is not None
         return {"loss": loss.detach(), "grad in_proj": watched.grad}
 
@@ -127,18 +127,18 @@ def start_run(**sections: Any) -> Trainer[LanguageTask]:
 
 
 def set_up_trainer(bare: bool, small: bool = False) -> Call:
-    """Steps of a run; `bare`: forward, backward and optimiser alone, on batches that already exist."""
+    """Steps of a run; `bare`: forward, backward and optimizer alone, on batches that already exist."""
     trainer = start_run(model={"depth": 1 if small else 4})
     trainer.save()
     if bare:
-        batches, optimiser = trainer.task.batches(0), trainer.optimiser
+        batches, optimizer = trainer.task.batches(0), trainer.optimizer
         model: Any = trainer.model
 
         def step() -> dict[str, Tensor]:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             cost, _ = trainer.task.cost(model, batches[0], None, torch.float32)
             (cost / batches[0].counted).backward()
-            optimiser.step(1.0)
+            optimizer.step(1.0)
             return {"loss": cost.detach() / batches[0].counted}
 
         return step
@@ -157,7 +157,7 @@ def set_up_trainer(bare: bool, small: bool = False) -> Call:
 
 
 def trainer_case() -> Case:
-    """What the trainer does around forward, backward and optimiser: batches, clipping, checks, metrics, display."""
+    """What the trainer does around forward, backward and optimizer: batches, clipping, checks, metrics, display."""
     contenders = tuple(
         Contender(
             name=name,
@@ -165,7 +165,7 @@ def trainer_case() -> Case:
             tiny=partial(set_up_trainer, bare, True),
             computes="step",
         )
-        for name, bare in (("forward, backward and optimiser", True), ("trainer", False))
+        for name, bare in (("forward, backward and optimizer", True), ("trainer", False))
     )
     return Case(name="training/overhead", contenders=contenders, baseline=contenders[0].name)
 

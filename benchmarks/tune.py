@@ -152,11 +152,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (2048)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    from benchmarks.machine import Neighbours
+    from benchmarks.machine import ContextParallelGroup
 
     if options.here:
-        neighbours = Neighbours()
-        print(json.dumps((measure_here(options.chunk_rows, options.tokens), neighbours.cores_used())))
+        neighbors = ContextParallelGroup()
+        print(json.dumps((measure_here(options.chunk_rows, options.tokens), neighbors.cores_used())))
         return 0
     from anymamba.kernels.cpu.bindings import LIBRARY
     from anymamba.kernels.cpu.scan_kernels import CHUNK_ROWS as PRESENT_ROWS
@@ -165,9 +165,9 @@ def main() -> int:
         parser.error(f"the kernels must be built, but: {LIBRARY.reason}")
     tiles = options.tiles or TILES[LIBRARY.isa]
     samples: dict[Choice, list[Measured]] = defaultdict(list)
-    neighbours = Neighbours()
+    neighbors = ContextParallelGroup()
     time.sleep(1)
-    others = [neighbours.cores_used()]
+    others = [neighbors.cores_used()]
     print(warning(others, "do not trust what follows"), end="", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         libraries = {tile: build(tile, LIBRARY.isa, Path(folder)) for tile in tiles}

@@ -36,7 +36,8 @@ API = {
     ),
     "generation": (
         "Generation",
-        "anymamba.generation.pipeline.pipeline anymamba.generation.pipeline.Pipeline anymamba.generation.generate.generate "
+        "anymamba.generation.pipeline.pipeline anymamba.generation.pipeline.Pipeline "
+        "anymamba.generation.generate.generate "
         "anymamba.generation.generate.stream anymamba.generation.decoder.decoder "
         "anymamba.generation.state.GenerationState anymamba.generation.scoring.likelihood "
         "anymamba.generation.tokenizers.load_tokenizer",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 from anymamba.training.config.run_config import RunConfig
 from anymamba.training.config.sections import CheckpointSection, EvaluationSection, at_least, option
 from anymamba.training.config.tabular_config import FileConfig
@@ -56,7 +56,7 @@ class Finished(Generic[T]):
     """A run that is over.
 
     Attributes:
-        task: what was learnt.
+        task: what was learned.
         model: ready to be judged.
         steps: the number taken.
         seconds: the time they took.
@@ -107,7 +107,7 @@ class Given(NamedTuple):
     def write(self, name: str, text: str) -> None:
         """Print a result, and write it to OUT/NAME.md."""
         self.out.mkdir(parents=True, exist_ok=True)
-        with replacing(self.out / f"{name}.md") as temporary:
+        with atomic_write(self.out / f"{name}.md") as temporary:
             temporary.write_text(text, encoding="utf-8")
         print(text)
 
@@ -183,7 +183,7 @@ def file_config(
     model: dict[str, Any],
     data: dict[str, Any],
     batch: dict[str, int],
-    optimiser: dict[str, float],
+    optimizer: dict[str, float],
 ) -> FileConfig:
     """A run on files with this default number of steps, evaluated every hundred."""
     return FileConfig.from_dict(
@@ -192,7 +192,7 @@ def file_config(
             "model": model,
             "data": data,
             "batch": batch,
-            "optimiser": optimiser,
+            "optimizer": optimizer,
             "schedule": {"steps": steps if given.steps is None else given.steps, "final": 0.01},
             "evaluation": {"every": 100, "log_every": 50},
             "checkpoints": {"every": 50, "keep": 1},
@@ -221,5 +221,5 @@ def write_figure(figsize: tuple[float, float], fill: Callable[[Any], None], targ
     figure = Figure(figsize=figsize, layout="constrained")
     fill(figure)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png")

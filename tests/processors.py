@@ -25,8 +25,16 @@ ROOT = Path(__file__).parents[1]
 WIDE = ROOT / "build" / "wide" / "libanymamba_cpu.so"
 
 NUMERIC = (
-    *("tests/kernels", "tests/scan", "tests/ops", "tests/blocks", "tests/models", "tests/generation"),
-    *("tests/training/test_golden.py", "tests/training/test_loop.py", "tests/training/test_optim.py"),
+    *(
+        "tests/kernels",
+        "tests/scan",
+        "tests/ops",
+        "tests/blocks",
+        "tests/models",
+        "tests/generation",
+        "tests/quantization",
+    ),
+    *("tests/training/test_golden.py", "tests/training/test_trainer.py", "tests/training/test_optim.py"),
     "tests/test_former_files.py",
 )
 KERNELS = (
@@ -35,7 +43,7 @@ KERNELS = (
 )
 QUICK = (
     *("tests/blocks/test_golden.py", "tests/models/test_lm.py", "tests/ops", "tests/test_former_files.py"),
-    *("tests/training/test_golden.py", "tests/generation/test_decoder.py", "tests/scan/test_selective.py"),
+    *("tests/training/test_golden.py", "tests/generation/test_decoder.py", "tests/scan/test_selective_scan.py"),
 )
 QUICK_KERNELS = (*QUICK, "tests/kernels")
 
@@ -124,7 +132,7 @@ ROWS = (
     Row(name="torch avx512", variables={"ATEN_CPU_CAPABILITY": "avx512"}, missing=no_aten("AVX512")),
     Row(name="MKL compatible", variables={"MKL_CBWR": "COMPATIBLE"}, missing=no_mkl, quick=QUICK),
     Row(name="MKL avx2", variables={"MKL_CBWR": "AVX2"}, missing=no_mkl),
-    Row(name="oneDNN", variables={"ANYMAMBA_PRODUCTS": "onednn"}, missing=no_onednn, quick=QUICK),
+    Row(name="oneDNN", variables={"ANYMAMBA_MATMUL": "onednn"}, missing=no_onednn, quick=QUICK),
     Row(
         name="kernels baseline",
         variables={"ANYMAMBA_ISA": "baseline"},

@@ -254,7 +254,7 @@ def test_a_shared_row_takes_the_time_of_its_schedule(layers, context):
 
 
 def test_the_document_has_the_tables_that_are_predicted():
-    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
     for line in tables(options_of([])):
         assert line in text
 

@@ -79,7 +79,7 @@ def test_what_nobody_can_run_is_refused_even_where_it_is_marked(tmp_path, langua
 def test_what_can_be_run_is_not_refused(tmp_path, language):
     code = {
         "toml": "[model]\ndepth = 2",
-        "sh": "anymamba train CONFIG.toml --optimiser.lr 1e-3  # a comment\nWANDB_MODE=offline make test SEED=7",
+        "sh": "anymamba train CONFIG.toml --optimizer.lr 1e-3  # a comment\nWANDB_MODE=offline make test SEED=7",
     }
     (block,) = blocks(written(tmp_path, f"```{language}\n{code[language]}\n```\n"))
     documents.check(block)

@@ -49,7 +49,7 @@ def resolved(node):
     return None
 
 
-def expect_there(code):
+def check_there(code):
     """Raise unless the names of some code exist and calls have the arguments that are written."""
     if code.endswith("="):
         assert code[:-1] in KEYWORDS, code
@@ -103,7 +103,7 @@ def test_calls_exist_with_their_arguments(section):
     found = spans(section)
     assert len(found) > 4
     for code in found:
-        expect_there(code)
+        check_there(code)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_calls_exist_with_their_arguments(section):
 )
 def test_what_is_not_there_is_noticed(code):
     with pytest.raises((AttributeError, AssertionError)):
-        expect_there(code)
+        check_there(code)

@@ -23,10 +23,10 @@ SHOWN = (4, 8, 12, 16, 24, 36, 48)
 def plot(figure: Any, curves: dict[str, list[Tensor]], length: int) -> None:
     """Accuracy after each generator, a line for each seed, with the lengths of the training shaded."""
     axes = figure.add_subplot(xlabel="generators", ylabel="correct products, %", ylim=(-3, 103))
-    for (rotation, seeds), colour in zip(curves.items(), ("C0", "C1"), strict=True):
+    for (rotation, seeds), color in zip(curves.items(), ("C0", "C1"), strict=True):
         for i, right in enumerate(seeds):
-            axes.plot((100 * right).tolist(), color=colour, alpha=0.8, label=None if i else rotation)
-    axes.axvspan(0, length, color="grey", alpha=0.15, label="training")
+            axes.plot((100 * right).tolist(), color=color, alpha=0.8, label=None if i else rotation)
+    axes.axvspan(0, length, color="gray", alpha=0.15, label="training")
     axes.legend()
 
 

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba import LatentModel
-from anymamba.training.config.sections import OptimiserSection, ScheduleSection, at_least, option
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection, at_least, option
 from anymamba.training.tasks.task import Evaluation
 from examples.a5.words import ELEMENTS, draw
-from examples.labelled import Labelled, LabelledTask
+from examples.labeled import Labeled, LabeledTask
 from examples.runs import ExampleConfig, Sizes
 
 TRAINING, VALIDATION, TEST = range(3)  # their words come from different seeds
@@ -43,7 +43,7 @@ class A5Config(ExampleConfig):
     """A run on words of A5."""
 
     a5: A5Section = field(default_factory=A5Section)
-    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99, weight_decay=0.0))
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=4e-3, beta2=0.99, weight_decay=0.0))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1500, warmup=100, final=0.003))
 
 
@@ -56,7 +56,7 @@ class WordReader(nn.Module):
         sizes = {"d_state": config.d_state, "headdim": config.headdim, "dt_min": 0.1, "dt_max": 1.0}
         block = {"layer": "Mamba3", "rotation": config.rotation, "rope_fraction": 1.0, "a_activation": "softplus"}
         stack: dict[str, Any] = {"d_model": config.d_model, "n_layer": config.n_layer, "ssm_cfg": {**block, **sizes}}
-        # An element is a turn and its opposite; no linear map recognises both.
+        # An element is a turn and its opposite; no linear map recognizes both.
         stack["d_intermediate"] = config.d_intermediate
         self.model = LatentModel(input_size=TOKENS, output_size=len(ELEMENTS), stack=stack)
 
@@ -65,7 +65,7 @@ class WordReader(nn.Module):
         return self.model(F.one_hot(tokens, TOKENS).to(self.model.output.weight.dtype))
 
 
-class A5Task(LabelledTask):
+class A5Task(LabeledTask):
     """The product of a word so far, after each of its tokens."""
 
     NAMES = ("accuracy", "last_accuracy")
@@ -81,7 +81,7 @@ class A5Task(LabelledTask):
         """The group: everything else is in the config."""
         return "A5"
 
-    def words(self, stream: int, number: int, rows: int, length: int) -> Labelled:
+    def words(self, stream: int, number: int, rows: int, length: int) -> Labeled:
         """Words of a stream of random numbers."""
         return draw(np.random.default_rng([self.config.seed, stream, number]), rows, length)
 
@@ -89,7 +89,7 @@ class A5Task(LabelledTask):
         """A reader with the config's rotation."""
         return WordReader(self.config.a5).to(dtype)
 
-    def batches(self, step: int) -> list[Labelled]:
+    def batches(self, step: int) -> list[Labeled]:
         """Words of one length."""
         return [self.words(TRAINING, step, self.config.a5.rows, self.config.a5.length)]
 
@@ -102,6 +102,6 @@ class A5Task(LabelledTask):
 
 
 @torch.no_grad()
-def accuracy_per_position(model: nn.Module, words: Labelled) -> Tensor:
+def accuracy_per_position(model: nn.Module, words: Labeled) -> Tensor:
     """The share of words whose product is right after each token, (t,)."""
     return (model(words.inputs).argmax(-1) == words.labels).double().mean(0)

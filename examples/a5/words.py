@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import torch
 
-from examples.labelled import Labelled
+from examples.labeled import Labeled
 
 START, FIVE, THREE = range(3)  # tokens: the beginning, a cycle of five, a cycle of three
 _CYCLES = {FIVE: (1, 2, 3, 4, 0), THREE: (1, 2, 0, 3, 4)}
@@ -32,10 +32,10 @@ AFTER = np.array(
 )
 
 
-def draw(rng: np.random.Generator, rows: int, length: int) -> Labelled:
+def draw(rng: np.random.Generator, rows: int, length: int) -> Labeled:
     """Words of `length` generators, and after each token the product so far, as the number of an element."""
     tokens = np.concatenate([np.full((rows, 1), START), rng.integers(FIVE, THREE + 1, (rows, length))], axis=1)
     products = np.zeros_like(tokens)
     for t in range(1, length + 1):
         products[:, t] = AFTER[products[:, t - 1], tokens[:, t]]
-    return Labelled(torch.from_numpy(tokens), torch.from_numpy(products))
+    return Labeled(torch.from_numpy(tokens), torch.from_numpy(products))

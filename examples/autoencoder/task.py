@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.config.sections import OptimiserSection, ScheduleSection, at_least, option
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection, at_least, option
 from anymamba.training.tasks.task import Evaluation
 from examples.autoencoder.model import Autoencoder
 from examples.digits.images import BRIGHTEST, Digits
-from examples.labelled import Labelled, LabelledTask
+from examples.labeled import Labeled, LabeledTask
 from examples.runs import ExampleConfig, Sizes
 
 
@@ -38,11 +38,11 @@ class AutoencoderConfig(ExampleConfig):
     """A run on the digits."""
 
     autoencoder: AutoencoderSection = field(default_factory=AutoencoderSection)
-    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=3e-3, beta2=0.99))
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=3e-3, beta2=0.99))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=1500, final=0.01))
 
 
-class AutoencoderTask(LabelledTask):
+class AutoencoderTask(LabeledTask):
     """The binary cross entropy of pixels; the test images decide nothing."""
 
     NAMES = ("validation_error",)
@@ -63,13 +63,13 @@ class AutoencoderTask(LabelledTask):
         c = self.config.autoencoder
         return Autoencoder(c.code, c.d_model, c.n_layer, c.family, c.d_state, c.headdim).to(dtype)
 
-    def batches(self, step: int) -> list[Labelled]:
+    def batches(self, step: int) -> list[Labeled]:
         """Some images, which are their own labels."""
         rows = np.random.default_rng([self.config.seed, step]).choice(len(self.training), self.config.autoencoder.rows)
         images = self.training[torch.from_numpy(rows)]
-        return [Labelled(images, images)]
+        return [Labeled(images, images)]
 
-    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+    def cost(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Nats of all pixels."""
         return F.binary_cross_entropy_with_logits(model(batch.inputs), batch.labels, reduction="sum"), None
 

@@ -1,4 +1,4 @@
-"""Train a small model to recognise handwritten digits that it reads pixel by pixel.
+"""Train a small model to recognize handwritten digits that it reads pixel by pixel.
 
     python -m examples.digits --family mamba2|mamba3 [--seed 0] [--out runs/digits]
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from examples.digits.images import SIDE, load_digits
 from examples.digits.task import DigitsConfig, DigitsSection, DigitsTask
-from examples.labelled import Labelled
+from examples.labeled import Labeled
 from examples.runs import Given, command, markdown
 
 _FAMILIES: dict[str, Literal["Mamba2", "Mamba3"]] = {"mamba2": "Mamba2", "mamba3": "Mamba3"}
 ROWS, COLUMNS = 6, 12
 
 
-def plot(figure: Any, images: Labelled, predicted: Tensor) -> None:
+def plot(figure: Any, images: Labeled, predicted: Tensor) -> None:
     """Images with the model's predictions; mistakes come first, in red, with the truth after a slash."""
     wrong = (predicted != images.labels).int()
     for place, i in enumerate(wrong.argsort(descending=True, stable=True)[: ROWS * COLUMNS].tolist()):
@@ -36,7 +36,7 @@ def plot(figure: Any, images: Labelled, predicted: Tensor) -> None:
 
 
 def run(given: Given) -> None:
-    """Train, and recognise the test images."""
+    """Train, and recognize the test images."""
     family, (seed,) = given.choices["family"], given.seeds
     config = DigitsConfig(digits=DigitsSection(family=_FAMILIES[family])).run(seed, given.steps)
     found = given.trained(DigitsTask(config, load_digits()), family)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from examples.labelled import Labelled
+from examples.labeled import Labeled
 
 SIDE, CLASSES, BRIGHTEST = 8, 10, 16
 _TEST, _VALIDATION = 360, 180
@@ -19,9 +19,9 @@ _TEST, _VALIDATION = 360, 180
 class Digits(NamedTuple):
     """The images, with intensities from 0 to 16, and the digits they show."""
 
-    training: Labelled
-    validation: Labelled
-    test: Labelled
+    training: Labeled
+    validation: Labeled
+    test: Labeled
 
 
 def load_digits() -> Digits:
@@ -36,9 +36,9 @@ def load_digits() -> Digits:
         raise ValueError("the digits come with scikit-learn: pip install 'anymamba[examples]'") from error
     images, digits = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
-    everything = Labelled(*(torch.from_numpy(x[order].astype(np.int64)) for x in (images, digits)))
+    everything = Labeled(*(torch.from_numpy(x[order].astype(np.int64)) for x in (images, digits)))
     parts = (slice(_TEST + _VALIDATION, None), slice(_TEST, _TEST + _VALIDATION), slice(_TEST))
-    return Digits(*(Labelled(everything.inputs[part], everything.labels[part]) for part in parts))
+    return Digits(*(Labeled(everything.inputs[part], everything.labels[part]) for part in parts))
 
 
 def shifted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:

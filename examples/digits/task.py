@@ -1,4 +1,4 @@
-"""Learning to recognise digits from their pixels, one after another."""
+"""Learning to recognize digits from their pixels, one after another."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from anymamba.models.stack.residual_layer import ResidualLayer, make_norm
 from anymamba.models.stack.stack_config import StackConfig
-from anymamba.training.config.sections import OptimiserSection, ScheduleSection, option
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection, option
 from anymamba.training.tasks.task import Evaluation
 from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
-from examples.labelled import Labelled, LabelledTask
+from examples.labeled import Labeled, LabeledTask
 from examples.runs import ExampleConfig, Sizes
 
 
@@ -33,7 +33,7 @@ class DigitsConfig(ExampleConfig):
     """A run on the digits."""
 
     digits: DigitsSection = field(default_factory=DigitsSection)
-    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=4e-3, beta2=0.99))
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=4e-3, beta2=0.99))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=2500, final=0.01))
 
 
@@ -61,7 +61,7 @@ class PixelReader(nn.Module):
         return self.head(self.norm(residual[:, -1]))
 
 
-class DigitsTask(LabelledTask):
+class DigitsTask(LabeledTask):
     """Classification of the digits; the test images decide nothing."""
 
     NAMES = ("validation_accuracy",)
@@ -80,14 +80,14 @@ class DigitsTask(LabelledTask):
         """The family's model."""
         return PixelReader(self.config.digits).to(dtype)
 
-    def batches(self, step: int) -> list[Labelled]:
+    def batches(self, step: int) -> list[Labeled]:
         """Images, half of them shifted by up to one pixel."""
         rng = np.random.default_rng([self.config.seed, step])
         images, labels = self.digits.training
         rows = torch.from_numpy(rng.choice(len(labels), self.config.digits.rows))
         still, moved = images[rows].numpy(), shifted(images[rows].numpy(), rng)
         chosen = np.where(rng.random((len(rows), 1)) < 0.5, moved, still)
-        return [Labelled(torch.from_numpy(chosen), labels[rows])]
+        return [Labeled(torch.from_numpy(chosen), labels[rows])]
 
     def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the validation images."""

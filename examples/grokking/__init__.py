@@ -1,1 +1,1 @@
-"""Modular addition: a model that memorised its examples long ago begins to generalise."""
+"""Modular addition: a model that memorized its examples long ago begins to generalize."""

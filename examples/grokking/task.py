@@ -1,4 +1,4 @@
-"""Learning to add modulo a prime from some of all sums, far beyond the point where those are memorised.
+"""Learning to add modulo a prime from some of all sums, far beyond the point where those are memorized.
 
 Letters: b sums, t = k numbers, p the modulus; of a matrix or of states x: Σ their covariance.
 
@@ -18,13 +18,13 @@ from anymamba import MambaLM
 from anymamba.models.config import MambaLMConfig
 from anymamba.training.config.sections import (
     EvaluationSection,
-    OptimiserSection,
+    OptimizerSection,
     ScheduleSection,
     at_least,
     option,
 )
 from anymamba.training.tasks.task import Evaluation
-from examples.labelled import Labelled, LabelledTask
+from examples.labeled import Labeled, LabeledTask
 from examples.runs import ExampleConfig
 
 LOOKED_AT = 512  # sums whose states are compared
@@ -55,8 +55,8 @@ class GrokkingConfig(ExampleConfig):
     """A run on sums; all of those that are trained on are read at every step."""
 
     grokking: GrokkingSection = field(default_factory=GrokkingSection)
-    optimiser: OptimiserSection = field(
-        default_factory=lambda: OptimiserSection(lr=2e-3, beta2=0.98, weight_decay=1.0, decay_embeddings=True)
+    optimizer: OptimizerSection = field(
+        default_factory=lambda: OptimizerSection(lr=2e-3, beta2=0.98, weight_decay=1.0, decay_embeddings=True)
     )
     schedule: ScheduleSection = field(
         default_factory=lambda: ScheduleSection(steps=2000, warmup=20, kind="constant", final=1.0)
@@ -64,7 +64,7 @@ class GrokkingConfig(ExampleConfig):
     evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=50, log_every=250))
 
 
-class GrokkingTask(LabelledTask):
+class GrokkingTask(LabeledTask):
     """The sum of all numbers, predicted after the last of them."""
 
     NAMES = ("training_accuracy", "test_accuracy", "ratio_of_states", "ratio_of_embedding", "ratio_of_head")
@@ -78,7 +78,7 @@ class GrokkingTask(LabelledTask):
         order = np.random.default_rng(config.seed).permutation(len(numbers))
         cut = round(c.share * len(numbers))
         self.training, self.test = (
-            Labelled(torch.from_numpy(numbers[part]), torch.from_numpy(sums[part])) for part in np.split(order, [cut])
+            Labeled(torch.from_numpy(numbers[part]), torch.from_numpy(sums[part])) for part in np.split(order, [cut])
         )
 
     @property
@@ -90,7 +90,7 @@ class GrokkingTask(LabelledTask):
         """One layer with one head."""
         return Adder(self.config.grokking).to(dtype)
 
-    def batches(self, step: int) -> list[Labelled]:
+    def batches(self, step: int) -> list[Labeled]:
         """All sums that are trained on."""
         return [self.training]
 

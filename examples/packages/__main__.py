@@ -56,7 +56,7 @@ def config_of(given: Given, source: Path) -> FileConfig:
         model={"family": "Mamba2", **sizes, "stack": {"dropout": 0.1, "merge": "linear"}},
         data={"sources": [str(source)], "targets": ["package"], "inputs": ["text"], "labels": list(PACKAGES)},
         batch={"rows": 32, "length": 256},
-        optimiser={"lr": 3e-3, "weight_decay": 0.1},
+        optimizer={"lr": 3e-3, "weight_decay": 0.1},
     )
 
 

@@ -1,8 +1,8 @@
-"""Train a model to recognise digits of 28 x 28 pixels that come in one fixed random order.
+"""Train a model to recognize digits of 28 x 28 pixels that come in one fixed random order.
 
     python -m examples.permuted [--seed 0] [--out runs/permuted]
 
-scikit-learn's digits of 8 x 8 pixels are enlarged, and their 784 pixels put into an order in which neighbours are far
+scikit-learn's digits of 8 x 8 pixels are enlarged, and their 784 pixels put into an order in which neighbors are far
 apart. A run that was stopped continues when the command is given again. The table is printed and written to
 OUT/permuted.md, and a picture of images as they are read to OUT/permuted.png.
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from anymamba.training.config.tabular_config import FileConfig
 from anymamba.training.tasks.tabular_runs import file_task
 from examples.digits.images import BRIGHTEST, CLASSES, SIDE, load_digits
-from examples.labelled import Labelled
+from examples.labeled import Labeled
 from examples.runs import Given, command, file_config, labels_of, markdown, report
 
 LARGE, SHOWN = 28, 10
@@ -36,7 +36,7 @@ def enlarged(images: torch.Tensor) -> np.ndarray:
     return F.interpolate(small, size=(LARGE, LARGE), mode="bilinear", align_corners=False).flatten(1).numpy()
 
 
-def write_images(part: Labelled, directory: Path, name: str) -> None:
+def write_images(part: Labeled, directory: Path, name: str) -> None:
     """Pixels as they are read, and digits, as .npy files."""
     np.save(directory / f"{name}.npy", enlarged(part.inputs)[:, order_of_pixels()])
     np.save(directory / f"{name}-labels.npy", part.labels.numpy())
@@ -56,7 +56,7 @@ def config_of(given: Given) -> FileConfig:
             "labels": [str(digit) for digit in range(CLASSES)],
         },
         batch={"rows": 16, "length": LARGE * LARGE},
-        optimiser={"lr": 4e-3, "weight_decay": 0.05},
+        optimizer={"lr": 4e-3, "weight_decay": 0.05},
     )
 
 
@@ -72,7 +72,7 @@ def plot(figure: Any, images: np.ndarray, labels: list[str], said: list[str]) ->
 
 
 def run(given: Given) -> None:
-    """Train, and recognise the test images."""
+    """Train, and recognize the test images."""
     digits, (seed,) = load_digits(), given.seeds
     given.out.mkdir(parents=True, exist_ok=True)
     for part, name in ((digits.training, "training"), (digits.test, "test")):

@@ -65,13 +65,13 @@ def plot(figure: Any, task: str, outcomes: list[Outcome]) -> None:
     axes = figure.add_subplot(xlabel="length of the streams", ylabel="accuracy in the worst family, %", title=task)
     axes.axvspan(LENGTHS[0], LENGTH, color="0.9", label="lengths up to that of training")
     axes.axhline(100 / len(STREAMS[task].classes), color="0.5", ls=":", label="chance")
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     for o in outcomes:
-        new = o.variant not in colours
-        colour = colours.setdefault(o.variant, f"C{len(colours)}")
+        new = o.variant not in colors
+        color = colors.setdefault(o.variant, f"C{len(colors)}")
         worst = [100 * min(o.accuracies[length].values()) for length in LENGTHS]
         style = "--" if o.seed is None else "-"
-        axes.plot(LENGTHS, worst, style, color=colour, marker="o", ms=3, label=o.variant if new else None)
+        axes.plot(LENGTHS, worst, style, color=color, marker="o", ms=3, label=o.variant if new else None)
     axes.set_xscale("log", base=2)
     axes.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
     axes.set_ylim(0, 102)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from examples.labelled import IGNORED
+from examples.labeled import IGNORED
 
 FIRST, SECOND, RESET = 0, 1, 2
 LENGTH = 32  # of the streams that are trained on

@@ -1,4 +1,4 @@
-"""Learning a reset task, and judging what was learnt."""
+"""Learning a reset task, and judging what was learned."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from anymamba.training.config.sections import (
     CheckpointSection,
     EvaluationSection,
-    OptimiserSection,
+    OptimizerSection,
     ScheduleSection,
     at_least,
     option,
 )
 from anymamba.training.tasks.task import Evaluation
-from examples.labelled import Labelled, LabelledTask
+from examples.labeled import Labeled, LabeledTask
 from examples.resets.model import VARIANTS, ResetModel
 from examples.resets.streams import LENGTH, SHORTEST, STREAMS
 from examples.runs import ExampleConfig
@@ -27,7 +27,7 @@ TRAINING, VALIDATION, TEST = 0, 1, 2  # their streams come from different seeds
 
 @dataclass(frozen=True, kw_only=True)
 class ResetSection:
-    """What is learnt, and by which model."""
+    """What is learned, and by which model."""
 
     task: str = option("majority", "majority, rotor or spinor")
     variant: str = option("Mamba-2", "of the model")
@@ -53,13 +53,13 @@ class ResetConfig(ExampleConfig):
     """
 
     reset: ResetSection = field(default_factory=ResetSection)
-    optimiser: OptimiserSection = field(default_factory=lambda: OptimiserSection(lr=3e-2, beta2=0.99, weight_decay=0.0))
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=3e-2, beta2=0.99, weight_decay=0.0))
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(steps=4000, warmup=100, final=0.003))
     evaluation: EvaluationSection = field(default_factory=lambda: EvaluationSection(every=200, log_every=1000))
     checkpoints: CheckpointSection = field(default_factory=lambda: CheckpointSection(every=1000, keep=1))
 
 
-class ResetTask(LabelledTask):
+class ResetTask(LabeledTask):
     """One of the reset tasks.
 
     It counts as solved when there is no mistake in any family of validation streams, nor in streams of twice the
@@ -82,11 +82,11 @@ class ResetTask(LabelledTask):
         """The variant's model."""
         return ResetModel(self.config.reset.task, self.config.reset.variant).to(dtype)
 
-    def batches(self, step: int) -> list[Labelled]:
+    def batches(self, step: int) -> list[Labeled]:
         """Fresh streams."""
         c = self.config.reset
         rng = np.random.default_rng([TRAINING, self.config.seed, step])
-        return [_labelled(STREAMS[c.task].mixture(rng, c.rows, c.length))]
+        return [_labeled(STREAMS[c.task].mixture(rng, c.rows, c.length))]
 
     def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the validation streams."""
@@ -103,10 +103,10 @@ def accuracies(model: nn.Module, task: str, split: int, length: int, rows: int) 
     found = {}
     for number, family in enumerate(STREAMS[task].families):
         rng = np.random.default_rng([split, length, number])
-        found[family] = _labelled(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
+        found[family] = _labeled(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
     return found
 
 
-def _labelled(drawn: tuple[np.ndarray, np.ndarray]) -> Labelled:
+def _labeled(drawn: tuple[np.ndarray, np.ndarray]) -> Labeled:
     symbols, labels = drawn
-    return Labelled(torch.from_numpy(symbols), torch.from_numpy(labels))
+    return Labeled(torch.from_numpy(symbols), torch.from_numpy(labels))

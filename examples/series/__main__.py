@@ -77,7 +77,7 @@ def config_of(given: Given, seed: int, source: Path) -> FileConfig:
         model={"n_layer": 1, "d_model": 32, "d_state": 16, "stack": {"dropout": 0.2}},
         data={"sources": [str(source)], "held_out": HELD_OUT},
         batch={"rows": 16, "length": 128},
-        optimiser={"lr": 2e-3, "weight_decay": 0.1},
+        optimizer={"lr": 2e-3, "weight_decay": 0.1},
     )
 
 

@@ -21,8 +21,8 @@ _EXPRESSIONS = {
     # A turn is a rate times a step size: by a fifth or a quarter of a circle it needs larger steps than language does.
     "tracking.block": "{dt_min = 0.1, dt_max = 1.0}",
     "tracking.tokens": "4096",
-    "optimiser.kind": "muon",
-    "optimiser.weight_decay": "0.1",
+    "optimizer.kind": "muon",
+    "optimizer.weight_decay": "0.1",
 }
 _SETTINGS: dict[str, dict[str, str]] = {
     "parity": {
@@ -55,11 +55,11 @@ _SETTINGS: dict[str, dict[str, str]] = {
     },
 }
 _RATES = {"parity": "1e-3", "arithmetic": "2e-3", "brackets": "2e-3"}
-_OPTIONS = {"tracking.language": "--task", "tracking.variant": "--variants", "optimiser.lr": "--lr", "seed": "--seed"}
+_OPTIONS = {"tracking.language": "--task", "tracking.variant": "--variants", "optimizer.lr": "--lr", "seed": "--seed"}
 _COMMON = {
-    "optimiser.weight_decay": "0",
-    "optimiser.beta2": "0.999",
-    "optimiser.clip": "0.1",
+    "optimizer.weight_decay": "0",
+    "optimizer.beta2": "0.999",
+    "optimizer.clip": "0.1",
     "schedule.warmup": "100",
     "schedule.final": "0",
     "evaluation.every": "250",
@@ -123,7 +123,7 @@ def _configs(args: argparse.Namespace) -> dict[str, dict[str, TrackingConfig]]:
     settings |= {"tracking.language": args.task, "seed": str(args.seed)}
     return {
         variant: {
-            rate: TrackingConfig().replaced({**settings, "tracking.variant": variant, "optimiser.lr": rate})
+            rate: TrackingConfig().replaced({**settings, "tracking.variant": variant, "optimizer.lr": rate})
             for rate in rates
         }
         for variant in variants

@@ -1,6 +1,6 @@
 """A penalty that makes the turns of states that last exact.
 
-A turn that is learnt from sequences of some length is off by a little, the same way at every step: nothing in the loss
+A turn that is learned from sequences of some length is off by a little, the same way at every step: nothing in the loss
 sees what it adds up to in longer ones. With log-decays a and turns θ, the penalty is the mean over heads of
 
     1 - kept  +  kept · mean (1 - cos 60 θ),        kept = exp(1000 · mean a)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anymamba import MambaLM
-from anymamba.core.io import read_json, replacing, write_json
+from anymamba.core.io import atomic_write, read_json, write_json
 from anymamba.training.metrics.metrics_table import can_plot, read_metrics
 from anymamba.training.trainer import train_or_resume
 from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn
@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
     @property
     def tracking(self) -> dict[str, Any]:
-        """The section of the config that says what was learnt with what."""
+        """The section of the config that says what was learned with what."""
         section: dict[str, Any] = self.config["tracking"]
         return section
 
@@ -67,7 +67,7 @@ def run(config: TrackingConfig, directory: Path, report: Callable[[str], None]) 
     if found.is_file():
         return read_result(found)
     c = config.tracking
-    report(f"{c.language}, {LABELS[c.variant]}, d_model {c.d_model}, lr {config.optimiser.lr:g}: {directory}")
+    report(f"{c.language}, {LABELS[c.variant]}, d_model {c.d_model}, lr {config.optimizer.lr:g}: {directory}")
     if not trainer.run():
         return None
     model = trainer.model
@@ -118,7 +118,7 @@ def markdown(language: str, results: list[Result]) -> str:
         runs = [r for r in results if r.tracking["variant"] == variant]
         lines.append(
             f"| {LABELS[variant]} | {PAPER[language][variant]:.1f} | {100 * result.test:.1f} "
-            f"| {100 * result.validation:.1f} | {result.config['optimiser']['lr']:g} | {result.tracking['d_model']} "
+            f"| {100 * result.validation:.1f} | {result.config['optimizer']['lr']:g} | {result.tracking['d_model']} "
             f"| {result.parameters:,} | {result.steps:,} | {result.minutes:.0f} | {len(runs)} |"
         )
         if result.turns:
@@ -134,7 +134,7 @@ def over_seeds(results: list[Result]) -> str:
         groups.setdefault(_without_seed(result), []).append(result)
     parts = []
     for group in (group for group in groups.values() if len(group) > 1):
-        label, rate = LABELS[group[0].tracking["variant"]], group[0].config["optimiser"]["lr"]
+        label, rate = LABELS[group[0].tracking["variant"]], group[0].config["optimizer"]["lr"]
         seeds = ", ".join(str(seed) for seed in sorted(result.config["seed"] for result in group))
         lines = [
             f"{label}, lr {rate:g}, seeds {seeds}:",
@@ -168,10 +168,10 @@ def plot(language: str, results: list[Result], target: Path) -> None:
             if other is not result and _without_seed(other) == _without_seed(result):
                 axes.plot(*_points(other), color=line.get_color(), lw=0.8, alpha=0.6)
     section = next(iter(chosen.values())).tracking
-    axes.axvspan(section["shortest"], section["longest_last"], color="grey", alpha=0.15, label="training")
-    axes.axvline(section["judged"], color="grey", ls="--", lw=1)
+    axes.axvspan(section["shortest"], section["longest_last"], color="gray", alpha=0.15, label="training")
+    axes.axvline(section["judged"], color="gray", ls="--", lw=1)
     axes.legend()
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png")
 
 
@@ -185,9 +185,9 @@ def write_summary(language: str, directory: Path) -> str:
     if not results:
         raise ValueError(f"{directory}: expected finished runs, found none")
     text = "\n".join(part for part in (markdown(language, results), over_seeds(results)) if part)
-    with replacing(directory / "table.md") as temporary:
+    with atomic_write(directory / "table.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
-    with replacing(directory / "results.json") as temporary:
+    with atomic_write(directory / "results.json") as temporary:
         temporary.write_text(json.dumps([result._asdict() for result in results], indent=1), encoding="utf-8")
     if can_plot():
         plot(language, results, directory / "plot.png")

@@ -21,7 +21,7 @@ from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
 from examples.state_tracking.settle import watching
 
 # What the rows of the table have besides their sizes. Decay rates as at the time of the paper: under today's heavy tail
-# a rate only falls with the inverse of its input, and a state that lasts for hundreds of tokens is not learnt in time.
+# a rate only falls with the inverse of its input, and a state that lasts for hundreds of tokens is not learned in time.
 _MAMBA3 = {"layer": "Mamba3", "a_activation": "softplus"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mamba3": _MAMBA3,
@@ -37,7 +37,7 @@ _TRAINING, _VALIDATION, _TEST = range(3)  # streams of random numbers
 class TrackingSection:
     """A language, a model, and the lengths."""
 
-    language: Literal["parity", "arithmetic", "brackets"] = option("parity", "what is learnt")
+    language: Literal["parity", "arithmetic", "brackets"] = option("parity", "what is learned")
     variant: Literal["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"] = option("mamba3", "the blocks")
     n_layer: int = option(1, "layers")
     d_model: int = option(32, "width of the residual stream")
@@ -48,7 +48,7 @@ class TrackingSection:
         default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
     )
     labels: Literal["end", "every"] = option(
-        "every", "answers that are learnt: that of a sequence, or of its beginnings too"
+        "every", "answers that are learned: that of a sequence, or of its beginnings too"
     )
     rows: int = option(256, "the most sequences of a step")
     tokens: int | None = option(None, "the most tokens of a step: longer sequences are fewer", default="any number")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from anymamba.analysis import dual_matrix, layers, recurrence, token_scores
-from anymamba.models.loss import logits_nats
+from anymamba.models.loss import cross_entropy_sum
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import FLOOR, assert_near
 
@@ -34,7 +34,7 @@ def test_token_scores_are_those_of_the_loss_and_of_the_whole_distribution():
     model = small_lm(dtype=torch.float64)
     ids = torch.randint(61, (2, 8))
     scores, logits = token_scores(model, ids, likeliest=61), model(ids).logits[:, :-1, :61]
-    nats = logits_nats(logits.flatten(0, 1), ids[:, 1:].flatten())
+    nats = cross_entropy_sum(logits.flatten(0, 1), ids[:, 1:].flatten())
     assert_near(-scores.logprob.sum(), nats, FLOOR[torch.float64])
     assert_near(scores.best.exp().sum(-1), torch.ones(2, 7, dtype=torch.float64), FLOOR[torch.float64])
     assert_near(-(scores.best.exp() * scores.best).sum(-1), scores.entropy, FLOOR[torch.float64])

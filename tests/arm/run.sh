@@ -8,7 +8,7 @@ arm=$PWD/build/arm site=$PWD/build/arm/site-$torch
 tests=("$@")
 if [ ${#tests[@]} = 0 ]; then
   tests=(tests/kernels tests/scan tests/blocks tests/models/test_lm.py tests/generation/test_decoder.py
-         tests/generation/test_generate.py tests/training/test_golden.py tests/training/test_loop.py)
+         tests/generation/test_generate.py tests/training/test_golden.py tests/training/test_trainer.py)
 fi
 
 if ! command -v qemu-aarch64-static aarch64-linux-gnu-g++ > /dev/null || [ ! -x "$arm/python" ]; then

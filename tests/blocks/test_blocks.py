@@ -303,7 +303,7 @@ def test_the_block_keeps_for_backward_a_few_activations_and_no_square_of_the_chu
 
 @pytest.mark.parametrize("options", ["mamba1", "mamba2 gate only", "mamba3", "mamba3 mimo 2"])
 def test_projections_are_called_as_modules(options):
-    """Adapters and quantised layers replace the projections; a block that read their weights would bypass them."""
+    """Adapters and quantized layers replace the projections; a block that read their weights would bypass them."""
 
     class Doubled(torch.nn.Module):
         def __init__(self, inner):

@@ -28,7 +28,7 @@ def test_a_learnable_start_is_the_state_and_is_not_added_to_a_cache():
     assert torch.equal(block.step(x[:, 0], zeros)[0], block_without.step(x[:, 0])[0])
 
 
-def test_initialisation_is_the_official_one():
+def test_initialization_is_the_official_one():
     block = Mamba2(d_model=512, conv_init=0.25, A_init_range=(2, 3), dt_min=0.01, dt_max=0.02)
     a = block.A_log.exp()
     assert 2 <= a.min() <= a.max() <= 3

@@ -17,7 +17,7 @@ D = torch.float64
 def capture(block, x):
     """What the block hands to its recurrence: x, normed B and C, dt, log-decay, gamma, kappa and rates of turning."""
     _, xs, k, q, *raw = block._split(block.in_proj(x))
-    return xs, block.B_norm(k), block.C_norm(q), *block._discretise(raw, None)
+    return xs, block.B_norm(k), block.C_norm(q), *block._discretize(raw, None)
 
 
 def recur(block, x, **changed):
@@ -296,7 +296,7 @@ def test_a_learnable_start_is_the_state_and_is_not_added_to_a_cache():
     assert_near(unroll(block, x, None)[0], block(x), FLOOR[D])
 
 
-def test_initialisation_is_the_official_one():
+def test_initialization_is_the_official_one():
     block = Mamba3(d_model=512, is_mimo=True, mimo_rank=4, dt_min=0.01, dt_max=0.02, dtype=torch.bfloat16)
     dt = torch.nn.functional.softplus(block.dt_bias)
     assert 0.0099 < dt.min() <= dt.max() < 0.0201

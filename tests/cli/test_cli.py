@@ -24,7 +24,7 @@ from anymamba import (
     SequenceClassifier,
     SequenceRegressor,
 )
-from anymamba.checkpoints.empty_model import skeleton
+from anymamba.checkpoints.empty_model import empty_model
 from anymamba.cli import generate, info
 from anymamba.cli.main import main
 from anymamba.core.io import read_json
@@ -375,7 +375,7 @@ class TestConvert:
     def test_a_warning_is_one_line(self, run, model, tmp_path):
         command = [sys.executable, "-m", "anymamba", "convert", model, tmp_path / "out", "--format", "transformers"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stderr.startswith("anymamba: warning: transformers before 5.23 normalises over all channels")
+        assert done.stderr.startswith("anymamba: warning: transformers before 5.23 normalizes over all channels")
         assert done.stderr.count("\n") == 1
 
 
@@ -636,7 +636,7 @@ class TestAll:
         """300 MB: in torch's import; then in mapping or reading 600 MB of weights, which are a hole in a file."""
         config = MambaLMConfig(d_model=64, n_layer=1, vocab_size=2_300_000, ssm_cfg={"layer": "Mamba2"})
         entries, size = {}, 0
-        for name, x in skeleton(config).state_dict().items():
+        for name, x in empty_model(config).state_dict().items():
             if name != "lm_head.weight":
                 entries[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [size, size + 4 * x.numel()]}
                 size += 4 * x.numel()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from anymamba.cli.evaluate import _divided
 from anymamba.cli.main import main
-from anymamba.core.context_parallel import Neighbours
+from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.generation.scoring import likelihood
 from tests.models.cases import FAMILIES, small_lm
 from tests.workers import run_cases, shared_directory
@@ -99,12 +99,12 @@ def likelihood_case(rank, family):
     """The costs of the workers' parts add up to that of the text, however it is cut, and every worker has a part."""
     model = small_lm(family, dtype=torch.float64)
     size = dist.get_world_size()
-    neighbours = Neighbours(list(range(size)), rank)
+    neighbors = ContextParallelGroup(list(range(size)), rank)
     for length in (1, 2, 3 * size, 97):
         ids = torch.randint(61, (length,)).tolist()
         *_, expected = likelihood(model, [ids])
         for segment_len in (5, 20):
-            *_, found = likelihood(model, [ids[:9], ids[9:]], segment_len, neighbours)
+            *_, found = likelihood(model, [ids[:9], ids[9:]], segment_len, neighbors)
             assert (found.predicted, found.read) == (length - 1, length)
             nats = torch.tensor([found.nats, float(found.nats > 0)], dtype=torch.float64)
             dist.all_reduce(nats)

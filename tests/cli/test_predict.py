@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.training.test_file_task import write_files
+from tests.training.test_tabular import write_files
 
 SMALL = (
     *("--model.d_model", "16", "--model.d_state", "8", "--model.headdim", "8", "--schedule.steps", "2"),
@@ -44,7 +44,7 @@ def test_train_resume_and_predict(run, files, tmp_path):
 
 
 def test_the_plan_of_a_run_on_files(run, files, tmp_path):
-    train = ["train", "--task", "next-value", "--data.sources", str(files / "series.npy"), "--optimiser.kind", "muon"]
+    train = ["train", "--task", "next-value", "--data.sources", str(files / "series.npy"), "--optimizer.kind", "muon"]
     code, out, _ = run(*train, *SMALL, "--plan", "--out", str(tmp_path / "model"))
     assert code == 0
     assert "backbone.layers.*.mixer.in_proj" in out

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from anymamba import MambaLM
-from anymamba.models.loss import head_nats
+from anymamba.models.loss import chunked_cross_entropy
 from tests.training.cases import LENGTHS, draw_nothing, write_corpus
 
 CONFIG = """
@@ -166,7 +166,7 @@ def test_text_from_stdin_is_needed_once(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--optimiser.lr", "fast"], "--optimiser.lr must be a number (float), got 'fast'"),
+        (["--optimizer.lr", "fast"], "--optimizer.lr must be a number (float), got 'fast'"),
         (["--batch.tokens", "65"], "batch.tokens must be a multiple of length"),
         (["--model.headdim", "7"], "headdim must divide"),
         (["--model.block", "{nonsense = 1}"], "entries that Mamba3 does not know: ['nonsense']"),
@@ -289,9 +289,9 @@ def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, mo
 
     def overflow(*args, **kwargs):
         calls.append(1)
-        return head_nats(*args, **kwargs) * (float("inf") if len(calls) > 3 else 1)
+        return chunked_cross_entropy(*args, **kwargs) * (float("inf") if len(calls) > 3 else 1)
 
-    monkeypatch.setattr("anymamba.models.lm.head_nats", overflow)
+    monkeypatch.setattr("anymamba.models.lm.chunked_cross_entropy", overflow)
     code, _, err = run("train", config, "--out", tmp_path / "run")
     assert code == 1
     assert "step 4: the loss is inf" in err
@@ -304,7 +304,7 @@ def test_a_full_disk_is_a_message_and_the_run_continues_from_before(run, config,
 
     def full(tensors, path, metadata=None):
         saved.append(path)
-        if len(saved) == 7:  # text, then model and optimiser after steps 0, 5 and 10
+        if len(saved) == 7:  # text, then model and optimizer after steps 0, 5 and 10
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         return save_file(tensors, path, metadata)
 
@@ -322,7 +322,7 @@ def test_a_full_disk_is_a_message_and_the_run_continues_from_before(run, config,
 def test_help_names_every_field(run):
     code, out, _ = run("train", "--help")
     assert code == 0
-    for name in ("--optimiser.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
+    for name in ("--optimizer.lr", "--model.depth", "--seed", "--data.sources", "--resume"):
         assert name in out
     out = " ".join(out.split())
     assert "--model.family VALUE family of the blocks: Mamba1, Mamba2 or Mamba3" in out
@@ -333,9 +333,9 @@ def test_help_names_every_field(run):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--optimizer.lr", "1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
-        (["--optimizer.lr=1"], "--optimizer.lr: no such option; did you mean --optimiser.lr"),
-        (["--lr", "1"], "--optimiser.lr"),
+        (["--optimizer.lr", "1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
+        (["--optimizer.lr=1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
+        (["--lr", "1"], "--optimizer.lr"),
         (["a.toml", "b.toml"], "b.toml: unexpected argument"),
     ],
 )

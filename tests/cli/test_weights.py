@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(run, model, tmp_path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
     code, _, err = run("info", tmp_path / "small")
     assert (code, err.count("\n")) == (2, 1)
-    assert "quantised by 'gptq'" in err
+    assert "quantized by 'gptq'" in err
 
 
 def test_a_cut_file_is_one_line(run, model, tmp_path):

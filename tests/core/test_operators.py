@@ -5,7 +5,7 @@ import torch
 
 from anymamba import Mamba2, Mamba3, SsdPath, portable
 from anymamba.core.operators import OPERATORS, kernels_off, missing_kernel
-from anymamba.quantization.ops import narrow
+from anymamba.quantization.ops import quantize
 from anymamba.scan import scan
 from tests.scan.cases import HAS_KERNELS, make_inputs
 from tests.support import FLOOR, assert_near
@@ -79,10 +79,10 @@ EXAMPLES = {
         (normal(2, 5, 6), normal(2, 5, 6), normal(6), 3, False, 1e-5),
         (normal(2, 5, 6), normal(2, 5, 6), normal(6), 2, True, 1e-5),
     ],
-    "narrow_linear": lambda: [
-        (normal(3, 40), normal(7), *narrow(normal(7, 40), "int8")),
-        (normal(70, 40), None, *narrow(normal(7, 40), "int4")),
-        (normal(3, 40), None, *narrow(normal(7, 40), "bfloat16")),
+    "quantized_linear": lambda: [
+        (normal(3, 40), normal(7), *quantize(normal(7, 40), "int8")),
+        (normal(70, 40), None, *quantize(normal(7, 40), "int4")),
+        (normal(3, 40), None, *quantize(normal(7, 40), "bfloat16")),
     ],
     "rank_gate": lambda: [
         (normal(2, 5, 1, 4, 3), normal(2, 5, 4, 3), None, None),
@@ -92,7 +92,7 @@ EXAMPLES = {
         (normal(2, 5, 4), normal(4), 0.0, float("inf"), None),
         (normal(2, 5, 4), normal(4), 0.5, 1.0, LENGTHS),
     ],
-    "discretise": lambda: [
+    "discretize": lambda: [
         (*(normal(2, 5, 4) for _ in range(3)), normal(2, 5, 2), normal(4), True, 0.1, 0.0, 1.0, 1.0, False, LENGTHS),
         (*(normal(2, 5, 4) for _ in range(3)), normal(2, 5, 12), normal(4), False, 0.1, 0.0, 1.0, 1.0, True, None),
     ],
@@ -148,7 +148,7 @@ def run(name, inputs, call):
 def test_the_node_the_kernels_the_portable_code_and_the_definition_agree(name):
     """As nodes of a graph and in eager mode."""
     # The kernels round the activations of a product with whole numbers to 16 bits.
-    floor = 2e-4 if name == "narrow_linear" else 4 * FLOOR[torch.float32]
+    floor = 2e-4 if name == "quantized_linear" else 4 * FLOOR[torch.float32]
     for inputs in cases(name):
         with portable():
             expected = run(name, inputs, OPERATORS[name])

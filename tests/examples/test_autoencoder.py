@@ -8,7 +8,7 @@ from examples.autoencoder.model import Autoencoder, to_images, to_patches
 from tests.support import assert_near
 
 
-def test_patches_are_squares_of_neighbours_and_come_back():
+def test_patches_are_squares_of_neighbors_and_come_back():
     images = torch.arange(128.0).view(2, 64)
     patches = to_patches(images)
     assert patches.shape == (2, 16, 4)
@@ -30,8 +30,8 @@ def test_principal_components_are_the_best_linear_code():
     training = torch.randn(50, 64, dtype=torch.float64)
     assert_near(by_components(training, training, 49), training, 1e-10)
     errors = [(by_components(training, training, k) - training).square().sum() for k in (1, 8, 32)]
-    centred = training - training.mean(0)
-    values = torch.linalg.svdvals(centred)
+    centered = training - training.mean(0)
+    values = torch.linalg.svdvals(centered)
     for k, error in zip((1, 8, 32), errors, strict=True):
         assert_near(error, values[k:].square().sum(), 1e-10)
 
@@ -43,4 +43,4 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, capsys):
     assert (tmp_path / "autoencoder.md").read_text() == out.removesuffix("\n")
     assert (tmp_path / "autoencoder.png").read_bytes().startswith(b"\x89PNG")
     ours, linear = (float(line.split("|")[2]) for line in out.splitlines()[2:4])
-    assert linear < ours < 0.3  # few steps draw grey images
+    assert linear < ours < 0.3  # few steps draw gray images

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anymamba.training.trainer import train_or_resume
-from examples.labelled import IGNORED
+from examples.labeled import IGNORED
 from examples.resets.__main__ import main
 from examples.resets.by_hand import by_hand
 from examples.resets.model import VARIANTS, ResetModel

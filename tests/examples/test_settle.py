@@ -31,11 +31,11 @@ def test_simple_fractions_of_a_circle_cost_nothing_and_what_lies_between_them_do
 @pytest.mark.parametrize("off", [0.0014, -0.0014, 0.004, -0.004])
 def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(share, off):
     turn = turns(share + off).requires_grad_()
-    optimiser = torch.optim.SGD([turn], lr=1 / PARTS**2)
+    optimizer = torch.optim.SGD([turn], lr=1 / PARTS**2)
     for _ in range(40):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         unsettled(lasting(), turn).backward()
-        optimiser.step()
+        optimizer.step()
     assert turn.item() / CIRCLE == pytest.approx(share, abs=1e-9)
 
 

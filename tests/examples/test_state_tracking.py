@@ -110,7 +110,7 @@ def test_scaled_accuracy_is_nought_at_chance_and_one_when_all_is_right():
 
 def config(**tracking):
     sections = {
-        "optimiser": {"lr": 1e-2, "weight_decay": 0.0},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
         "schedule": {"steps": 6, "warmup": 2},
         "evaluation": {"every": 2},
         "checkpoints": {"every": 2},
@@ -175,7 +175,7 @@ def test_runs_that_differ_in_their_seed_alone_are_taken_together(tmp_path):
     assert over_seeds([first]) == ""
     second = first._replace(config={**first.config, "seed": 1}, curve=[(length, 0.25) for length, _ in first.curve])
     third = second._replace(config={**second.config, "seed": 2}, curve=[(length, 1.0) for length, _ in first.curve])
-    other = first._replace(config={**first.config, "optimiser": {**first.config["optimiser"], "lr": 0.5}})
+    other = first._replace(config={**first.config, "optimizer": {**first.config["optimizer"], "lr": 0.5}})
     text = over_seeds([third, other, second])
     assert text.startswith("Mamba-3, lr 0.01, seeds 1, 2:\n")
     assert text.count("| 62.5 | 25.0 | 100.0 |") == len(first.curve)
@@ -200,7 +200,7 @@ def test_as_much_of_the_state_turns_as_was_asked_for(variant):
         (["--set", "x"], "--set: expected NAME=VALUE, got 'x'"),
         (["--set", "tracking.x=1"], "--tracking.x: no such field"),
         (["--set", "seed=1"], "--set seed: expected --seed instead"),
-        (["--lr", "1e-3,fast"], "--optimiser.lr must be a number .*, got 'fast'"),
+        (["--lr", "1e-3,fast"], "--optimizer.lr must be a number .*, got 'fast'"),
     ],
 )
 def test_a_mistake_is_exit_code_2_before_anything_runs(tmp_path, capsys, flags, message):
@@ -244,7 +244,7 @@ def test_turns_are_those_of_the_first_layer():
     with torch.no_grad():
         x = model.backbone.layers[0].norm(model.backbone.embedding.weight[:2]).unsqueeze(0)
         *_, dt, a, trap, turn = mixer._split(mixer.in_proj(x))
-        dt, *_, rate = mixer._discretise([dt, a, trap, turn], None)
+        dt, *_, rate = mixer._discretize([dt, a, trap, turn], None)
         turns = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
     expected = min((abs(abs(a) - 1) + abs(b), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
     assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
@@ -255,7 +255,7 @@ def test_a_state_that_turns_learns_parity_within_seconds_and_one_that_does_not_t
     for variant in ("mamba3", "mamba3-no-rotation"):
         settings = TrackingConfig.from_dict(
             {
-                "optimiser": {"lr": 5e-3, "weight_decay": 0.0, "beta2": 0.999},
+                "optimizer": {"lr": 5e-3, "weight_decay": 0.0, "beta2": 0.999},
                 "schedule": {"steps": 300, "warmup": 50},
                 "evaluation": {"every": 0, "log_every": 100},
                 "checkpoints": {"every": 0},

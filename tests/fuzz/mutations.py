@@ -58,7 +58,7 @@ PICKLES = {
     "a table in it": lambda tensors, _: {"state_dict": tensors},
     "sparse": lambda tensors, _: {name: x.to_sparse() for name, x in tensors.items()},
     "meta": lambda tensors, _: {name: x.to("meta") for name, x in tensors.items()},
-    "quantised": lambda tensors, _: {
+    "quantized": lambda tensors, _: {
         name: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8) for name, x in tensors.items()
     },
     "expanded": lambda tensors, _: {name: torch.zeros(()).expand(x.shape) for name, x in tensors.items()},

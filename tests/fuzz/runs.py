@@ -58,7 +58,7 @@ def run(case, prepared, directory):
     ends = [_disturbed(run_directory, case["mode"], fault) for fault in case["faults"]]
     if run_in_child(_train, run_directory, case["mode"], None, seconds=SECONDS / 4) != "finished":
         raise Finding(f"the run was not finished after {ends}")
-    _expect_same(prepared / case["mode"], run_directory)
+    _check_same(prepared / case["mode"], run_directory)
     return "the same"
 
 
@@ -109,7 +109,7 @@ def _happen(fault):
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], resource.RLIM_INFINITY))
 
 
-def _expect_same(whole, run_directory):
+def _check_same(whole, run_directory):
     latest, expected = (checkpoints(path / "checkpoints")[0] for path in (run_directory, whole))
     names = sorted(path.name for path in expected.iterdir())
     if latest.name != expected.name or sorted(path.name for path in latest.iterdir()) != names:

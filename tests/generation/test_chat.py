@@ -58,7 +58,7 @@ TEMPLATES = {
 {% endif %}{% endfor %}""",
     "reasoning": """{% for message in messages %}{% if message.reasoning_content is defined %}
 <think>{{ message.reasoning_content }}</think>{{ message.thinking }}{% endif %}
-{{ message.content if message.content is defined else 'missing' }}{% endfor %}{{ enable_thinking }}{{ flavour | upper }}
+{{ message.content if message.content is defined else 'missing' }}{% endfor %}{{ enable_thinking }}{{ flavor | upper }}
 {{ dict(a=1)['a'] }} {{ strftime_now('%Y') }} {{ range(3) | list }} {{ messages | selectattr('role', 'eq', 'user')
     | map(attribute='content') | list | length }}""",
 }
@@ -92,7 +92,7 @@ def test_templates_write_what_transformers_writes(name, tmp_path):
     assert not ours.is_plain
     shown = theirs.apply_chat_template(EMPTY, chat_template="{{ messages[1].content is defined }}", tokenize=False)
     conversations = CONVERSATIONS if shown == "False" else CONVERSATIONS[:3]
-    options = ({}, {"tools": TOOLS}, {"enable_thinking": False, "flavour": "x"}, {"eos_token": "<other>"})
+    options = ({}, {"tools": TOOLS}, {"enable_thinking": False, "flavor": "x"}, {"eos_token": "<other>"})
     for messages, chosen, begin in itertools.product(
         conversations, options, ({"add_generation_prompt": True}, {"add_generation_prompt": False})
     ):
@@ -262,7 +262,7 @@ def test_threads_share_a_process():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_its_own():
     code = (
-        "import os; from rendering import renderer; renderer().render('x', {});"
+        "import os; from template_sandbox import renderer; renderer().render('x', {});"
         "pid = os.fork(); text = renderer().render('{{ 1 + 1 }}', {});"
         "os._exit(text != '2') if pid == 0 else exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or text != '2')"
     )

@@ -132,7 +132,7 @@ def patch_forward(model):
     linear.forward = lambda x: 3 * nn.functional.linear(x, linear.weight)
 
 
-def parametrise(model):
+def parametrize(model):
     class Half(nn.Module):
         def forward(self, x):
             return x / 2
@@ -158,7 +158,7 @@ def add_bias(model):
 
 
 CHANGES = [replace_parameter, give_other_data, change_in_place, exchange_module, hook, hook_before, patch_forward]
-CHANGES += [parametrise, change_epsilon, drop_layer, swap_layers, add_bias]
+CHANGES += [parametrize, change_epsilon, drop_layer, swap_layers, add_bias]
 
 
 @torch.no_grad()

@@ -408,7 +408,7 @@ def test_torchs_seed_has_no_part_in_draws():
     assert drawn[2] == drawn[3]
 
 
-def test_options_are_named_once_and_a_misspelt_one_is_corrected():
+def test_options_are_named_once_and_a_misspelled_one_is_corrected():
     model, ids = small_lm(), torch.randint(61, (1, 6))
     with pytest.raises(TypeError, match=r"generation has no option 'temprature'; did you mean temperature\?"):
         model.generate(ids, 3, temprature=1.0)

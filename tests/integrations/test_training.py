@@ -134,15 +134,15 @@ def test_adapters_train_as_on_a_plain_model(tmp_path):
 
 
 @torch.no_grad()
-def test_a_step_of_an_optimiser_counts_for_the_next_token():
+def test_a_step_of_an_optimizer_counts_for_the_next_token():
     _, fast = pair("mamba2")
     x = ids(2, 9)
     _, cache = run(fast, x[:, :8])
     run(fast, x[:, 8:], cache)  # records
     with torch.enable_grad():
-        optimiser = torch.optim.AdamW(fast.parameters(), lr=1e-1)
+        optimizer = torch.optim.AdamW(fast.parameters(), lr=1e-1)
         fast(x, labels=x).loss.backward()
-        optimiser.step()
+        optimizer.step()
     _, cache = run(fast, x[:, :8])
     assert_near(run(fast, x[:, 8:], cache)[0], fast(x).logits[:, 8:], TOLERANCE)
 

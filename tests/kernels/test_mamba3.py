@@ -1,4 +1,4 @@
-"""Mamba-3's compiled kernels: the scan with turned keys, discretisation, the gate over ranks and the plain norm.
+"""Mamba-3's compiled kernels: the scan with turned keys, discretization, the gate over ranks and the plain norm.
 
 The tests of tests/blocks run over them too; here are the sizes, dtypes and promises beyond those.
 """
@@ -33,10 +33,12 @@ def rotated_scan(
     return OPERATORS["rotated_trapezoid_scan"](*inputs, rotation, lengths, bounds, chunk_len, algorithm, pathway)
 
 
-def discretise(dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, lengths=None, about_axes=False):
+def discretize(
+    dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, max_rotation, lengths=None, quaternion=False
+):
     """The operator."""
-    return OPERATORS["discretise"](
-        dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, turn_range, about_axes, lengths
+    return OPERATORS["discretize"](
+        dt, a, trap, turn, bias, heavy_tail, floor, dt_min, dt_max, max_rotation, quaternion, lengths
     )
 
 
@@ -122,7 +124,7 @@ PARAMETERS = {"k_bias", "q_bias", "skip", "value_weight"}
 
 def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, sequences=None, rotation="interleaved"):
     """Inputs of the turned scan by name; k and q are slices of a wider tensor."""
-    about_axes = rotation == "quaternion"
+    quaternion = rotation == "quaternion"
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -136,7 +138,7 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
         normal(b, t, r, g, n + 3, dtype=dtype)[..., 2 : n + 2],
         normal(h, r, n),
         normal(h, r, n),
-        normal(b, t, h * s * 3 if about_axes else s),
+        normal(b, t, h * s * 3 if quaternion else s),
         normal(b, t, h).abs(),
         -normal(b, t, h).abs(),
         normal(b, t, h).abs(),
@@ -144,7 +146,7 @@ def scan_inputs(b=2, t=90, r=1, h=6, g=2, p=5, n=12, s=3, dtype=torch.float32, s
         normal(h),
         normal(h, r, p) if r > 1 else None,
         normal(z, h, p, n),
-        normal(z, h, s, 4) if about_axes else normal(z, h, s),
+        normal(z, h, s, 4) if quaternion else normal(z, h, s),
     )
     return dict(zip(NAMES, values, strict=True))
 
@@ -312,26 +314,26 @@ def raw_inputs(dtype, b=2, t=50, h=7, s=5):
 
 
 @pytest.mark.parametrize("dtype", [D, torch.float32], ids=str)
-@pytest.mark.parametrize("about_axes", [False, True], ids=["in planes", "about axes"])
+@pytest.mark.parametrize("quaternion", [False, True], ids=["in planes", "about axes"])
 @pytest.mark.parametrize("heavy_tail", [True, False], ids=["heavy tail", "softplus"])
-def test_the_compiled_discretisation_equals_the_portable_code(heavy_tail, about_axes, dtype):
+def test_the_compiled_discretization_equals_the_portable_code(heavy_tail, quaternion, dtype):
     def portable(dt, a, trap, turn, bias):
         dt = torch.nn.functional.softplus(dt + bias).clamp(0.1, 6.0)
         dt = dt.masked_fill(torch.tensor([[False] * 50, [False] * 20 + [True] * 30]).unsqueeze(-1), 0)
         rate = torch.relu(a) + 1 / (1 - a.clamp(max=0)) if heavy_tail else torch.nn.functional.softplus(a)
         lam = torch.sigmoid(trap)
-        bounded = bounded_vector(turn.unflatten(-1, (-1, 3))).flatten(-2) if about_axes else torch.tanh(turn)
+        bounded = bounded_vector(turn.unflatten(-1, (-1, 3))).flatten(-2) if quaternion else torch.tanh(turn)
         return dt, -dt * rate.clamp(min=0.3), lam * dt, (1 - lam) * dt, 1.5 * math.pi * bounded
 
     def run(function):
-        wide, inputs = raw_inputs(dtype, s=15 if about_axes else 5)
+        wide, inputs = raw_inputs(dtype, s=15 if quaternion else 5)
         bias = inputs[-1].requires_grad_()
         outputs = function(*inputs)
         generator = torch.Generator().manual_seed(1)
         heads = [torch.randn(y.shape, generator=generator, dtype=D).to(dtype) for y in outputs]
         return (*outputs, *torch.autograd.grad(outputs, [wide, bias], heads))
 
-    compiled = run(lambda *x: discretise(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20]), about_axes))
+    compiled = run(lambda *x: discretize(*x, heavy_tail, 0.3, 0.1, 6.0, 1.5, torch.tensor([50, 20]), quaternion))
     for x, expected in zip(compiled, run(portable), strict=True):
         assert_near(x, expected, FLOOR[dtype])
 
@@ -342,7 +344,7 @@ def test_vectors_of_any_length_are_bounded_as_in_the_portable_code(size):
     turn = (size * inputs[3].detach()).requires_grad_()
 
     def run():
-        rate = discretise(*inputs[:3], turn, inputs[4], True, 0.3, 0.1, 6.0, 1.5, None, True)[4]
+        rate = discretize(*inputs[:3], turn, inputs[4], True, 0.3, 0.1, 6.0, 1.5, None, True)[4]
         return rate, *torch.autograd.grad(rate.square().sum() + rate.sum(), turn)
 
     compiled = run()
@@ -356,7 +358,7 @@ def test_softplus_and_tanh_are_within_four_units_in_the_last_place(dtype):
     x = torch.cat([torch.linspace(-30, 30, 40_000, dtype=dtype), torch.logspace(-9, 0, 5_000, dtype=dtype)])
     rows = x.view(1, -1, 1)
     zeros = torch.zeros(1, dtype=dtype)
-    dt, _, _, _, rate = discretise(rows, rows, rows, rows, zeros, True, 0.0, 0.0, math.inf, 1 / math.pi)
+    dt, _, _, _, rate = discretize(rows, rows, rows, rows, zeros, True, 0.0, 0.0, math.inf, 1 / math.pi)
     wide = x.numpy().astype(np.longdouble)
     for actual, expected in ((dt, np.logaddexp(wide, 0)), (rate, np.tanh(wide))):
         error = np.abs(actual.flatten().numpy().astype(np.longdouble) - expected)
@@ -455,7 +457,7 @@ COMPARE = """
 import torch
 from anymamba import SsdPath
 from anymamba.core.operators import OPERATORS, kernels_off
-from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu import bindings
 from tests.kernels.test_mamba3 import LAYOUTS, OPTIONS, block_of, run_block
 from tests.support import FLOOR, assert_near
 for options in ("awkward", "rank 3", "quaternion rank 3"):
@@ -464,7 +466,7 @@ for options in ("awkward", "rank 3", "quaternion rank 3"):
         expected = run_block(block, LAYOUTS["packed"], SsdPath.serial_recalculated())
         for name, x in run_block(block, LAYOUTS["packed"]).items():
             assert_near(x, expected[name], 4 * FLOOR[dtype], name)
-print(library.LIBRARY.isa)
+print(bindings.LIBRARY.isa)
 """
 
 

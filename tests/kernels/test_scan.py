@@ -152,7 +152,7 @@ def test_several_python_threads_may_call_at_once(threads):
 
 COMPARE = """
 import torch
-from anymamba.kernels.cpu import library
+from anymamba.kernels.cpu import bindings
 from anymamba.scan import SsdPath
 from tests.scan.cases import make_inputs, run
 from tests.support import FLOOR, assert_all_near
@@ -160,7 +160,7 @@ for dtype in (torch.float64, torch.float32):
     inputs = make_inputs(t=70, r=2, h=6, p=17, g=2, n=19, dtype=dtype)
     oracle = run({name: x.double() for name, x in inputs.items()}, SsdPath.recurrent())
     assert_all_near(run(inputs, SsdPath.fused()), oracle, FLOOR[dtype])
-print(library.LIBRARY.isa)
+print(bindings.LIBRARY.isa)
 """
 
 

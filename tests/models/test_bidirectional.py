@@ -103,7 +103,7 @@ def test_padded_and_packed_rows_equal_rows_alone(kind):
 def test_virtual_pairs_are_the_passes_of_their_schedule(schedule):
     stack = make(n_virtual=6, schedule=schedule)
     x = h = torch.randn(1, 5, WIDTH, dtype=torch.float64)
-    layers = stack.config.layers_of_passes()
+    layers = stack.config.layer_order()
     for u in range(3):
         there, back, merge = (
             stack.layers[layers[2 * u]],

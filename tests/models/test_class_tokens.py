@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anymamba import BidirectionalStack, LatentModel, Stack, StackCache
-from anymamba.models.stack.class_tokens import arranged, output_indices
+from anymamba.models.stack.class_tokens import insertion_order, output_indices
 from tests.models.test_stack import BLOCKS, MIXED, WIDTH, results
 from tests.support import assert_all_near, assert_near
 
@@ -35,16 +35,16 @@ def test_every_split_and_priming_places_them_as_the_definition_says(length):
     """Brute force: all pairs of places, all splits into calls, with and without priming before each call."""
     for positions in itertools.product(PLACES, repeat=2):
         m, expected = len(positions), by_hand(positions, length)
-        assert arranged(positions, 0, False, length, length) == expected
+        assert insertion_order(positions, 0, False, length, length) == expected
         for cuts in itertools.product([False, True], repeat=length - 1):
             ends = [t for t, cut in enumerate(cuts, 1) if cut] + [length]
             for primes in itertools.product([False, True], repeat=len(ends)):
                 found, seen = [], 0
                 for end, prime in zip(ends, primes, strict=True):
                     if prime:
-                        found += arranged(positions, seen, False, 0, length, True)
-                        assert arranged(positions, seen, True, 0, length, True) == []
-                    part = arranged(positions, seen, prime, end - seen, length)
+                        found += insertion_order(positions, seen, False, 0, length, True)
+                        assert insertion_order(positions, seen, True, 0, length, True) == []
+                    part = insertion_order(positions, seen, prime, end - seen, length)
                     found += [i if i < m else i + seen for i in part]
                     seen = end
                 assert found == expected, (positions, ends, primes)

@@ -102,14 +102,14 @@ class TestFieldsOfTheModel:
             ({"d_state": 16}, "d_state is a field of the blocks: give ssm_cfg"),
             ({"d_modl": 16}, "MambaLM has no field 'd_modl'; did you mean d_model"),
             ({"n_layers": 2}, "MambaLM has no field 'n_layers'; did you mean n_layer"),
-            ({"colour": 2}, "MambaLM has no field 'colour'$"),
+            ({"color": 2}, "MambaLM has no field 'color'$"),
         ],
     )
-    def test_a_misspelt_one_is_met_with_the_one_that_was_meant(self, fields, message):
+    def test_a_misspelled_one_is_met_with_the_one_that_was_meant(self, fields, message):
         with pytest.raises(TypeError, match=message):
             MambaLM(**fields)
 
-    def test_a_misspelt_one_of_a_block_too(self):
+    def test_a_misspelled_one_of_a_block_too(self):
         with pytest.raises(ValueError, match=r"does not know: \['d_stat'\]; did you mean d_state"):
             MambaLM(d_model=16, n_layer=1, vocab_size=8, ssm_cfg={"layer": "Mamba3", "d_stat": 8})
 

@@ -125,7 +125,7 @@ def test_labels_may_be_int32():
         assert_near(loss, model(x, labels=x).loss, FLOOR[torch.float32])
 
 
-def test_initialisation_is_the_official_one():
+def test_initialization_is_the_official_one():
     torch.manual_seed(0)
     model = MambaLM(
         d_model=64, n_layer=4, vocab_size=1000, d_intermediate=64, ssm_cfg={"layer": "Mamba2", "bias": True}

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anymamba.models import loss
-from anymamba.models.loss import head_nats
+from anymamba.models.loss import chunked_cross_entropy
 from tests.models.cases import small_lm
 from tests.support import FLOOR, assert_near
 
@@ -38,7 +38,7 @@ def with_gradients(function, head, hidden, targets, weight=0.7):
 def test_cost_and_gradients_are_those_of_all_logits_at_once(sizes, m, dtype):
     head, hidden, targets = case(m, dtype=dtype)
     expected = with_gradients(plain, head, hidden, targets)
-    actual = with_gradients(head_nats, head, hidden, targets)
+    actual = with_gradients(chunked_cross_entropy, head, hidden, targets)
     assert actual[0].dtype == torch.promote_types(dtype, torch.float32)
     for name, a, b in zip(("nats", "hidden", "weight"), actual, expected, strict=True):
         assert_near(a, b, FLOOR[dtype], name)
@@ -49,7 +49,7 @@ def test_gradients_are_exact(sizes):
 
     def cost(hidden, weight):
         head._parameters["weight"] = weight
-        return head_nats(head, hidden, targets)
+        return chunked_cross_entropy(head, hidden, targets)
 
     assert torch.autograd.gradcheck(cost, (hidden, head.weight.detach().clone().requires_grad_()))
 
@@ -60,7 +60,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted, sizes):
     expected = with_gradients(plain, head, hidden, targets)
     hidden.requires_grad_(wanted == "hidden")
     head.requires_grad_(wanted == "weight")
-    total = head_nats(head, hidden, targets)
+    total = chunked_cross_entropy(head, hidden, targets)
     assert_near(total, expected[0], 1e-12)
     if wanted == "neither":
         assert not total.requires_grad
@@ -71,7 +71,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted, sizes):
 
 def test_nothing_but_ignored_targets_costs_nothing():
     head, hidden, targets = case()
-    total, dhidden, dweight = with_gradients(head_nats, head, hidden, torch.full_like(targets, -100))
+    total, dhidden, dweight = with_gradients(chunked_cross_entropy, head, hidden, torch.full_like(targets, -100))
     assert total == 0
     assert (dhidden == 0).all()
     assert (dweight == 0).all()
@@ -81,7 +81,7 @@ def test_autocast_computes_in_its_dtype_and_adds_up_in_the_weights(sizes):
     head, hidden, targets = case(m=30, d=16, v=40, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expected = with_gradients(plain, head, hidden, targets)
-        actual = with_gradients(head_nats, head, hidden, targets)
+        actual = with_gradients(chunked_cross_entropy, head, hidden, targets)
     assert [x.dtype for x in actual] == [torch.float32] * 3
     for a, b in zip(actual, expected, strict=True):
         assert_near(a, b, FLOOR[torch.bfloat16])
@@ -91,26 +91,26 @@ def test_a_head_with_a_hook_or_of_another_kind_is_called(sizes):
     head, hidden, targets = case()
     seen = []
     handle = head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    expected = head_nats(head, hidden, targets)
+    expected = chunked_cross_entropy(head, hidden, targets)
     assert seen == [(7, 11)]
     handle.remove()
-    assert_near(head_nats(head, hidden, targets), expected, 1e-12)
+    assert_near(chunked_cross_entropy(head, hidden, targets), expected, 1e-12)
     assert len(seen) == 1
-    assert_near(head_nats(nn.Sequential(head), hidden, targets), expected, 1e-12)
+    assert_near(chunked_cross_entropy(nn.Sequential(head), hidden, targets), expected, 1e-12)
     biased = nn.Linear(5, 11, dtype=torch.float64)
-    assert_near(head_nats(biased, hidden, targets), plain(biased, hidden, targets), 1e-12)
+    assert_near(chunked_cross_entropy(biased, hidden, targets), plain(biased, hidden, targets), 1e-12)
 
 
 def test_a_target_outside_the_vocabulary_is_an_error(sizes):
     head, hidden, targets = case()
     targets[0] = 11
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        head_nats(head, hidden, targets)
+        chunked_cross_entropy(head, hidden, targets)
 
 
 def test_a_second_derivative_is_refused():
     head, hidden, targets = case()
-    (gradient,) = torch.autograd.grad(head_nats(head, hidden, targets), hidden, create_graph=True)
+    (gradient,) = torch.autograd.grad(chunked_cross_entropy(head, hidden, targets), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
 

@@ -34,7 +34,7 @@ class LeakyCache(_Fields, SavedTree):
     """The average so far, (b, d, 1, 1)."""
 
     __slots__ = ()
-    STATES = frozenset({"mean"})
+    FP32_FIELDS = frozenset({"mean"})
 
 
 class Leaky(Block):

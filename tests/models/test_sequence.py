@@ -127,12 +127,12 @@ def test_masked_tokens_are_the_labels():
 
 
 def learn(model, batch, steps=120, rate=1e-2):
-    optimiser = torch.optim.Adam(model.parameters(), rate)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
     for _ in range(steps):
         loss = batch()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return loss.item()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from anymamba import Stack, StackCache, StackConfig
 from anymamba.models.stack.residual_gates import EPS
-from anymamba.models.stack.stack_config import PAIR_SCHEDULES, layers_of_passes
+from anymamba.models.stack.stack_config import PAIR_SCHEDULES, layer_order
 from tests.support import assert_all_near, assert_near
 
 WIDTH = 16
@@ -152,11 +152,11 @@ def test_as_many_virtual_layers_as_real_ones_change_nothing(schedule):
 def test_schedules_are_the_formulas():
     for real, passes in itertools.product((1, 2, 3, 5), (1, 2, 5, 7, 12)):
         stack = {"d_model": WIDTH, "n_layer": real, "n_virtual": passes}
-        assert StackConfig(**stack).layers_of_passes() == [v % real for v in range(passes)]
+        assert StackConfig(**stack).layer_order() == [v % real for v in range(passes)]
         expected = [v * real // passes for v in range(passes)]
-        assert StackConfig(**stack, schedule="stretched").layers_of_passes() == expected
+        assert StackConfig(**stack, schedule="stretched").layer_order() == expected
     for real, passes in ((4, 8), (2, 6), (6, 6), (5, 8)):
-        found = {name: layers_of_passes("", name, real, passes, PAIR_SCHEDULES) for name in PAIR_SCHEDULES}
+        found = {name: layer_order("", name, real, passes, PAIR_SCHEDULES) for name in PAIR_SCHEDULES}
         half, even, odd = passes // 2, -(-real // 2), real // 2
         pairs = range(half)
         strided = [(2 * (u % even), 2 * (u % odd) + 1) for u in pairs]
@@ -195,7 +195,7 @@ def test_multi_gate_residuals_by_hand():
 
 
 def test_one_stream_has_a_closed_form():
-    """β is σ(b) before anything is learnt: h = Σ (1 - β)^{V - 1 - v} β F_v + (1 - β)^V x."""
+    """β is σ(b) before anything is learned: h = Σ (1 - β)^{V - 1 - v} β F_v + (1 - β)^V x."""
     stack = Stack(**{"d_model": WIDTH, "n_layer": 3, **MIXED}, streams=1, final_norm=False, dtype=torch.float64)
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     beta = torch.sigmoid(stack.gates[0].bias[0])

@@ -73,7 +73,7 @@ def test_packed_sequences_start_from_their_own_windows(cu_dtype):
         assert torch.equal(last[row : row + 1], last_alone)
 
 
-def test_it_is_initialised_as_torchs_convolution():
+def test_it_is_initialized_as_torchs_convolution():
     conv = CausalConv(1000, 4)
     bound = 0.5
     for parameter in conv.parameters():

@@ -1,7 +1,7 @@
 """Runs that are killed: a process that forks a trainer again and again and kills it with SIGKILL.
 
 A trainer kills itself at its n-th operation on the file system, which more often than not is part of a save or of
-tokenising, or its parent kills it after a random time, which may be anywhere.
+tokenizing, or its parent kills it after a random time, which may be anywhere.
 
     python -m tests.training.killing DIRECTORY SEED MODE KILLS
 """
@@ -23,7 +23,7 @@ from anymamba.training.api import begin, open_run
 from anymamba.training.checkpoint.run_state import checkpoints
 from anymamba.training.tasks.tabular_runs import begin_files, open_files
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
-from tests.training.test_file_task import config_of, write_files
+from tests.training.test_tabular import config_of, write_files
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 

@@ -93,7 +93,7 @@ def attempt(directory, whole, corpus, mesh, plan):
     config = tiny(
         corpus,
         data={"mode": "stream"},
-        optimiser={"kind": "muon"},
+        optimizer={"kind": "muon"},
         parallel={**MESHES[mesh], "timeout": 120},
         schedule={"steps": 14},
         evaluation={"every": 7, "sample_tokens": 0},
@@ -107,11 +107,11 @@ def attempt(directory, whole, corpus, mesh, plan):
         env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expect_same(directory / "run", whole)
+    check_same(directory / "run", whole)
     return [json.loads(file.read_text()) for file in sorted(directory.glob("killed-*.json"))]
 
 
-def expect_same(killed, whole):
+def check_same(killed, whole):
     """Assert that a killed run leaves the same files as a whole one, byte for byte."""
     (latest, *_), (expected, *_) = (checkpoints(run / "checkpoints") for run in (killed, whole))
     assert latest.name == expected.name

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from anymamba import MambaLM
-from anymamba.core.io import locked, read_json, read_tensors, write_json
+from anymamba.core.io import read_json, read_tensors, run_lock, write_json
 from anymamba.training.api import begin, open_run
+from anymamba.training.checkpoint import run_state as module
 from anymamba.training.checkpoint import sharded_tensors
 from anymamba.training.checkpoint.run_state import Facts, begin_checkpoint, checkpoints, finish_checkpoint, load_latest
-from anymamba.training.checkpoint import run_state as module
 from anymamba.training.trainer import train_or_resume
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_opens_as_a_model(trainer):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "training.json", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training.json", "config.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, damage):
     file = checkpoints(trainer.directory / "checkpoints")[0] / name
@@ -156,7 +156,7 @@ def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
         open_run(trainer.directory, {}, silent)
 
 
-@pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others", "narrower"])
 def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, damage):
     path = checkpoints(trainer.directory / "checkpoints")[0]
@@ -332,7 +332,7 @@ class TestTwoProcesses:
     def test_the_second_is_refused_and_changes_nothing(self, trainer):
         second = open_run(trainer.directory, {}, silent)
         before = {path: path.stat().st_mtime_ns for path in trainer.directory.rglob("*")}
-        with locked(trainer.directory):
+        with run_lock(trainer.directory):
             for attempt in (
                 second.run,
                 lambda: open_run(trainer.directory, {}, silent),
@@ -348,14 +348,14 @@ class TestTwoProcesses:
         again, tried = open_run(trainer.directory, {}, silent), []
 
         def write_model(model, directory):
-            with pytest.raises(ValueError, match=self.message), locked(trainer.directory):
+            with pytest.raises(ValueError, match=self.message), run_lock(trainer.directory):
                 pass
             tried.append(directory)
 
         monkeypatch.setattr(again.task, "write_model", write_model)
         assert again.run()
         assert tried == [trainer.directory]
-        with locked(trainer.directory):
+        with run_lock(trainer.directory):
             pass
 
     def test_a_killed_one_leaves_no_lock(self, tmp_path):
@@ -365,8 +365,8 @@ class TestTwoProcesses:
         command = [sys.executable, "-c", hold]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            with pytest.raises(ValueError, match=self.message), locked(directory):
+            with pytest.raises(ValueError, match=self.message), run_lock(directory):
                 pass
             process.kill()
-        with locked(directory):
+        with run_lock(directory):
             pass

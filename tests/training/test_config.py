@@ -6,12 +6,12 @@ from anymamba.training.config.values import choices
 
 def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
     (tmp_path / "c.toml").write_text(
-        'seed = 3\n[optimiser]\nlr = 1\n[data]\nsources = ["a", "b"]\n[model]\nblock = { rope_fraction = 0.25 }\n'
+        'seed = 3\n[optimizer]\nlr = 1\n[data]\nsources = ["a", "b"]\n[model]\nblock = { rope_fraction = 0.25 }\n'
     )
     from_file = read_config(tmp_path / "c.toml")
-    overrides = {"seed": "3", "optimiser.lr": "1", "data.sources": "a,b", "model.block": "{rope_fraction = 0.25}"}
+    overrides = {"seed": "3", "optimizer.lr": "1", "data.sources": "a,b", "model.block": "{rope_fraction = 0.25}"}
     assert from_file == read_config(None, overrides)
-    assert from_file.optimiser.lr == 1.0
+    assert from_file.optimizer.lr == 1.0
     assert from_file.model.lm_config(256).block_config().rope_fraction == 0.25
 
 
@@ -61,15 +61,15 @@ def test_only_fields_that_change_a_weight_count_as_changed():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[optimizer]\nlr = 1", "optimizer: no such field; did you mean optimiser?"),
-        ("[optimiser]\nlearning_rate = 1", "optimiser.learning_rate: no such field"),
-        ("lr = 1", "lr: no such field; did you mean optimiser.lr?"),
+        ("[optimizer]\nlr = 1", "optimizer: no such field; did you mean optimizer?"),
+        ("[optimizer]\nlearning_rate = 1", "optimizer.learning_rate: no such field"),
+        ("lr = 1", "lr: no such field; did you mean optimizer.lr?"),
         ("sead = 1", "sead: no such field; did you mean seed?"),
-        ('"optimiser.lr" = 1', "optimiser.lr: no such field; did you mean optimiser.lr?"),
+        ('"optimizer.lr" = 1', "optimizer.lr: no such field; did you mean optimizer.lr?"),
         ("[data]\nsource = 'a'", "data.source: no such field; did you mean data.sources?"),
         ("[data]\ndepth = 3", "data.depth: no such field; did you mean model.depth?"),
         ("[schedule]\nwibble = 3", "no such field; known are schedule.steps, schedule.kind, schedule.warmup,"),
-        ("[optimiser]\nlr = 'fast'", "optimiser.lr must be float, got 'fast'"),
+        ("[optimizer]\nlr = 'fast'", "optimizer.lr must be float, got 'fast'"),
         ("seed = true", "seed must be int, got True"),
         ("model = 3", "model must be a table, got 3"),
         ("[batch]\ntokens = 100\nlength = 64", "batch.tokens must be a multiple of length · accumulation = 64 · 1"),
@@ -77,12 +77,12 @@ def test_only_fields_that_change_a_weight_count_as_changed():
         ("[data]\nheld_out = 1.5", "data.held_out must be above 0 and below 1, got 1.5"),
         ("[data]\nsources = []", "data.sources must name some text, got none"),
         ("[data]\nsources = [1]", "data.sources must be a list of texts, got [1]"),
-        ("[optimiser]\nbeta2 = 1.0", "optimiser.beta2 must be below 1, got 1.0"),
-        ("[optimiser]\nlr = nan", "optimiser.lr must be at least 0, got nan"),
+        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 must be below 1, got 1.0"),
+        ("[optimizer]\nlr = nan", "optimizer.lr must be at least 0, got nan"),
         ("= 3", "not readable TOML"),
         ("x = " + "[" * 10**5, "not readable TOML (nested too deeply)"),
         ("seed = " + "9" * 5000, "not readable TOML"),
-        ("[optimiser]\nlr = " + "9" * 400, "optimiser.lr must be float, got 999"),
+        ("[optimizer]\nlr = " + "9" * 400, "optimizer.lr must be float, got 999"),
         ("seed = " + "9" * 400, "seed must be at least 0 and below 2^63"),
     ],
     ids=lambda text: text[:30],
@@ -97,8 +97,8 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("optimiser.l", "1", "--optimiser.l: no such field; did you mean optimiser.lr"),
-        ("lr", "1", "optimiser.lr"),
+        ("optimizer.l", "1", "--optimizer.l: no such field; did you mean optimizer.lr"),
+        ("lr", "1", "optimizer.lr"),
         ("seed", "x", "--seed must be a number (int), got 'x'"),
         ("model.tie_embeddings", "yes", "--model.tie_embeddings must be true or false, got 'yes'"),
         ("model.block", "{", "--model.block must be a TOML value"),
@@ -112,7 +112,7 @@ def test_a_bad_override_says_what_is_wrong(name, text, message):
     assert message in str(error.value)
 
 
-def test_a_field_of_the_block_is_not_misspelt_unnoticed():
+def test_a_field_of_the_block_is_not_misspelled_unnoticed():
     with pytest.raises(
         ValueError, match=r"model\.block\.rope_fractoin: no such field of Mamba3; did you mean rope_frac"
     ):

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anymamba.core.io import digest_file, locked
+from anymamba.core.io import digest_file, run_lock
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.data.batches import Batches, Sequence, permuted, segments
 from anymamba.training.data.documents import sample, split
 from anymamba.training.data.shards import open_corpus, prepare
 from anymamba.training.data.sources import find_documents
-from anymamba.training.tasks.lm_step import batch_nats
+from anymamba.training.tasks.lm_step import batch_loss_sum
 from tests.models.cases import small_lm
 from tests.support import assert_near
 from tests.training.cases import LENGTHS, tiny, write_corpus
@@ -111,17 +111,17 @@ class TestCorpus:
         shared = {"shards": str(tmp_path / "data")}
         before = prepared(corpus, tmp_path / "data", **shared)
         (tmp_path / "other.txt").write_text("other " * 100)
-        with pytest.raises(ValueError, match=r"expected tokenised text of the same sources, .* found that of others"):
+        with pytest.raises(ValueError, match=r"expected tokenized text of the same sources, .* found that of others"):
             prepared(tmp_path / "other.txt", tmp_path / "data", **shared)
         assert open_corpus(tmp_path / "data").checksum == before.checksum
         assert prepared(corpus, tmp_path / "data", **shared).checksum == before.checksum
 
     def test_shards_that_another_process_writes_are_not_touched(self, corpus, tmp_path):
         (tmp_path / "data").mkdir()
-        with locked(tmp_path / "data"), pytest.raises(ValueError, match="another process is using this run"):
+        with run_lock(tmp_path / "data"), pytest.raises(ValueError, match="another process is using this run"):
             prepared(corpus, tmp_path / "data")
         prepared(corpus, tmp_path / "data")
-        with locked(tmp_path / "data"):
+        with run_lock(tmp_path / "data"):
             prepared(corpus, tmp_path / "data")
 
     def test_ids_beyond_the_vocabulary_are_refused(self, corpus, tmp_path):
@@ -133,9 +133,9 @@ class TestCorpus:
         (begin,), (end,) = split(find(tmp_path / "one.txt"), 0.25, b"")
         assert begin.read(b"").decode() + end.read(b"").decode() == "ä" * 501
 
-    def test_tokenising_continues_where_it_stopped(self, corpus, tmp_path, monkeypatch):
+    def test_tokenizing_continues_where_it_stopped(self, corpus, tmp_path, monkeypatch):
         whole = prepared(corpus, tmp_path / "whole", shard_tokens=300)
-        from anymamba.training.data.batches import shards
+        from anymamba.training.data import shards
 
         written = []
 
@@ -234,7 +234,7 @@ class TestCorpus:
         assert len(found.documents) == 1
         assert re.search(rf"lines\.jsonl:2: .*{message}", *found.problems)
 
-    def test_changed_text_is_tokenised_again(self, corpus, tmp_path):
+    def test_changed_text_is_tokenized_again(self, corpus, tmp_path):
         before = prepared(corpus, tmp_path / "data")
         (corpus / "more.txt").write_text("more")
         assert prepared(corpus, tmp_path / "data").checksum != before.checksum
@@ -291,7 +291,7 @@ class TestPacking:
         model = small_lm(family, torch.float64, vocab_size=256)
         spans = [(start, start + 150) for start in (0, 620, 1000)]
         batch = sequence.pack(spans, True)
-        nats, _ = batch_nats(model, batch, None, torch.float64)
+        nats, _ = batch_loss_sum(model, batch, None, torch.float64)
         nats.backward()
         packed = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
@@ -324,12 +324,12 @@ class TestPacking:
         with torch.no_grad():
             for step in range(steps):
                 (batch,) = source.step(step)
-                cost, carried = batch_nats(model, batch, carried, torch.float64)
+                cost, carried = batch_loss_sum(model, batch, carried, torch.float64)
                 nats += cost.item()
             order = torch.from_numpy(permuted(np.arange(len(tokens.lengths)), len(tokens.lengths), 0, 0))
             sequence = Sequence(tokens, order)
             whole = sequence.pack([(row * lane, row * lane + steps * 20) for row in range(3)], True)
-            expected, state = batch_nats(model, whole, None, torch.float64)
+            expected, state = batch_loss_sum(model, whole, None, torch.float64)
         assert nats == pytest.approx(expected.item(), rel=1e-12)
         for name, tensor in state.tensors().items():
             assert_near(carried.tensors()[name], tensor, 1e-9, name)
@@ -341,7 +341,7 @@ class TestPacking:
         for length in (50, 10_000):
             total, carried, read = 0.0, None, []
             for batch in segments(tokens, length):
-                cost, carried = batch_nats(model, batch, carried, torch.float64)
+                cost, carried = batch_loss_sum(model, batch, carried, torch.float64)
                 total += cost.item()
                 read += batch.inputs[0].tolist()
             assert read == tokens.read(0, tokens.total).tolist()

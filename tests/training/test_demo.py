@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from anymamba.training.api import begin
-from anymamba.training.checkpoint import sharded_tensors
-from anymamba.training.checkpoint import run_state
+from anymamba.training.checkpoint import run_state, sharded_tensors
 from tests.training.cases import silent, tiny, write_corpus
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"

@@ -48,7 +48,7 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
     assert MambaLM.from_pretrained(tmp_path / "run").config == trainer.model.config
 
 
-def test_weights_are_learnt_in_the_precision_of_the_run(corpus, tmp_path):
+def test_weights_are_learned_in_the_precision_of_the_run(corpus, tmp_path):
     small_lm(**MODEL, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     trainer = begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -57,7 +57,7 @@ def test_weights_are_learnt_in_the_precision_of_the_run(corpus, tmp_path):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_path, kind):
     small_lm("Mamba3", **MODEL).save_pretrained(tmp_path / "model")
-    config = begun_with(corpus, tmp_path / "model", optimiser={"kind": kind}, data={"mode": "stream"})
+    config = begun_with(corpus, tmp_path / "model", optimizer={"kind": kind}, data={"mode": "stream"})
     whole = begin(config, tmp_path / "whole", silent)
     assert whole.run()
     part = begin(config, tmp_path / "part", silent)
@@ -70,7 +70,7 @@ def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_pa
     assert again.step == 3
     assert again.run()
     assert_equal(again.model.state_dict(), whole.model.state_dict())
-    assert_equal(again.optimiser.tensors(), whole.optimiser.tensors())
+    assert_equal(again.optimizer.tensors(), whole.optimizer.tensors())
 
 
 @pytest.mark.parametrize(
@@ -199,34 +199,34 @@ class TestChanges:
 
     @pytest.mark.parametrize("kind", ["adamw", "muon"])
     def test_a_learning_rate_applies_from_the_next_step_on_and_is_recorded(self, corpus, tmp_path, kind):
-        config = tiny(corpus, optimiser={"kind": kind}, checkpoints={"keep": 9})
+        config = tiny(corpus, optimizer={"kind": kind}, checkpoints={"keep": 9})
         part = begin(config, tmp_path / "run", silent)
         part.save()
         for _ in range(3):
             part._take_step()
         part.save()
-        before, told = part.optimiser.tensors(), []
-        again = open_run(tmp_path / "run", {"optimiser.lr": "0.001", "optimiser.clip": "0.5"}, told.append)
-        assert_equal(again.optimiser.tensors(), before)
+        before, told = part.optimizer.tensors(), []
+        again = open_run(tmp_path / "run", {"optimizer.lr": "0.001", "optimizer.clip": "0.5"}, told.append)
+        assert_equal(again.optimizer.tensors(), before)
         assert told == [
-            "optimiser.lr changes from 0.003 to 0.001 after step 3",
-            "optimiser.clip changes from 1.0 to 0.5 after step 3",
+            "optimizer.lr changes from 0.003 to 0.001 after step 3",
+            "optimizer.clip changes from 1.0 to 0.5 after step 3",
         ]
         assert again.run()
         rates = [row.learning_rate for row in read_metrics(tmp_path / "run" / "metrics.csv")]
         shares = [learning_rate(step, 1.0, config.schedule) for step in range(3, 6)]
         assert rates == [share * 0.001 for share in shares]
-        changes = [{"step": 3, "optimiser.lr": [0.003, 0.001], "optimiser.clip": [1.0, 0.5]}]
+        changes = [{"step": 3, "optimizer.lr": [0.003, 0.001], "optimizer.clip": [1.0, 0.5]}]
         for path in checkpoints(tmp_path / "run" / "checkpoints")[:-1]:
             assert load_checkpoint(path).changes == changes, path
         finished = open_run(tmp_path / "run", {}, silent)
-        assert (finished.config.optimiser.lr, finished.changes) == (0.001, changes)
+        assert (finished.config.optimizer.lr, finished.changes) == (0.001, changes)
 
     def test_a_kill_after_a_change_does_not_undo_it(self, corpus, tmp_path, monkeypatch):
         config = tiny(corpus, checkpoints={"every": 0})
         part = begin(config, tmp_path / "run", silent)
         part.save()
-        again = open_run(tmp_path / "run", {"optimiser.lr": "0.001"}, silent)
+        again = open_run(tmp_path / "run", {"optimizer.lr": "0.001"}, silent)
 
         def killed():
             raise KeyboardInterrupt
@@ -235,10 +235,10 @@ class TestChanges:
         with pytest.raises(KeyboardInterrupt):
             again.run()
         third = open_run(tmp_path / "run", {}, silent)
-        assert third.config.optimiser.lr == 0.001
+        assert third.config.optimizer.lr == 0.001
         assert third.run()
 
     def test_changes_of_the_model_or_the_data_are_refused(self, corpus, tmp_path):
         begin(tiny(corpus), tmp_path / "run", silent).save()
         with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to start another run from its weights:"):
-            open_run(tmp_path / "run", {"seed": "1", "optimiser.lr": "1"}, silent)
+            open_run(tmp_path / "run", {"seed": "1", "optimizer.lr": "1"}, silent)

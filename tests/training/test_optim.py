@@ -5,10 +5,10 @@ import torch
 
 from anymamba import LatentModel, MambaLM, SequenceClassifier
 from anymamba.blocks.base import ProjectionPart
-from anymamba.training.config.sections import OptimiserSection, ScheduleSection
-from anymamba.training.optim.muon import Muon, orthogonalised
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection
+from anymamba.training.optim.muon import Muon, orthogonalized
 from anymamba.training.optim.optimizer import (
-    Optimiser,
+    Optimizer,
     clip_gradients,
     learning_rate,
     parameter_groups,
@@ -73,22 +73,22 @@ def test_embeddings_are_decayed_if_asked(tied, wrap):
     assert sorted(name[name.index(end) :] for name in more for end in expected if name.endswith(end)) == expected
 
 
-def test_the_groups_suit_the_optimisers_of_torch():
+def test_the_groups_suit_the_optimizers_of_torch():
     model = small_lm(tie_embeddings=False)
-    optimiser = torch.optim.AdamW(parameter_groups(model), lr=0.1)
-    assert [group["weight_decay"] for group in optimiser.param_groups] == [0.1, 0.0]
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     set_gradients(model)
-    optimiser.step()
+    optimizer.step()
 
 
 @KINDS
 def test_without_a_gradient_only_the_decayed_shrink(kind):
     model = small_lm()
     before = values(model)
-    optimiser = Optimiser(model, OptimiserSection(kind=kind, lr=0.1, weight_decay=0.5))
+    optimizer = Optimizer(model, OptimizerSection(kind=kind, lr=0.1, weight_decay=0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimiser.step(1.0)
+    optimizer.step(1.0)
     decayed = decayed_names(model)
     for name, p in model.named_parameters():
         factor = 0.95 if name in decayed else 1.0
@@ -100,9 +100,9 @@ def test_without_a_gradient_only_the_decayed_shrink(kind):
 def test_muon_makes_each_part_of_a_projection_orthogonal_by_itself(family, d_intermediate):
     model = small_lm(family, torch.float64, d_intermediate=d_intermediate)
     before = values(model)
-    optimiser = Optimiser(model, OptimiserSection(kind="muon", lr=0.1, weight_decay=0.0))
+    optimizer = Optimizer(model, OptimizerSection(kind="muon", lr=0.1, weight_decay=0.0))
     set_gradients(model)
-    optimiser.step(0.5)
+    optimizer.step(0.5)
     layer, moved = model.backbone.layers[1], differences(model, before)
     modules = {"mixer": layer.mixer, **({"mlp": layer.mlp} if d_intermediate else {})}
     cut = {f"{m}.{p}": parts for m, module in modules.items() for p, parts in module.projection_parts().items()}
@@ -131,7 +131,7 @@ def test_muon_moves_a_fused_projection_as_separate_ones(family):
     adam = torch.optim.AdamW(
         [x for x, part in zip(separate, parts, strict=True) if not part.is_matrix], 0.02, (0.9, 0.95), weight_decay=0.2
     )
-    fused = Optimiser(model, OptimiserSection(kind="muon", lr=0.02, muon_lr=0.03, weight_decay=0.2))
+    fused = Optimizer(model, OptimizerSection(kind="muon", lr=0.02, muon_lr=0.03, weight_decay=0.2))
     for seed in range(3):
         set_gradients(model, seed)
         for x, gradient in zip(separate, weight.grad.split([p.rows for p in parts]), strict=True):
@@ -149,35 +149,35 @@ def test_muon_is_for_matrices():
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (64, 64), (40, 90), (90, 40)])
-def test_orthogonalised_keeps_singular_vectors_and_levels_singular_values(shape):
+def test_orthogonalized_keeps_singular_vectors_and_levels_singular_values(shape):
     matrix = torch.randn(shape, dtype=torch.float64)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    level = u.mT @ orthogonalised(matrix) @ v.mT
+    level = u.mT @ orthogonalized(matrix) @ v.mT
     torch.testing.assert_close(level, torch.diag(level.diagonal()), rtol=0, atol=1e-12)
     assert (level.diagonal()[s > 0.01 * s.max()] > 0.5).all()
     assert (level.diagonal() < 1.3).all()
-    torch.testing.assert_close(orthogonalised(matrix.float()), orthogonalised(matrix).float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(orthogonalized(matrix.float()), orthogonalized(matrix).float(), rtol=0, atol=1e-4)
 
 
-def test_orthogonalised_zeros_are_zeros():
-    assert (orthogonalised(torch.zeros(3, 4)) == 0).all()
+def test_orthogonalized_zeros_are_zeros():
+    assert (orthogonalized(torch.zeros(3, 4)) == 0).all()
 
 
 @KINDS
-def test_a_restored_optimiser_continues_bit_for_bit(kind):
-    config, states = OptimiserSection(kind=kind), []
+def test_a_restored_optimizer_continues_bit_for_bit(kind):
+    config, states = OptimizerSection(kind=kind), []
     for interrupted in (False, True):
         model = small_lm("Mamba3")
-        optimiser = Optimiser(model, config)
+        optimizer = Optimizer(model, config)
         for step in range(4):
             if interrupted and step == 2:
-                saved = {key: x.clone() for key, x in optimiser.tensors().items()}
-                optimiser = Optimiser(model, config)
-                optimiser.restore(saved)
+                saved = {key: x.clone() for key, x in optimizer.tensors().items()}
+                optimizer = Optimizer(model, config)
+                optimizer.restore(saved)
             set_gradients(model, step)
-            optimiser.step(0.3)
-            optimiser.zero_grad()
-        states.append({**values(model), **optimiser.tensors()})
+            optimizer.step(0.3)
+            optimizer.zero_grad()
+        states.append({**values(model), **optimizer.tensors()})
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
@@ -185,22 +185,22 @@ def test_a_restored_optimiser_continues_bit_for_bit(kind):
 @pytest.mark.parametrize("broken", [torch.ones((), dtype=torch.float16), torch.ones(2), torch.tensor(3)])
 def test_a_count_of_steps_of_another_kind_is_refused(broken):
     model = small_lm("Mamba3")
-    optimiser = Optimiser(model, OptimiserSection(kind="adamw"))
+    optimizer = Optimizer(model, OptimizerSection(kind="adamw"))
     set_gradients(model)
-    optimiser.step(0.3)
-    saved = {**optimiser.tensors(), "backbone.norm_f.weight.step": broken}
+    optimizer.step(0.3)
+    saved = {**optimizer.tensors(), "backbone.norm_f.weight.step": broken}
     with pytest.raises(ValueError, match=r"norm_f\.weight\.step must be torch\.float32 of shape \(\), got"):
-        Optimiser(model, OptimiserSection(kind="adamw")).restore(saved)
+        Optimizer(model, OptimizerSection(kind="adamw")).restore(saved)
 
 
-def test_a_state_of_the_other_optimiser_is_refused_by_name():
+def test_a_state_of_the_other_optimizer_is_refused_by_name():
     model = small_lm("Mamba3")
-    muon = Optimiser(model, OptimiserSection(kind="muon"))
+    muon = Optimizer(model, OptimizerSection(kind="muon"))
     set_gradients(model)
     muon.step(0.3)
     whole = {name: x for name, x in muon.tensors().items() if "out_proj" in name}
     with pytest.raises(ValueError, match="was moved by Muon when this run began, and is now moved by AdamW"):
-        Optimiser(model, OptimiserSection(kind="adamw")).restore(whole)
+        Optimizer(model, OptimizerSection(kind="adamw")).restore(whole)
 
 
 def test_gradients_are_clipped_by_their_common_norm():
@@ -235,7 +235,7 @@ def test_no_warm_up_and_warm_up_to_the_end():
     assert learning_rate(4, 1.0, ScheduleSection(steps=5, warmup=10)) == pytest.approx(0.5)
 
 
-def test_the_plan_shows_which_optimiser_moves_what():
+def test_the_plan_shows_which_optimizer_moves_what():
     model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
     rows = {row.name: row for row in plan(model)}
     assert abs(sum(row.share for row in rows.values()) - 1) < 1e-9
@@ -246,7 +246,7 @@ def test_the_plan_shows_which_optimiser_moves_what():
     assert rows["backbone.embedding.weight"][2:4] == ("AdamW", False)
     table = plan_table(list(rows.values()))
     assert "backbone.layers.*.mixer.in_proj.weight[x] 32 x 16 2 Muon yes" in " ".join(table.split())
-    assert all(row.owner == "AdamW" for row in plan(model, OptimiserSection()))
+    assert all(row.owner == "AdamW" for row in plan(model, OptimizerSection()))
 
 
 def test_muon_leaves_the_ends_of_models_around_a_stack_to_adamw():
@@ -269,17 +269,17 @@ def test_muon_leaves_the_ends_of_models_around_a_stack_to_adamw():
 def test_parts_are_taken_from_muon_by_name():
     model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    chosen = OptimiserSection(kind="muon", muon_without=("in_proj[z]", "out_proj"), lr=0.01, weight_decay=0.0)
+    chosen = OptimizerSection(kind="muon", muon_without=("in_proj[z]", "out_proj"), lr=0.01, weight_decay=0.0)
     owners = {row.name: row.owner for row in plan(model, chosen)}
     layer = "backbone.layers.1.mixer."
     assert owners[f"{layer}dt_proj.weight"] == owners[f"{layer}in_proj.weight[x]"] == "Muon"
     assert owners[f"{layer}out_proj.weight"] == owners[f"{layer}in_proj.weight[z]"] == "AdamW"
-    optimiser = Optimiser(model, chosen)
+    optimizer = Optimizer(model, chosen)
     ids = torch.randint(32, (2, 9))
     model(ids, labels=ids).loss.backward()
-    optimiser.step(1.0)
+    optimizer.step(1.0)
     moved = model.backbone.layers[1].mixer.in_proj.weight - before[f"{layer}in_proj.weight"]
     assert_near(moved[32:].abs(), torch.full((32, 16), 0.01), 0.02)  # AdamW's first step has one size
     assert moved[:32].abs().std() > 1e-3
     with pytest.raises(ValueError, match=r"muon_without must name projections or their parts, as .*got 'q_proj'"):
-        plan(model, OptimiserSection(kind="muon", muon_without=("q_proj",)))
+        plan(model, OptimizerSection(kind="muon", muon_without=("q_proj",)))

@@ -45,7 +45,7 @@ def test_restarted_workers_meet_whoever_comes_first():
 
 def test_killed_workers_are_restarted_and_the_run_ends_in_the_same_bits(tmp_path):
     """One is killed while it writes its part of a checkpoint, the other when it gives the checkpoint its name."""
-    own_rows = r"open checkpoints/\.step-00000004\.[\d-]+\.tmp/\.optimiser-00002-of-00002\.safetensors\..*"
+    own_rows = r"open checkpoints/\.step-00000004\.[\d-]+\.tmp/\.optimizer-00002-of-00002\.safetensors\..*"
     its_name = r"os\.rename checkpoints/\.step-00000008\.[\d-]+\.tmp"
     plan = [(1, "named", own_rows, 0.01), (0, "named", its_name, 0.01)]
     corpus = write_corpus(tmp_path / "corpus")
@@ -124,7 +124,7 @@ def tables(values):
     return "\n".join(lines)
 
 
-def expect_whole(launched, tmp_path):
+def check_whole(launched, tmp_path):
     """Assert that a failed run leaves a good checkpoint, from which one process continues."""
     trainer = open_run(tmp_path / "run", {"parallel.shard": "1"}, pytest.fail)
     assert trainer.step >= 20
@@ -140,7 +140,7 @@ def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
             launched.lines()[0],
         ), launched.lines()
         launched.until(lambda: not is_alive(launched.workers[0]))
-    expect_whole(launched, tmp_path)
+    check_whole(launched, tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
@@ -150,4 +150,4 @@ def test_workers_without_a_launcher_end_with_one_line(tmp_path):
         launched.until(lambda: not any(map(is_alive, launched.workers)))
         assert any("torchrun, or the worker or machine that has its store, is gone" in x for x in launched.lines())
         assert "Traceback" not in launched.said.read_text()
-    expect_whole(launched, tmp_path)
+    check_whole(launched, tmp_path)

@@ -76,8 +76,8 @@ def draw() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
     titles = ("Processor time of forward and backward, ms", "Kept from forward to backward, MiB")
     for i, (place, title) in enumerate(zip(axes, titles, strict=True)):
-        for name, colour in ALGORITHMS.items():
-            place.plot(LENGTHS, [pair[i] for pair in found[name]], "o-", color=colour, label=name, ms=4)
+        for name, color in ALGORITHMS.items():
+            place.plot(LENGTHS, [pair[i] for pair in found[name]], "o-", color=color, label=name, ms=4)
         place.set_xscale("log", base=2)
         plain_log(place)
         place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -25,16 +25,16 @@ def trained(steps: int = 400, length: int = 64) -> MambaLM:
     torch.manual_seed(0)
     block = {"layer": "Mamba3", "d_state": 16, "headdim": 16, "a_activation": "softplus", "dt_min": 0.1, "dt_max": 1.0}
     model = MambaLM(d_model=32, n_layer=1, vocab_size=2, ssm_cfg=block, tie_embeddings=False)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(steps):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
         drawn, odd = bits(32, length, seed=step)
         loss = F.cross_entropy(model(drawn).logits[..., :2].flatten(0, 1), odd.flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimiser.step()
+        optimizer.step()
         if step % 100 == 99:
             print(f"step {step + 1}: loss {loss.item():.4f}")
     return model.eval()

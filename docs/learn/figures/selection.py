@@ -42,9 +42,9 @@ def draw(model: MambaLM) -> None:
     fresh, ids = MambaLM(model.config), torch.tensor([list(TEXT.encode())])
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(1, 1), sharey=True)
     for i, place in enumerate(axes):
-        for state, colour, name in ((fresh, "#b8bec4", "before training"), (model, ACCENT, "trained")):
+        for state, color, name in ((fresh, "#b8bec4", "before training"), (model, ACCENT, "trained")):
             lives = horizons(*layers(state, ids)[i])[0].sort().values
-            place.plot(range(1, len(lives) + 1), lives.tolist(), "o-", color=colour, label=name, ms=4, lw=1)
+            place.plot(range(1, len(lives) + 1), lives.tolist(), "o-", color=color, label=name, ms=4, lw=1)
         plain_log(place)
         place.set_xticks(range(2, len(lives) + 1, 2))
         place.set_title(f"Layer {i}: horizons of its heads, in tokens")

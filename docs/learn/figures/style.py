@@ -1,4 +1,4 @@
-"""Colours, sizes and the way in which all figures are saved."""
+"""Colors, sizes and the way in which all figures are saved."""
 
 from __future__ import annotations
 

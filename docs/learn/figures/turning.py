@@ -28,8 +28,8 @@ def draw_rules() -> None:
         for found, name in ((held, "Mamba-2's rule"), (averaged, "trapezoid, λ = 1/2")):
             errors[name].append(abs(found - exact))
     figure, place = plt.subplots(figsize=(5, 3.2))
-    for (name, values), colour in zip(errors.items(), (DIM, ACCENT), strict=True):
-        place.loglog([4 / count for count in steps], values, "o-", color=colour, label=name, ms=4)
+    for (name, values), color in zip(errors.items(), (DIM, ACCENT), strict=True):
+        place.loglog([4 / count for count in steps], values, "o-", color=color, label=name, ms=4)
     place.set_xlabel("step size Δ")
     place.set_title("Distance from the integral")
     place.legend()
@@ -51,20 +51,20 @@ def draw_parity(model: MambaLM) -> None:
     values = torch.linalg.svd(torch.einsum("tpn,n->tp", still, direction)).Vh[0]
     u, w = torch.einsum("tpn,p->tn", still, values).unbind(-1)
     seen = torch.polar(torch.hypot(u, w), torch.atan2(w, u) - turned)
-    # Every 1 writes the same again, which moves the centre about which the state turns.
+    # Every 1 writes the same again, which moves the center about which the state turns.
     seen = seen - (seen[odd[0] == 1].mean() + seen[odd[0] == 0].mean()) / 2
     arrow = {"arrowstyle": "-|>", "lw": 2, "shrinkA": 0, "shrinkB": 0}
     figure, axes = plt.subplots(2, 12, figsize=(10, 2.4))
     for t, place in enumerate(axes.flatten()):
-        colour, size = (PLUS if odd[0, t] else MINUS), seen.abs().max().item()
+        color, size = (PLUS if odd[0, t] else MINUS), seen.abs().max().item()
         place.add_patch(plt.Circle((0, 0), 1, fill=False, color="#d6d3cd"))
         tip = (seen[t].real.item() / size, seen[t].imag.item() / size)
-        place.annotate("", xy=tip, xytext=(0, 0), arrowprops=arrow | {"color": colour})
+        place.annotate("", xy=tip, xytext=(0, 0), arrowprops=arrow | {"color": color})
         place.set_title(f"{drawn[0, t].item()}", loc="center", fontweight="bold" if drawn[0, t] else "normal")
         place.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
         place.axis("off")
     figure.suptitle(
-        "A pair of states after each bit, drawn from its centre (orange: odd so far, blue: even)",
+        "A pair of states after each bit, drawn from its center (orange: odd so far, blue: even)",
         fontsize=10.5, fontweight="bold", x=0.125, ha="left",
     )  # fmt: skip
     save(figure, "turning.png")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anymamba.analysis.recurrence import Recurrence, recurrence
 from anymamba.blocks.base import Block
-from anymamba.core.layout import following
+from anymamba.core.layout import next_in_sequence
 from anymamba.scan.chunking import causal_decay, cumulative_decay, decay_factor
 
 
@@ -91,7 +91,7 @@ def matrix_of(terms: Recurrence, heads: Sequence[int] | None = None) -> Float[Te
         matrix_bhij = q_bhin.new_zeros((*q_bhin.shape[:3], q_bhin.shape[2]))
         for n, (q_bhi, k_bhi) in enumerate(zip(q_bhin.unbind(-1), k_bhin.unbind(-1), strict=True)):
             matrix_bhij = matrix_bhij + causal_decay(lam[..., n].mT, wide) * q_bhi.unsqueeze(3) * k_bhi.unsqueeze(2)
-    gamma_bth, ahead_bth = terms.gamma[:, :, chosen], following(terms.kappa[:, :, chosen], None)
+    gamma_bth, ahead_bth = terms.gamma[:, :, chosen], next_in_sequence(terms.kappa[:, :, chosen], None)
     weight_bhts = (gamma_bth + ahead_bth).mT.unsqueeze(2) - torch.diag_embed(ahead_bth.mT)
     return matrix_bhij * _spread(weight_bhts, ranks)
 

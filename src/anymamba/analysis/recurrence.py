@@ -27,11 +27,11 @@ from anymamba.blocks.base import Block
 from anymamba.blocks.mamba1 import Mamba1, Mamba1Cache
 from anymamba.blocks.mamba2 import Mamba2, Mamba2Cache
 from anymamba.blocks.mamba3 import Mamba3, Mamba3Cache
-from anymamba.core.checks import expect_shape
+from anymamba.core.checks import check_shape
 from anymamba.core.dtypes import state_dtype
 from anymamba.ops.rotation import rotate, running_rotation
 from anymamba.scan.rotated_scan import values_of_ranks
-from anymamba.scan.trapezoidal_scan import with_pending
+from anymamba.scan.trapezoidal_scan import add_pending_term
 
 
 class Recurrence(NamedTuple):
@@ -79,7 +79,7 @@ def recurrence(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Re
     read = next((read for family, read in _FAMILIES.items() if isinstance(block, family)), None)
     if read is None:
         raise TypeError(f"inspect: block must be a Mamba1, Mamba2 or Mamba3, got {type(block).__name__}")
-    expect_shape("inspect", "x", x, "b t d", {"d": block.d_model})
+    check_shape("inspect", "x", x, "b t d", {"d": block.d_model})
     if x.shape[1] == 0:
         raise ValueError("inspect: x must have at least one step, got none")
     return read(block, x, block.init_cache(x.shape[0], x.dtype) if cache is None else cache)
@@ -139,16 +139,16 @@ def _mamba3(block: Mamba3, x: Tensor, cache: Mamba3Cache) -> Recurrence:
         gamma=inputs.gamma,
         kappa=inputs.kappa,
         dt=inputs.gamma + inputs.kappa,
-        start=with_pending(cache.ssm, before_brhp, cache.k, inputs.kappa[:, 0]),
+        start=add_pending_term(cache.ssm, before_brhp, cache.k, inputs.kappa[:, 0]),
         skip=(v_btrhp * inputs.D.to(v_btrhp.dtype).unsqueeze(-1)).to(wide),
         turn=_angles(inputs.rate, inputs.step, c.turns, c.rotation == "quaternion"),
         finish=lambda y: block.output(y.to(x.dtype), z_bthp),
     )
 
 
-def _angles(rate_btc: Tensor, step_bth: Tensor, turns: int, about_axes: bool) -> Tensor:
+def _angles(rate_btc: Tensor, step_bth: Tensor, turns: int, quaternion: bool) -> Tensor:
     """(b, t, h, s): signed for a pair that turns in its plane, the angle about an axis for blocks of four."""
-    if about_axes:
+    if quaternion:
         vectors = rate_btc.unflatten(-1, (step_bth.shape[-1], turns, 3)) * step_bth[..., None, None]
         return vectors.norm(dim=-1)
     return step_bth.unsqueeze(-1) * rate_btc.unsqueeze(2)

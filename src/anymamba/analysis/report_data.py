@@ -19,7 +19,7 @@ from anymamba.analysis.layer_inputs import Layer, TokenScores, look_inside
 from anymamba.analysis.measures import state_measures
 from anymamba.analysis.recurrence import Recurrence, recurrence
 from anymamba.blocks.mamba1 import Mamba1
-from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
 from anymamba.models.lm import MambaLM
 
 _CHANNELS = 8  # of a Mamba-1 block that are shown
@@ -58,7 +58,7 @@ def report_data(model: MambaLM, tokenizer: Tokenizer, ids: Sequence[int], *, nam
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text that each token adds; empty for one that ends within a character, which the next completes."""
-    stream = TextStream(tokenizer)
+    stream = IncrementalDecoder(tokenizer)
     texts = [stream.push(token) for token in ids]
     texts[-1] += stream.finish()
     return texts

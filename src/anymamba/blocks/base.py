@@ -13,20 +13,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.recorded import recorded_step
+from anymamba.blocks.recorded import compiled_step
 from anymamba.core import anomaly
 from anymamba.core.checks import (
     check_cu_seqlens,
-    expect_alone,
-    expect_like,
-    expect_memory,
-    expect_shape,
-    expect_steps,
+    check_like,
+    check_memory,
+    check_mutually_exclusive,
+    check_shape,
+    check_time_steps,
 )
 from anymamba.core.context_parallel import Context
 from anymamba.core.dtypes import is_autocast, state_dtype
-from anymamba.core.layout import Padding, bounds_of
-from anymamba.core.operators import is_observed
+from anymamba.core.layout import Padding, cu_seqlens_from_seq_idx
+from anymamba.core.operators import is_tracing
 from anymamba.kernels.cpu.step_program import Program
 from anymamba.scan import SsdPath
 
@@ -74,7 +74,7 @@ class ProjectionPart(NamedTuple):
 class Block(nn.Module):
     """A block around a scan. A family adds its parameters, `CONFIG`, `CACHE`, `cache_shapes` and `mix`.
 
-    If it has compiled kernels for a token, it also adds `record_core` and `projection_parts`.
+    If it has compiled kernels for a token, it also adds `describe_core` and `projection_parts`.
 
     Attributes:
         config: the family's.
@@ -154,7 +154,7 @@ class Block(nn.Module):
                 row. One cache row per sequence, in the order of the rows.
             mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
-            context: for a sequence that several workers share, this worker's part of it (`anymamba.core.context_parallel`).
+            context: this rank's part of a sequence that several ranks share (`anymamba.core.context_parallel`).
 
         Returns:
             y, and the cache after the last real token of each row.
@@ -167,11 +167,11 @@ class Block(nn.Module):
         self._check_input(where, x, "b t d")
         b, t, _ = x.shape
         if context is not None:
-            expect_alone(where, "context", seq_idx=seq_idx, mask=mask)
-            self._expect_part(where, t)
+            check_mutually_exclusive(where, "context", seq_idx=seq_idx, mask=mask)
+            self._check_part(where, t)
         if seq_idx is not None:
-            expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
-            bounds = bounds_of(where, seq_idx, b, t, x.device)
+            check_mutually_exclusive(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
+            bounds = cu_seqlens_from_seq_idx(where, seq_idx, b, t, x.device)
             y, new = self.prefill(x.reshape(1, b * t, -1), cache, path=path, cu_seqlens=bounds)
             return y.view(b, t, -1), new
         rows, padding = b, None
@@ -183,7 +183,7 @@ class Block(nn.Module):
         elif mask is not None:
             padding = Padding.of(where, mask, b, t, x.device)
             x = padding.compact(x)
-        cache = self._expect_cache(where, cache, rows, x)
+        cache = self._check_cache(where, cache, rows, x)
         return self._run(where, x, cache, path, padding, cu_seqlens, context)
 
     def states_at(
@@ -216,12 +216,12 @@ class Block(nn.Module):
         Returns:
             y, and the new cache.
         """
-        if (done := recorded_step(self, x, cache)) is not None:
+        if (done := compiled_step(self, x, cache)) is not None:
             return done
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
-        cache = self._expect_cache(where, cache, x.shape[0], x)
-        if (done := recorded_step(self, x, cache, record=True)) is not None:
+        cache = self._check_cache(where, cache, x.shape[0], x)
+        if (done := compiled_step(self, x, cache, record=True)) is not None:
             return done
         y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
@@ -258,7 +258,7 @@ class Block(nn.Module):
             batch_size: rows, or packed sequences.
             dtype: of the activations; the parameters' if not given.
         """
-        like = self.activation_like()
+        like = self.reference_tensor()
         dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be one that workers share
         return self.CACHE(
             **{
@@ -280,31 +280,31 @@ class Block(nn.Module):
             to: slot of the output, (b, d).
             add: add to what is in that slot.
         """
-        if type(self).record_core is Block.record_core:
+        if type(self).describe_core is Block.describe_core:
             program.refuse(f"{type(self).__name__} has no compiled step")
         width = sum(part.rows for part in self.projection_parts()["in_proj"])
         projected = program.linear(x, self, "in_proj", self.d_model, width)
-        inner = self.record_core(program, projected)
+        inner = self.describe_core(program, projected)
         program.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Describe what lies between the projections, from one slot to another."""
         raise NotImplementedError
 
-    def activation_like(self) -> Tensor:
+    def reference_tensor(self) -> Tensor:
         """A parameter that has the dtype and device of the activations."""
         return next(self.parameters())
 
     def _field_dtype(self, field: str, dtype: torch.dtype) -> torch.dtype:
-        return state_dtype(dtype) if field in self.CACHE.STATES else dtype
+        return state_dtype(dtype) if field in self.CACHE.FP32_FIELDS else dtype
 
     def _check_input(self, where: str, x: Any, letters: str) -> None:
         sizes = {"d": self.d_model}
-        expect_shape(where, "x", x, letters, sizes)
-        expect_steps(where, sizes.get("t", 1))
-        like = self.activation_like()
-        expect_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
-        if not is_observed():
+        check_shape(where, "x", x, letters, sizes)
+        check_time_steps(where, sizes.get("t", 1))
+        like = self.reference_tensor()
+        check_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+        if not is_tracing():
             self._check_memory(where)
 
     def _run(
@@ -322,17 +322,17 @@ class Block(nn.Module):
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
         lengths = None if padding is None else padding.lengths
-        checked, fields = anomaly.is_checked() and not is_observed(), tuple(f"cache.{name}" for name in cache._fields)
+        checked, fields = anomaly.is_checked() and not is_tracing(), tuple(f"cache.{name}" for name in cache._fields)
         with anomaly.within(where):
             if checked:
-                anomaly.expect_finite("input", ("x", *fields), (x, *cache))
+                anomaly.raise_if_not_finite("input", ("x", *fields), (x, *cache))
             shared = {} if context is None else {"context": context}  # families without support for it do not get it
             y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
             if checked:
-                anomaly.expect_finite("result", ("y", *fields), (y, *new))
+                anomaly.raise_if_not_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
 
-    def _expect_part(self, where: str, t: int) -> None:
+    def _check_part(self, where: str, t: int) -> None:
         """Refuse a part of a sequence that is shorter than the window that the next part starts from."""
         if t < (least := getattr(self.config, "d_conv", 1)):
             raise ValueError(f"{where}: each worker's part of a sequence must have {least} tokens or more, got {t}")
@@ -343,13 +343,13 @@ class Block(nn.Module):
         A foreign module, or one with a hook, may get its parameters when it is called, as sharded ones do.
         """
         for name, parameter in self._parameters.items():
-            expect_memory(where, f"the parameter {name}", parameter)
+            check_memory(where, f"the parameter {name}", parameter)
         for child_name, child in self.named_children():
             if type(child).__module__.startswith(("anymamba.", "torch.nn.modules.")) and not child._forward_pre_hooks:
                 for name, parameter in child._parameters.items():
-                    expect_memory(where, f"the parameter {child_name}.{name}", parameter)
+                    check_memory(where, f"the parameter {child_name}.{name}", parameter)
 
-    def _expect_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
+    def _check_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
         """The checked cache, or that of a fresh start."""
         if cache is None:
             narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
@@ -362,8 +362,8 @@ class Block(nn.Module):
                 found = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
                 raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {found}")
             # Under autocast, activations have the dtype that the projection gives, which the operators look at.
-            is_free = is_autocast(x.device) and name not in self.CACHE.STATES
-            expect_like(
+            is_free = is_autocast(x.device) and name not in self.CACHE.FP32_FIELDS
+            check_like(
                 where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
             )
         return cache

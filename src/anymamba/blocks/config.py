@@ -23,7 +23,7 @@ def make_config(
     """The config of a block: the one given, or one from `d_model` and fields.
 
     Args:
-        kind: of config; its `LAST_POSITION` is the last field in the same position as in the official block.
+        kind: of config; its `LAST_POSITIONAL_FIELD` is the last field in the same position as in the official block.
         config: one, or d_model.
         fields: by name.
         positional: those after d_model.
@@ -52,7 +52,7 @@ def make_config(
 def _with_positions(kind: Any, fields: dict[str, Any], positional: tuple[Any, ...]) -> dict[str, Any]:
     """Fields by name, including those given by position."""
     names = [field.name for field in dataclasses.fields(kind)]
-    order = names[1 : names.index(getattr(kind, "LAST_POSITION", names[0])) + 1]
+    order = names[1 : names.index(getattr(kind, "LAST_POSITIONAL_FIELD", names[0])) + 1]
     if len(positional) > len(order):
         last = f"; give those after {order[-1]} by name" if order else "; give fields by name"
         raise TypeError(f"{kind.__name__}: at most {1 + len(order)} positions, got {1 + len(positional)}{last}")
@@ -61,7 +61,7 @@ def _with_positions(kind: Any, fields: dict[str, Any], positional: tuple[Any, ..
     return {**dict(zip(order, positional, strict=False)), **fields}
 
 
-def expect_sizes(config: Any) -> None:
+def check_sizes(config: Any) -> None:
     """Raise unless every field annotated as `int` is a whole number, at least 1.
 
     Raises:

@@ -25,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.config import expect_sizes, make_config
+from anymamba.blocks.config import check_sizes, make_config
 from anymamba.blocks.layers import CausalConv, RMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavedTree
 from anymamba.core.context_parallel import Context
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import is_padding, last_sequence
-from anymamba.core.linear import linear, project
+from anymamba.core.linear import apply_linear, linear
 from anymamba.ops.conv import shared_window
 from anymamba.ops.discretization import stationary_weight
 from anymamba.ops.norms import rms_norm
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Mamba1Config:
     """Sizes and options of a Mamba-1 block, named as in the official implementation."""
 
-    LAST_POSITION: ClassVar[str] = "bias"
+    LAST_POSITIONAL_FIELD: ClassVar[str] = "bias"
 
     d_model: int  # D, width of the residual stream
     d_state: int = 16  # N, states of a channel
@@ -69,7 +69,7 @@ class Mamba1Config:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
-        expect_sizes(self)
+        check_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
             raise ValueError(
                 f"Mamba1Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
@@ -113,7 +113,7 @@ class Mamba1Cache(_Mamba1CacheFields, SavedTree):
     """
 
     __slots__ = ()
-    STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
+    FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"ssm"})
 
 
 class SelectiveInputs(NamedTuple):
@@ -142,7 +142,7 @@ class StepProjection(nn.Linear):
 
 
 class Mamba1(Block):
-    """The Mamba-1 block. Parameter names, shapes and initialisation are the official ones.
+    """The Mamba-1 block. Parameter names, shapes and initialization are the official ones.
 
     Args:
         config: a `Mamba1Config`, or d_model, with the other fields of `Mamba1Config` as keywords.
@@ -163,7 +163,7 @@ class Mamba1(Block):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__(make_config(Mamba1Config, config, fields, positional))
         c: Mamba1Config = self.config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -190,7 +190,7 @@ class Mamba1(Block):
         for parameter in (self.dt_proj.bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def activation_like(self) -> Tensor:
+    def reference_tensor(self) -> Tensor:
         """As in `Block`."""
         return self.conv1d.weight
 
@@ -221,7 +221,7 @@ class Mamba1(Block):
         inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
         ssm = cache.ssm if context is None else self._shared_start(inputs, cache.ssm, path, cu_seqlens, context)
         y_bti, ssm = selective_scan(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
-        return project(self.out_proj, y_bti), Mamba1Cache(window, ssm)
+        return apply_linear(self.out_proj, y_bti), Mamba1Cache(window, ssm)
 
     def _shared_start(
         self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: Context
@@ -235,7 +235,7 @@ class Mamba1(Block):
         x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
         _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.after else (None, starts[-1:])
         kept = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
-        (found,) = context.relayed((starts,), cu_seqlens, (kept, own), carried_state)
+        (found,) = context.exchange_boundary_state((starts,), cu_seqlens, (kept, own), carried_state)
         return found
 
     def scan_inputs(
@@ -248,7 +248,7 @@ class Mamba1(Block):
         context: Context | None = None,
     ) -> tuple[SelectiveInputs, Tensor]:
         """The inputs of the scan, and the window after the last token; arguments as for `mix`."""
-        x_bti, z_bti = project(self.in_proj, x).chunk(2, dim=-1)
+        x_bti, z_bti = apply_linear(self.in_proj, x).chunk(2, dim=-1)
         start = cache.conv if context is None else shared_window(x_bti, cache.conv, cu_seqlens, context)
         x_bti, window = self.conv1d(x_bti, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
@@ -263,7 +263,7 @@ class Mamba1(Block):
         The window is full of the token, and `h = Δ x B / (1 - exp(Δ A))`. No cache goes in or comes out.
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
-        x_bi, z_bi = project(self.in_proj, x).chunk(2, dim=-1)
+        x_bi, z_bi = apply_linear(self.in_proj, x).chunk(2, dim=-1)
         x_bi = self.conv1d.stationary(x_bi)
         dt_bi, b_bn, c_bn = self._selected(x_bi)
         wide = dt_bi.dtype
@@ -271,11 +271,11 @@ class Mamba1(Block):
         weight_bin = stationary_weight(F.softplus(dt_bi).unsqueeze(-1), rates_in)
         read_bi = torch.einsum("bin,bn,bn->bi", weight_bin, b_bn.to(wide), c_bn.to(wide))
         y_bi = x_bi.to(wide) * (read_bi + self.D.to(wide))
-        return project(self.out_proj, (y_bi * F.silu(z_bi.to(wide))).to(x_bi.dtype))
+        return apply_linear(self.out_proj, (y_bi * F.silu(z_bi.to(wide))).to(x_bi.dtype))
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Convolution, inner projections, states and gate."""
-        program.expect_plain(self, Mamba1)
+        program.check_plain(self, Mamba1)
         c: Mamba1Config = self.config
         x = program.conv(projected, program.child(self, "conv1d", CausalConv), c.d_inner, c.d_conv)
         selected = program.linear(x, self, "x_proj", c.d_inner, c.dt_width + 2 * c.d_state)
@@ -307,7 +307,9 @@ class Mamba1(Block):
         widths = self._inner_widths()
         low, b, cc = (
             self._inner_norm(name, part)
-            for name, part in zip(widths, project(self.x_proj, x).split(list(widths.values()), dim=-1), strict=True)
+            for name, part in zip(
+                widths, apply_linear(self.x_proj, x).split(list(widths.values()), dim=-1), strict=True
+            )
         )
         return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
 

@@ -22,13 +22,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.config import expect_sizes, make_config
+from anymamba.blocks.config import check_sizes, make_config
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavedTree
 from anymamba.core.context_parallel import Context
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import last_sequence
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from anymamba.ops.conv import shared_window
 from anymamba.ops.discretization import stationary_weight, step_sizes
 from anymamba.scan import SsdPath, ssd
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Mamba2Config:
     """Sizes and options of a Mamba-2 block, named as in the official implementation."""
 
-    LAST_POSITION: ClassVar[str] = "chunk_size"
+    LAST_POSITIONAL_FIELD: ClassVar[str] = "chunk_size"
 
     d_model: int  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
@@ -67,7 +67,7 @@ class Mamba2Config:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
-        expect_sizes(self)
+        check_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
             raise ValueError(
                 f"Mamba2Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
@@ -122,7 +122,7 @@ class Mamba2Cache(_Mamba2CacheFields, SavedTree):
     """
 
     __slots__ = ()
-    STATES: ClassVar[frozenset[str]] = frozenset({"ssm"})
+    FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"ssm"})
 
 
 class SsdInputs(NamedTuple):
@@ -137,7 +137,7 @@ class SsdInputs(NamedTuple):
 
 
 class Mamba2(Block):
-    """The Mamba-2 block. Parameter names, shapes and initialisation are the official ones.
+    """The Mamba-2 block. Parameter names, shapes and initialization are the official ones.
 
     Args:
         config: a `Mamba2Config`, or d_model, with the other fields of `Mamba2Config` as keywords.
@@ -161,7 +161,7 @@ class Mamba2(Block):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__(make_config(Mamba2Config, config, fields, positional))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         c: Mamba2Config = self.config
@@ -187,7 +187,7 @@ class Mamba2(Block):
         for parameter in (self.dt_bias, self.A_log, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def activation_like(self) -> Tensor:
+    def reference_tensor(self) -> Tensor:
         """As in `Block`."""
         return self.conv1d.weight
 
@@ -245,7 +245,9 @@ class Mamba2(Block):
         decay, own = dt * inputs.A, starts[-1:]
         if context.after:
             own = final_state((x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2), b.unsqueeze(2), decay)
-        (found,) = context.relayed((starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carried_state)
+        (found,) = context.exchange_boundary_state(
+            (starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carried_state
+        )
         return found
 
     def scan_inputs(
@@ -258,7 +260,7 @@ class Mamba2(Block):
         context: Context | None = None,
     ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
         """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
-        z0, x0, z_bti, xbc_btv, dt_bth = self._split(project(self.in_proj, x))
+        z0, x0, z_bti, xbc_btv, dt_bth = self._split(apply_linear(self.in_proj, x))
         start = cache.conv if context is None else shared_window(xbc_btv, cache.conv, cu_seqlens, context)
         xbc_btv, window = self.conv1d(xbc_btv, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth, lengths)
@@ -274,7 +276,7 @@ class Mamba2(Block):
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         c: Mamba2Config = self.config
-        z0, x0, z_bi, xbc_bv, dt_bh = self._split(project(self.in_proj, x))
+        z0, x0, z_bi, xbc_bv, dt_bh = self._split(apply_linear(self.in_proj, x))
         x_bhp, b_bgn, c_bgn = self._heads(self.conv1d.stationary(xbc_bv))
         dt_bh = self._dt(dt_bh.unsqueeze(1), None).squeeze(1)
         wide = dt_bh.dtype
@@ -292,11 +294,11 @@ class Mamba2(Block):
         y_bti = self.norm(y_bti, z_bti) if self.config.rmsnorm else y_bti * F.silu(z_bti)
         if self.mlp_width:
             y_bti = torch.cat([F.silu(z0) * x0, y_bti], dim=-1)
-        return project(self.out_proj, y_bti)
+        return apply_linear(self.out_proj, y_bti)
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Convolution, states, norm and gate."""
-        program.expect_plain(self, Mamba2)
+        program.check_plain(self, Mamba2)
         c: Mamba2Config = self.config
         z0 = projected
         x0 = z0 + self.mlp_width

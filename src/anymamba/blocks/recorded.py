@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anymamba.core import anomaly
-from anymamba.core.operators import are_plain_tensors, is_observed, kernels_are_off
+from anymamba.core.operators import are_dense_tensors, is_tracing, kernels_are_off
 from anymamba.kernels.cpu.compiled_step import Recording
 from anymamba.kernels.cpu.step_program import OUTPUT
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _RECORDINGS: WeakKeyDictionary[Block, Recording] = WeakKeyDictionary()
 
 
-def recorded_step(block: Block, x: Any, cache: Any, *, record: bool = False) -> tuple[Tensor, Any] | None:
+def compiled_step(block: Block, x: Any, cache: Any, *, record: bool = False) -> tuple[Tensor, Any] | None:
     """`Block.step` by the compiled kernels; None if they do not cover it.
 
     Args:
@@ -31,7 +31,7 @@ def recorded_step(block: Block, x: Any, cache: Any, *, record: bool = False) -> 
     """
     if torch.is_grad_enabled() or kernels_are_off() or anomaly.is_checked() or torch.is_autocast_enabled("cpu"):
         return None
-    if not isinstance(cache, block.CACHE) or is_observed() or not are_plain_tensors((x, *cache)):
+    if not isinstance(cache, block.CACHE) or is_tracing() or not are_dense_tensors((x, *cache)):
         return None
     recording = _RECORDINGS.get(block)
     if recording is None or not recording.is_current():

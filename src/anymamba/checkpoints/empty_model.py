@@ -1,6 +1,6 @@
 """A model whose parameters hold nothing yet, made in milliseconds.
 
-Memory that is never written is never taken, so parameters are allocated and their initialisation is left out: nothing
+Memory that is never written is never taken, so parameters are allocated and their initialization is left out: nothing
 is drawn from torch's generator. (On the meta device arithmetic loads a second or two of symbolic mathematics.)
 """
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anymamba.core.weight_formats import NarrowWeight, WeightFormat
+from anymamba.core.weight_formats import QuantizedWeight, WeightFormat
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
-from anymamba.quantization.quantize import make_room
+from anymamba.quantization.quantize import replace_linears
 
 _FILLS = frozenset({"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"})
 _DRAWS = frozenset({"rand", "randn"})
@@ -25,7 +25,7 @@ _MAKERS = frozenset({"empty", "zeros", "ones", "full", *_DRAWS})
 _FIRST_LAYER = "backbone.layers.0."
 
 
-class WithoutValues(TorchFunctionMode):
+class SkipInitialization(TorchFunctionMode):
     """Skips operations that fill or draw a tensor, and refuses one of more than `most` elements before it is made."""
 
     def __init__(self, most: int | None) -> None:
@@ -45,12 +45,14 @@ class WithoutValues(TorchFunctionMode):
         return (torch.empty if name in _DRAWS else func)(*args, **kwargs)
 
 
-def skeleton(config: MambaLMConfig, dtype: torch.dtype | None = None, weights: WeightFormat | None = None) -> MambaLM:
+def empty_model(
+    config: MambaLMConfig, dtype: torch.dtype | None = None, weights: WeightFormat | None = None
+) -> MambaLM:
     """The model of `config` with parameters of undefined values, on the CPU, its `weights` in a narrow format."""
-    with WithoutValues(None):
+    with SkipInitialization(None):
         model = MambaLM(config, device="cpu", dtype=dtype)
         if weights is not None:
-            make_room(model, weights)
+            replace_linears(model, weights)
         return model
 
 
@@ -69,14 +71,14 @@ def expected_tensors(
     Raises:
         ValueError: one of them has more than `most` elements.
     """
-    with WithoutValues(most):
+    with SkipInitialization(most):
         model = MambaLM(config if config.stack else dataclasses.replace(config, n_layer=1), device="cpu")
     if weights is not None:
-        make_room(model, weights)
+        replace_linears(model, weights)
     dtypes = {
         f"{name}.{part}": dtype
         for name, module in model.named_modules()
-        if isinstance(module, NarrowWeight)
+        if isinstance(module, QuantizedWeight)
         for part, (_, dtype) in module.parts().items()
     }
     found = {name: Expected(tuple(x.shape), dtypes.get(name)) for name, x in model.state_dict().items()}

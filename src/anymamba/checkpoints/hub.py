@@ -12,7 +12,7 @@ def is_repository_id(name: str | os.PathLike[str]) -> bool:
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
 
 
-def expect_repository_id(name: str) -> None:
+def check_repository_id(name: str) -> None:
     """Raise ValueError for a name that does not read as "owner/name"."""
     if not is_repository_id(name):
         raise ValueError(f'{name}: expected the id of a hub repository ("owner/name")')
@@ -59,7 +59,7 @@ def push(directory: Path, name: str, *, private: bool | None = None, token: str 
     Raises:
         ValueError: the library is missing, or the hub refuses; then nothing is written.
     """
-    expect_repository_id(name)
+    check_repository_id(name)
     try:
         from huggingface_hub import HfApi
     except ImportError as error:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.checkpoints.empty_model import WithoutValues, expected_tensors, skeleton
-from anymamba.checkpoints.formats import FORMATS, Format, format_named, gguf, usual_format
+from anymamba.checkpoints.empty_model import SkipInitialization, empty_model, expected_tensors
+from anymamba.checkpoints.formats import FORMATS, Format, default_format, format_named, gguf
 from anymamba.checkpoints.open import Checkpoint, match_tensors, open_checkpoint, read_each, read_named
 from anymamba.checkpoints.weight_files import (
     SafetensorsFile,
@@ -22,16 +22,16 @@ from anymamba.checkpoints.weight_files import (
     describe_mismatch,
     describe_non_finite,
 )
-from anymamba.core.io import replacing, write_json, write_tensors
-from anymamba.core.weight_formats import WeightFormat, expect_format
+from anymamba.core.io import atomic_write, write_json, write_tensors
+from anymamba.core.weight_formats import WeightFormat, check_format
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceConfig
 from anymamba.models.weight_tying import EMBEDDING, HEAD, PARTS, has_another_head
 from anymamba.quantization.quantize import (
-    narrow_names,
+    quantizable_names,
+    quantization_config,
     scales_of,
     weight_format,
-    written_format,
 )
 
 # Files that go with the weights, whatever the format.
@@ -57,10 +57,10 @@ def load_model(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_pretrained: dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     checkpoint = open_checkpoint(source, ssm_cfg)
-    format = expect_weights(checkpoint, weights, dtype)
+    format = check_weights(checkpoint, weights, dtype)
     asked = dtype or checkpoint.dtype
-    model = skeleton(checkpoint.config, asked, format)
-    narrowed = narrow_names(model) if format is not None and checkpoint.weights is None else []
+    model = empty_model(checkpoint.config, asked, format)
+    narrowed = quantizable_names(model) if format is not None and checkpoint.weights is None else []
     made = set(map(scales_of, narrowed))
     targets = {name: x.dtype for name, x in model.state_dict().items() if name not in made}
     targets |= dict.fromkeys(narrowed, torch.float32)
@@ -79,14 +79,14 @@ def load_model(
     return model.to(device).eval()
 
 
-def expect_weights(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype | None) -> WeightFormat | None:
+def check_weights(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype | None) -> WeightFormat | None:
     """The narrow format to load a checkpoint in: the one that is asked for, or that it is stored in.
 
     Raises:
         ValueError: there is no such format, or the weights cannot be loaded in it.
     """
     stored = checkpoint.weights
-    format = stored if asked is None else expect_format("from_pretrained", asked)
+    format = stored if asked is None else check_format("from_pretrained", asked)
     if stored is not None and format != stored:
         raise ValueError(
             f"{checkpoint.directory}: the weights are stored in {stored}, and cannot be loaded in {format}; convert "
@@ -102,10 +102,10 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | 
 
     The config comes last, so that a directory with a config is complete.
     """
-    adapter, target = format_named(format or usual_format(model.config)), Path(directory)
-    tensors = {adapter.their_key(name): x for name, x in _stored_state(model, adapter).items()}
+    adapter, target = format_named(format or default_format(model.config)), Path(directory)
+    tensors = {adapter.foreign_key(name): x for name, x in _stored_state(model, adapter).items()}
     raw = _written_config(model, adapter)
-    expect_no_other(target, adapter)
+    check_no_other(target, adapter)
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target / adapter.weight_files[0], {key: x.cpu() for key, x in tensors.items()}, {"format": "pt"})
     write_json(target / adapter.config_files[0], raw)
@@ -113,12 +113,12 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | 
 
 def save_config(model: MambaLM, directory: Path) -> None:
     """Write the config alone, for weights that are written in another way."""
-    adapter = format_named(usual_format(model.config))
+    adapter = format_named(default_format(model.config))
     write_json(directory / adapter.config_files[0], _written_config(model, adapter))
 
 
 def _written_config(model: MambaLM, adapter: Format) -> dict[str, Any]:
-    return {**adapter.write_config(model.config, model.dtype), **written_format(model)}
+    return {**adapter.write_config(model.config, model.dtype), **quantization_config(model)}
 
 
 def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
@@ -146,17 +146,17 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
             )
         del state[HEAD]
         state.pop(scales_of(HEAD), None)
-    entries = [(Path(), adapter.their_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
+    entries = [(Path(), adapter.foreign_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
     _, problems = match_tensors(adapter, model.config, expected_tensors(model.config, None, weights), entries)
     if problems:
         raise ValueError(
             f"save_pretrained: the weights do not fit the config, so they could not be loaded: {problems}; merge "
-            "adapters and parametrisations into the weights, and give a resized model a config that says so"
+            "adapters and parametrizations into the weights, and give a resized model a config that says so"
         )
     return state
 
 
-def expect_no_other(directory: Path, adapter: Format) -> None:
+def check_no_other(directory: Path, adapter: Format) -> None:
     """Refuse a directory with a model under names other than those `adapter` writes: it would remain there.
 
     Raises:
@@ -176,7 +176,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
         return _write_tokenizer(source, target)
     copied = [name for name in COMPANIONS if (source / name).is_file()]
     for name in copied:
-        with replacing(target / name) as temporary:
+        with atomic_write(target / name) as temporary:
             shutil.copyfile(source / name, temporary)
     return copied
 
@@ -237,7 +237,7 @@ def load_sequence_model(
         numbers = sum(math.prod(entry.shape) for entry in entries.values())
         asked = dtype or next((entry.dtype for name, entry in entries.items() if name.endswith("norm.weight")), None)
         try:
-            with WithoutValues(max(_FEW_NUMBERS, numbers)):
+            with SkipInitialization(max(_FEW_NUMBERS, numbers)):
                 model = kind(config, device="cpu", dtype=asked)
         except ValueError as error:
             raise ValueError(f"{source}: the weights do not fit the config: {error}") from error

@@ -30,7 +30,7 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.models.mamba3_activation import with_block_options
 from anymamba.models.weight_tying import EMBEDDING, PARTS
 from anymamba.quantization.ops import rows_at_once
-from anymamba.quantization.quantize import narrowed_weight, read_format
+from anymamba.quantization.quantize import parse_quantization_config, quantize_weight
 
 # Up to this many, what a config asks for is listed and compared with the files, however little they hold.
 _FEW_LAYERS, _FEW_NUMBERS = 256, 2**20
@@ -86,7 +86,7 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
     if not files:
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
     try:
-        weights, computed_in, extra = read_format(config.extra)
+        weights, computed_in, extra = parse_quantization_config(config.extra)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
     config = dataclasses.replace(config, extra=extra)
@@ -105,7 +105,7 @@ def read_config(directory: Path) -> MambaLMConfig:
         ValueError: there is none, or its format is unknown.
     """
     config = _read_config(directory)[1]
-    return dataclasses.replace(config, extra=read_format(config.extra)[2])
+    return dataclasses.replace(config, extra=parse_quantization_config(config.extra)[2])
 
 
 def _expected(
@@ -154,7 +154,7 @@ def _fetch(name: str) -> Path:
 
 
 def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
-    """The first format that recognises a config of the directory and, if there are several, has weights there."""
+    """The first format that recognizes a config of the directory and, if there are several, has weights there."""
     if directory.suffix == gguf.SUFFIX and directory.is_file():
         config = gguf.read_config(directory)
         return gguf.GgufFormat(config.layer), config
@@ -167,7 +167,7 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
         (adapter, raws[name])
         for adapter in FORMATS.values()
         for name in adapter.config_files
-        if name in raws and adapter.recognises(raws[name])
+        if name in raws and adapter.recognizes(raws[name])
     ]
     if not found:
         raise ValueError(
@@ -222,7 +222,7 @@ def match_tensors(
             elif dtype is not None and stored.dtype != dtype:
                 foreign.append(f"{key} (expected {dtype}, got {stored.dtype})")
     optional = set(PARTS) if config.tie_embeddings else set()
-    missing = [adapter.their_key(name) for name in expected if name not in tensors and name not in optional]
+    missing = [adapter.foreign_key(name) for name in expected if name not in tensors and name not in optional]
     problems = {
         "missing": missing,
         "unexpected": unexpected,
@@ -233,7 +233,7 @@ def match_tensors(
     return tensors, describe_mismatch(problems)
 
 
-def non_finite_values(checkpoint: Checkpoint) -> str:
+def count_non_finite_values(checkpoint: Checkpoint) -> str:
     """Which of the stored tensors hold values that are not finite, empty if none does. All are read, and not kept."""
     dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
     return describe_non_finite(read_each(checkpoint, dtypes, mapped=True, device=None))
@@ -268,6 +268,6 @@ def read_each(
                     continue
                 if format is not None and name in narrowed:
                     parts = file.parts(key, dtype, device, rows_at_once(shape[1]))
-                    yield from narrowed_weight(name, parts, shape, format, device).items()
+                    yield from quantize_weight(name, parts, shape, format, device).items()
                 else:
                     yield name, file.read(key, dtype, device, mapped=mapped)

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from anymamba.checkpoints.formats import usual_format
-from anymamba.checkpoints.hub import expect_repository_id, push
+from anymamba.checkpoints.formats import default_format
+from anymamba.checkpoints.hub import check_repository_id, push
 from anymamba.checkpoints.load import copy_companions, save_model
 from anymamba.models.lm import MambaLM
 
@@ -40,8 +40,8 @@ def push_model(
     token: str | None = None,
 ) -> str:
     """Write a model to a repository of the hub (`MambaLM.push_to_hub` has the contract)."""
-    expect_repository_id(name)
-    parameters, format = sum(p.numel() for p in model.parameters()), format or usual_format(model.config)
+    check_repository_id(name)
+    parameters, format = sum(p.numel() for p in model.parameters()), format or default_format(model.config)
     with TemporaryDirectory() as temporary:
         directory = Path(temporary)
         save_model(model, directory, format)

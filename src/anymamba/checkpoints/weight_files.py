@@ -208,7 +208,7 @@ def _odd_kind(x: Tensor) -> str:
     """Why a tensor cannot be read as plain rows of numbers; empty if it can."""
     kinds = {
         "one on the meta device, without values": x.is_meta,
-        "a quantised one": x.is_quantized,
+        "a quantized one": x.is_quantized,
         "a nested one": x.is_nested,
         f"a sparse one ({x.layout})": x.layout != torch.strided,
     }

@@ -16,10 +16,10 @@ from anymamba.checkpoints.open import resolve
 from anymamba.cli import options
 from anymamba.core.devices import find_device
 from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.detect_activation import decide_activation
+from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.models.mamba3_activation import warn_if_undecided
+from anymamba.models.mamba3_activation import warn_if_ambiguous
 
 DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 
@@ -50,8 +50,8 @@ def set_threads(args: argparse.Namespace) -> None:
 def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
     """Let a text decide what a Mamba-3 config leaves open, and report it; without a tokenizer, warn."""
     if tokenizer is None:
-        warn_if_undecided("no tokenizer to decide with", model.config, "--block a_activation=softplus")
-    elif (found := decide_activation(model, tokenizer)) is not None:
+        warn_if_ambiguous("no tokenizer to decide with", model.config, "--block a_activation=softplus")
+    elif (found := detect_activation(model, tokenizer)) is not None:
         print(f"anymamba: {'' if found.taken else 'warning: '}{found}", file=sys.stderr)
 
 

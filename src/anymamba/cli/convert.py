@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anymamba.checkpoints.empty_model import parameter_count
 from anymamba.checkpoints.formats import format_named
-from anymamba.checkpoints.load import copy_companions, expect_no_other, load_model, save_model, warn_of_non_finite
+from anymamba.checkpoints.load import check_no_other, copy_companions, load_model, save_model, warn_of_non_finite
 from anymamba.checkpoints.open import open_checkpoint, resolve
 from anymamba.cli.common import DTYPES, name_end, report_activation
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{target}: expected a directory, got a file")
     if target.is_dir() and any(target.iterdir()) and not args.force:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
-    expect_no_other(target, format_named(args.format))
+    check_no_other(target, format_named(args.format))
     checkpoint = open_checkpoint(source, dict(args.block))
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, **options)

@@ -17,17 +17,17 @@ import torch
 
 from anymamba.checkpoints.open import resolve
 from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
-from anymamba.core.context_parallel import Neighbours
+from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.core.io import digest_file
 from anymamba.generation.scoring import Likelihood, likelihood
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.training.config.sections import ParallelSection
 from anymamba.training.data.documents import Document
-from anymamba.training.data.sources import expect_unpacked, expect_utf8, files_of, shortened
+from anymamba.training.data.sources import check_unpacked, expect_utf8, files_of, shortened
 from anymamba.training.distributed.process_group import Workers, joined
 
-_BLOCK = 2**20  # bytes of text that are tokenised at once
+_BLOCK = 2**20  # bytes of text that are tokenized at once
 _DAY = 24 * 60 * 60  # seconds
 
 
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace, workers: Workers) -> None:
     began = perf_counter()
     scores = _scores(texts, model, tokenizer, args.special_tokens, workers)
     total = _Score(*(sum(values) for values in zip(*scores, strict=True)))
-    workers.together(lambda: _expect_predicted(texts[0], scores[0], total))
+    workers.together(lambda: _check_predicted(texts[0], scores[0], total))
     if not workers.leads:
         return
     if len(texts) == 1:
@@ -113,7 +113,7 @@ def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: b
     """What each text costs. Workers take whole texts, and share those that are more than the part of one."""
     if workers.size > 1:
         expected = workers.first(lambda: json.dumps([digest_file(text.path) for text in texts]))
-        workers.together(lambda: _expect_same(texts, json.loads(expected)))
+        workers.together(lambda: _check_same(texts, json.loads(expected)))
     places = _divided([text.size for text in texts], workers.size)
     own = [number for number, place in enumerate(places) if place == workers.rank]
     shared = [number for number, place in enumerate(places) if place is None]
@@ -121,25 +121,25 @@ def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: b
     progress, done = Progress(sum(sizes) if all(sizes) and workers.leads else 0), 0
     found = torch.zeros(len(texts), len(_Score._fields), dtype=torch.float64)
 
-    def score(numbers: list[int], neighbours: Neighbours | None) -> None:
+    def score(numbers: list[int], neighbors: ContextParallelGroup | None) -> None:
         nonlocal done
         for number in numbers:
             path, size = texts[number]
             with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
-                cost = _score(_named(path), file, model, tokenizer, special, progress, done, neighbours)
+                cost = _score(_named(path), file, model, tokenizer, special, progress, done, neighbors)
             done += size
             # What all workers count of a text that they share is counted once.
-            once = 1 if neighbours is None or workers.leads else 0
+            once = 1 if neighbors is None or workers.leads else 0
             found[number] = torch.tensor([*(once * count for count in cost[:-1]), cost.nats], dtype=torch.float64)
 
     workers.together(lambda: score(own, None))
-    workers.together(lambda: score(shared, workers.neighbours))
+    workers.together(lambda: score(shared, workers.neighbors))
     progress.close()
     rows = workers.sum(found, "to add up what the texts cost").tolist()
     return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
 
 
-def _expect_same(texts: list[_Text], digests: list[str]) -> None:
+def _check_same(texts: list[_Text], digests: list[str]) -> None:
     """Refuse texts that are not those of the first worker: they could not be divided.
 
     Raises:
@@ -162,7 +162,7 @@ def _divided(sizes: list[int], count: int) -> list[int | None]:
     return places
 
 
-def _expect_predicted(text: _Text, score: _Score, total: _Score) -> None:
+def _check_predicted(text: _Text, score: _Score, total: _Score) -> None:
     if not total.predicted:
         raise ValueError(f"{_named(text.path)}: a text of at least two tokens is needed, got {score.tokens}")
 
@@ -200,7 +200,7 @@ def _files_of(path: str) -> list[str]:
     files = [str(document.path) for document in files_of(path)]
     if not files:
         raise ValueError(f"{path}: no text files there")
-    _expected(files, expect_unpacked)
+    _expected(files, check_unpacked)
     return files
 
 
@@ -233,11 +233,11 @@ def _score(
     special: bool,
     progress: Progress,
     done: int,
-    neighbours: Neighbours | None = None,
+    neighbors: ContextParallelGroup | None = None,
 ) -> _Score:
     """Score a text, after special tokens if asked for; `done` bytes of others have been scored before it.
 
-    With `neighbours` who share it, the nats are those of the part here.
+    With `neighbors` who share it, the nats are those of the part here.
     """
     size, first_bytes, begin = 0, 0, True
     leads = special and bool(tokenizer.encode("", add_special_tokens=True))  # a token without bytes stands before it
@@ -253,7 +253,7 @@ def _score(
             yield ids
 
     found = Likelihood(0.0, 0, 0)
-    for found in likelihood(model, pieces(), neighbours=neighbours):
+    for found in likelihood(model, pieces(), neighbors=neighbors):
         progress.at(done + size, f"{_bits(found.nats, max(1, size)):.3f} bits per byte")
     return _Score(found.read, found.predicted, size, max(1, size - first_bytes) if found.predicted else 0, found.nats)
 

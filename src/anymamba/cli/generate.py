@@ -22,9 +22,9 @@ from anymamba.cli.common import Progress, chat_template, decode_text, load, read
 from anymamba.core.signals import interrupts
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.completion import Completion, UntilStop
-from anymamba.generation.pipeline import Pipeline, expect_texts
-from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.generation.completion import Completion, StopFilter
+from anymamba.generation.pipeline import Pipeline, check_texts
+from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
 from anymamba.models.lm import MambaLM
 
 
@@ -103,7 +103,7 @@ class Session:
             self.state = tokens.state
 
     def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> tuple[list[int], str]:
-        text, output = TextStream(self.tokenizer), UntilStop(self.stops)
+        text, output = IncrementalDecoder(self.tokenizer), StopFilter(self.stops)
         ids: list[int] = []
         pieces: list[str] = []
 
@@ -138,7 +138,7 @@ class Conversation(Session):
 
     The model always reads the tokens of the whole conversation as the template writes it. If they begin with everything
     that the state has seen, only the rest is read. If not, because a template rewrites old messages or a reply is
-    tokenised differently, all of them are read again.
+    tokenized differently, all of them are read again.
     """
 
     HELP: ClassVar[str] = "A line is a message to the model. Ctrl-C ends a reply, Ctrl-D exits."
@@ -283,7 +283,7 @@ def _described(completion: Completion) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Load, generate, print; at the end save the state if asked to."""
-    expect_texts("--stop", args.stop)
+    check_texts("--stop", args.stop)
     if args.prompts is not None:
         answer_file(args)
         return

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from anymamba.checkpoints.empty_model import parameter_count, skeleton
-from anymamba.checkpoints.load import expect_weights
-from anymamba.checkpoints.open import non_finite_values, open_checkpoint
+from anymamba.checkpoints.empty_model import empty_model, parameter_count
+from anymamba.checkpoints.load import check_weights
+from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
 from anymamba.checkpoints.weight_files import describe_non_finite
 from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.core.io import read_json
-from anymamba.core.linear import multiplies_bfloat16, product_library
+from anymamba.core.linear import matmul_library, multiplies_bfloat16
 from anymamba.core.operators import missing_kernel
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.kernels.cpu.bindings import LIBRARY
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
 from anymamba.models.lm import MambaLM
-from anymamba.models.mamba3_activation import is_undecided
+from anymamba.models.mamba3_activation import is_ambiguous
 from anymamba.training.tasks.tabular import FACTS
 from anymamba.version import __version__
 
@@ -52,7 +52,7 @@ def _composition(config: StackConfig) -> list[str]:
     places = len(config.class_tokens) + sum(map(len, config.layer_class_tokens))
     said = {
         f"in both directions, merge {getattr(config, 'merge', '')}": isinstance(config, BidirectionalConfig),
-        f"{len(config.layers_of_passes())} passes, {_schedule(config)}": _is_scheduled(config),
+        f"{len(config.layer_order())} passes, {_schedule(config)}": _is_scheduled(config),
         f"{' and '.join(ignored)} residual ignored": bool(ignored),
         f"{config.streams} gated streams": bool(config.streams),
         f"{places} class token{'s' * (places > 1)}": bool(places),
@@ -159,14 +159,14 @@ def _machine() -> list[tuple[str, str]]:
 
 def _products() -> str:
     """Which library multiplies float32 matrices on a CPU."""
-    if product_library() == "torch":
+    if matmul_library() == "torch":
         return "torch's own"
     return "by oneDNN: torch's own leaves AVX-512 unused on this processor"
 
 
 def _narrow_products(format: str, dtype: torch.dtype) -> str:
     """How prompts are multiplied with weights in a narrow format."""
-    if missing_kernel("narrow_linear", torch.empty(0, dtype=dtype)):
+    if missing_kernel("quantized_linear", torch.empty(0, dtype=dtype)):
         return "of weights widened to float32"
     if format != "bfloat16" or dtype != torch.bfloat16:
         return "of prompts in float32, with some rows of the weights widened at a time"
@@ -205,8 +205,8 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         return sequence_model_rows(Path(args.model), kind)
     checkpoint, dtype = open_checkpoint(args.model, dict(args.block)), DTYPES.get(args.dtype)
     config, stack = checkpoint.config, checkpoint.config.stack_config()
-    narrow = expect_weights(checkpoint, args.weights, dtype)
-    model = skeleton(config, dtype or checkpoint.dtype, narrow)
+    narrow = check_weights(checkpoint, args.weights, dtype)
+    model = empty_model(config, dtype or checkpoint.dtype, narrow)
     parameters = parameter_count(config)
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
@@ -217,7 +217,7 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [
         ("model", f"{stack.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
         *stack_rows(stack),
-        *([("activation", "not given in the config: heavy_tail or softplus")] if is_undecided(config) else []),
+        *([("activation", "not given in the config: heavy_tail or softplus")] if is_ambiguous(config) else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("parameters", f"{parameters:,}"),
@@ -226,7 +226,7 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("state", f"{readable_bytes(state)} per sequence, at any length"),
         ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
         *([("products", _narrow_products(narrow, model.dtype))] if narrow else []),
-        ("values", non_finite_values(checkpoint) or "all finite"),
+        ("values", count_non_finite_values(checkpoint) or "all finite"),
     ]
 
 

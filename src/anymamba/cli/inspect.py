@@ -9,7 +9,7 @@ from pathlib import Path
 from anymamba.analysis.page import page
 from anymamba.analysis.report_data import report_data
 from anymamba.cli.common import decode_text, load, read_file, readable_bytes, stdin_bytes
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("the text is empty: pass --prompt, --file, or a text on stdin")
     name = Path(args.model).name or args.model
     content = page(report_data(model, tokenizer, ids[: args.tokens], name=name, whole=len(ids))).encode("utf-8")
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         temporary.write_bytes(content)
     cut = f", the first {args.tokens} of {len(ids)} tokens" if len(ids) > args.tokens else ""
     print(f"{target}: {readable_bytes(len(content))}{cut}", file=sys.stderr)

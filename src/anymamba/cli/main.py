@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             args = parse(sys.argv[1:] if arguments is None else arguments)
-            _expect_room_for_torch()
+            _check_room_for_torch()
             import_module(f"anymamba.cli.{_MODULES.get(args.command, args.command)}").run(args)
         except BrokenPipeError:
             # The reader of our output has gone. The interpreter must not fail when it flushes.
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _expect_room_for_torch() -> None:
+def _check_room_for_torch() -> None:
     """Refuse to import torch under a limit that is too low: numpy and torch would end the process instead of raising.
 
     Raises:

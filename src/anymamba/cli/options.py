@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from anymamba.cli.argtypes import REAL, WHOLE, name_and_value, one_of
 from anymamba.cli.serve_options import add_bench_serve, add_serve
 from anymamba.cli.train_options import add_predict, add_train
-from anymamba.training.config.values import expect_known
+from anymamba.training.config.values import check_known
 from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -35,15 +35,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, commands = _build()
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is not None:
-        expect_known(name, commands, "", "command")
+        check_known(name, commands, "", "command")
     elif arguments:
-        expect_known(arguments[0].partition("=")[0], parser._option_string_actions, "", "option")
+        check_known(arguments[0].partition("=")[0], parser._option_string_actions, "", "option")
     args, unknown = parser.parse_known_args(arguments)
     for argument in unknown:
         if argument.startswith("-"):
             known = [option for option in commands[args.command]._option_string_actions if option.startswith("--")]
             otherwise = f"anymamba {args.command} --help lists the options"
-            expect_known(argument.partition("=")[0], known, "", "option", otherwise)
+            check_known(argument.partition("=")[0], known, "", "option", otherwise)
     if unknown:
         raise ValueError(f"{unknown[0]}: unexpected argument")
     return args

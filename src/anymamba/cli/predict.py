@@ -14,7 +14,7 @@ import torch
 
 from anymamba.cli.common import Progress
 from anymamba.core.devices import find_device
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 from anymamba.training.tasks.predict import Predictor
 
 
@@ -54,7 +54,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         yield file
 
 

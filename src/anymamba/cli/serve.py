@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     from anymamba.models.sequence.masked_lm import is_masked_lm
     from anymamba.serving.server import make_app, serve
 
-    _expect_positive(args)
+    _check_positive(args)
     share_freed_memory()
     key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
@@ -113,7 +113,7 @@ def _name(args: argparse.Namespace) -> str:
     return args.name or Path(args.model).absolute().name
 
 
-def _expect_positive(args: argparse.Namespace) -> None:
+def _check_positive(args: argparse.Namespace) -> None:
     for name in ("max_body", "max_prompt", "max_tokens", "max_n", "max_requests", "max_connections", "segment_len"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

@@ -26,14 +26,14 @@ def _train(args: argparse.Namespace, overrides: dict[str, str | list[str]], work
     try:
         trainer = _prepared(args, overrides, workers)
     except KeyboardInterrupt:
-        to_stderr("stopped before the first step: there is nothing to save; the text tokenised so far is kept")
+        to_stderr("stopped before the first step: there is nothing to save; the text tokenized so far is kept")
         raise
     if not workers.leads:
         if not args.plan:
             trainer.run()
         return
     if args.plan:
-        print(plan_table(trainer.optimiser.plan()))
+        print(plan_table(trainer.optimizer.plan()))
         return
     model: Any = trainer.model
     parameters = sum(p.numel() for p in model.parameters())
@@ -53,14 +53,14 @@ def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], w
     if args.resume is None:
         config = workers.together(lambda: _config(args, overrides))
         if isinstance(config, FileConfig):
-            workers.together(workers.expect_alone)
+            workers.together(workers.require_single_process)
             return begin_files(config, Path(args.out), to_stderr)
         return begin(config, Path(args.out), to_stderr, workers)
     if args.config is not None:
         raise ValueError(f"--resume uses the config of the run; remove {args.config}")
     trainer: Trainer[Any]
     if is_file_run(Path(args.resume)):
-        workers.together(workers.expect_alone)
+        workers.together(workers.require_single_process)
         trainer = open_files(Path(args.resume), overrides, to_stderr)
     else:
         trainer = open_run(Path(args.resume), overrides, to_stderr, workers)
@@ -71,11 +71,11 @@ def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], w
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Any:
-    _expect_no_config_among(overrides)
+    _check_no_config_among(overrides)
     return read_config(args.config, overrides)
 
 
-def _expect_no_config_among(overrides: dict[str, str | list[str]]) -> None:
+def _check_no_config_among(overrides: dict[str, str | list[str]]) -> None:
     """Refuse a config file that a list option before it has taken as a value."""
     for name, values in overrides.items():
         if isinstance(values, list) and values[-1].endswith(".toml"):
@@ -95,8 +95,8 @@ def _conclude(trainer: Trainer[Any], finished: bool) -> None:
         print(f"anymamba predict {where} FILE")
         return
     if trainer.task.held_out is not None:
-        bits, neighbours = trainer.task.held_out
-        beside = "; ".join(f"{name} {x:.4f}" for name, x in neighbours.items())
+        bits, neighbors = trainer.task.held_out
+        beside = "; ".join(f"{name} {x:.4f}" for name, x in neighbors.items())
         print(f"held-out text: {bits:.4f} bits per byte, lower is better ({beside})")
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
     print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")

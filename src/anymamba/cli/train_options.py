@@ -27,7 +27,7 @@ def add_train(commands: Any) -> None:
     where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
     where.add_argument("--resume", metavar="DIR", help="continue the run in a directory")
     parser.add_argument(
-        "--plan", action="store_true", help="show which optimiser updates which parameters, and do not train"
+        "--plan", action="store_true", help="show which optimizer updates which parameters, and do not train"
     )
     parser.add_argument(
         "--task",

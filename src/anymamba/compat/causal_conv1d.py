@@ -41,7 +41,7 @@ def causal_conv1d_fn(
     Raises:
         ValueError: another activation, or `seq_idx` with states.
     """
-    _expect_activation("causal_conv1d_fn", activation)
+    _check_activation("causal_conv1d_fn", activation)
     w = weight.shape[1]
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError("causal_conv1d_fn: seq_idx excludes initial_states and return_final_states")
@@ -61,7 +61,7 @@ def causal_conv1d_fn(
     return y.masked_fill((seq_idx < 0).unsqueeze(1), 0)
 
 
-def _expect_activation(where: str, activation: str | None) -> None:
+def _check_activation(where: str, activation: str | None) -> None:
     if activation not in (None, "silu", "swish"):
         raise ValueError(f'{where}: activation must be None, "silu" or "swish", got {activation!r}')
 
@@ -114,7 +114,7 @@ def causal_conv1d_update(
     """
     if isinstance(activation, bool):
         activation = "silu" if activation else None
-    _expect_activation("causal_conv1d_update", activation)
+    _check_activation("causal_conv1d_update", activation)
     w, size = weight.shape[1], conv_state.shape[2]
     if size < w - 1:
         raise ValueError(f"causal_conv1d_update: conv_state must hold at least w - 1 = {w - 1} inputs, got {size}")

@@ -127,8 +127,8 @@ def decode(
         if teacher_outputs is not None and at < forced:
             latest = teacher_outputs[:, at : at + 1]
         else:
-            penalised = modify_logit_for_repetition_penalty(logits, sequences, repetition_penalty)
-            latest = sample(penalised, top_k, top_p, min_p, temperature).unsqueeze(1)
+            penalized = modify_logit_for_repetition_penalty(logits, sequences, repetition_penalty)
+            latest = sample(penalized, top_k, top_p, min_p, temperature).unsqueeze(1)
         sequences = torch.cat([sequences, latest], dim=1)
         if streamer is not None:
             streamer.put(latest.cpu())

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anymamba.checkpoints.empty_model import skeleton
+from anymamba.checkpoints.empty_model import empty_model
 from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import resolve
 from anymamba.compat.generation import GenerationMixin, _stepper
 from anymamba.compat.mixers import Mamba, Mamba2, Mamba3
 from anymamba.compat.norms import RMSNorm
 from anymamba.compat.residual_block import Block, GatedMLP, fused_add_and_norm
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.config import MambaLMConfig
@@ -113,7 +113,7 @@ class MixerModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__()
         if initializer_cfg:
             raise NotImplementedError("mamba_ssm.models.mixer_seq_simple.MixerModel with an initializer_cfg")
@@ -159,7 +159,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__()
         self.config = config
         padded = _ours(config).padded_vocab_size
@@ -204,7 +204,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         hidden = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden = hidden[:, -num_last_tokens:]
-        return CausalLMOutput(project(self.lm_head, hidden))
+        return CausalLMOutput(apply_linear(self.lm_head, hidden))
 
     @classmethod
     def from_pretrained(
@@ -228,7 +228,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     def _lm(self) -> MambaLM:
         """Our model on the parameters of this one."""
-        model = skeleton(_ours(self.config), self.backbone.embedding.weight.dtype)
+        model = empty_model(_ours(self.config), self.backbone.embedding.weight.dtype)
         model.load_state_dict(self.state_dict(keep_vars=True), assign=True)
         model.tie_weights()
         return model.eval()

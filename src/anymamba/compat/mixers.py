@@ -92,7 +92,7 @@ class OfficialBlock(Block):
 
     def _cache(self, states: tuple[Tensor, ...]) -> Any:
         """Official states as our cache."""
-        like = self.activation_like().dtype
+        like = self.reference_tensor().dtype
         return self.CACHE(**{n: x.to(self._field_dtype(n, like)) for n, x in zip(self.FIELDS, states, strict=True)})
 
     def _write(self, states: tuple[Tensor, ...], cache: Any) -> None:
@@ -128,7 +128,7 @@ class Mamba(OfficialBlock, Mamba1):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         config = Mamba1Config(
             d_model=d_model,
             d_state=d_state,
@@ -192,7 +192,7 @@ class Mamba2(OfficialBlock, OurMamba2):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         if process_group is not None:
             raise NotImplementedError("mamba_ssm.Mamba2 with a process_group")
         config = Mamba2Config(
@@ -274,7 +274,7 @@ class Mamba2Simple(OfficialBlock, OurMamba2):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         if activation not in ("silu", "swish"):
             raise ValueError(f'Mamba2Simple: activation must be "silu" or "swish", got {activation!r}')
         config = Mamba2Config(
@@ -336,7 +336,7 @@ class Mamba3(OfficialBlock, OurMamba3):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         if unknown := sorted(kwargs.keys() - set(_EXTENSIONS)):
             warnings.warn(f"Mamba3 has no option {', '.join(unknown)}: ignored", stacklevel=2)
         config = Mamba3Config(

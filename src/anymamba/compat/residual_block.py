@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.compat.norms import RMSNorm, layer_norm_fn
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 
 
 class GatedMLP(nn.Module):
@@ -38,8 +38,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        y, gate = project(self.fc1, x).chunk(2, dim=-1)
-        return project(self.fc2, y * self.activation(gate))
+        y, gate = apply_linear(self.fc1, x).chunk(2, dim=-1)
+        return apply_linear(self.fc2, y * self.activation(gate))
 
 
 class Block(nn.Module):

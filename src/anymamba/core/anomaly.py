@@ -55,7 +55,7 @@ def _located(place: str) -> Iterator[None]:
 _NOWHERE = nullcontext()
 
 
-def expect_finite(
+def raise_if_not_finite(
     where: str, names: Sequence[str], values: Iterable[Any], infinite: frozenset[str] = frozenset()
 ) -> None:
     """Raise `FloatingPointError` unless all tensors among `values` are finite, those named in `infinite` not NaN."""

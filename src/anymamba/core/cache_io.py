@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
 from anymamba.core.cache_tree import Tree
-from anymamba.core.io import parse_json, replacing, save_tensors
+from anymamba.core.io import atomic_write, parse_json, save_tensors
 
 _VERSION = 2
 _DTYPES = {
@@ -58,7 +58,7 @@ def write_state(path: str | os.PathLike[str], tree: Tree, facts: dict[str, str])
     if problem := tree.problem():
         raise ValueError(f"{path}: not written, because {problem}")
     metadata = {"kind": type(tree).__name__, **facts, "version": str(_VERSION), "checksum": _NO_CHECKSUM}
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         save_tensors(temporary, tree.tensors(), metadata)
         _sign(temporary)
 
@@ -99,7 +99,7 @@ def read_state(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = (
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     metadata: dict[str, str] = parse_json(header, path).get("__metadata__") or {}
-    version = _expect_whole(path, content, header, metadata)
+    version = _check_whole(path, content, header, metadata)
     if metadata.get("kind") != kind:
         found = repr(metadata["kind"]) if "kind" in metadata else "a file of no kind"
         raise ValueError(f"{path}: expected a saved {kind}, got {found}")
@@ -117,7 +117,7 @@ def restore(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor
         ValueError: they differ.
     """
     expected = like.tensors()
-    expect_names(path, tensors, expected)
+    check_names(path, tensors, expected)
     rows = next(iter(tensors[name].shape[:1] for name in expected))
     for name, x in expected.items():
         if not rows or tensors[name].shape != (*rows, *x.shape[1:]) or tensors[name].dtype != x.dtype:
@@ -132,7 +132,7 @@ def restore(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor
     return tree
 
 
-def expect_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
+def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
     """Refuse tensors that are missing from a file, and those that should not be there.
 
     Raises:
@@ -168,19 +168,19 @@ class SavedTree(Tree):
         """
         kind: Any = cls
         tensors = read_state(path, cls.__name__).tensors
-        expect_names(path, tensors, kind._fields)
+        check_names(path, tensors, kind._fields)
         found: _Saved = kind(**tensors)
         # Its sizes are not known, but its rows and dtypes must agree with each other.
-        first = next((name for name in kind._fields if name not in cls.STATES), kind._fields[0])
+        first = next((name for name in kind._fields if name not in cls.FP32_FIELDS), kind._fields[0])
         dtype = tensors[first].dtype
         like = found.to(dtype=dtype if dtype.is_floating_point else torch.float32)
         return restore(path, like, tensors).to(device)
 
 
-def _expect_whole(path: str | os.PathLike[str], content: bytes, header: bytes, metadata: dict[str, str]) -> int:
+def _check_whole(path: str | os.PathLike[str], content: bytes, header: bytes, metadata: dict[str, str]) -> int:
     """Refuse a file that is not as it was written; returns the version of its format."""
     if set(metadata) <= {"kind", "fingerprint", "fields"}:
-        _expect_former_notes(path, metadata.get("fields", "{}"))
+        _check_former_notes(path, metadata.get("fields", "{}"))
         return 1
     if metadata.get("version") != str(_VERSION):
         raise ValueError(
@@ -205,7 +205,7 @@ def _place(header: bytes, checksum: str) -> int:
     return 8 + header.index(text) + len('"checksum":"')
 
 
-def _expect_former_notes(path: str | os.PathLike[str], fields: str) -> None:
+def _check_former_notes(path: str | os.PathLike[str], fields: str) -> None:
     """Version 1 recorded the pathway of each Mamba-3 cache, which any call may choose now."""
     notes = parse_json(fields, f"{path}: fields")
     fine = isinstance(notes, dict) and all(

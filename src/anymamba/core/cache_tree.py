@@ -20,13 +20,13 @@ _Tree = TypeVar("_Tree", bound="Tree")
 class Tree:
     """Methods for a named tuple; torch's own trees see the tuple.
 
-    `STATES` names the fields that stay float32 or wider whatever the activations are, `KEPT` those that keep their
-    dtype and stay on the CPU.
+    `FP32_FIELDS` names the fields that stay float32 or wider whatever the dtype of the activations, `CPU_FIELDS` those
+    that keep their dtype and stay on the CPU.
     """
 
     __slots__ = ()
-    STATES: ClassVar[frozenset[str]] = frozenset()
-    KEPT: ClassVar[frozenset[str]] = frozenset()
+    FP32_FIELDS: ClassVar[frozenset[str]] = frozenset()
+    CPU_FIELDS: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def batch_size(self) -> int:
@@ -125,7 +125,7 @@ class Tree:
 
     @classmethod
     def _rule(cls, field: str) -> Rule:
-        return "state" if field in cls.STATES else "kept" if field in cls.KEPT else "activation"
+        return "state" if field in cls.FP32_FIELDS else "kept" if field in cls.CPU_FIELDS else "activation"
 
 
 # Whether a node is a tuple is asked, not whether it is a tensor, which takes torch several times as long.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.operators import is_observed
+from anymamba.core.operators import is_tracing
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -40,7 +40,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
         sizes: Sizes = {}
         for name, axes in shapes:
             if name in given and not (given[name] is None and name in optional):
-                _expect_axes(where, name, given[name], axes, sizes)
+                _check_axes(where, name, given[name], axes, sizes)
         return function(*args, **kwargs)
 
     return call
@@ -54,18 +54,18 @@ def _dims_of(hint: Any) -> str | None:
     return None
 
 
-def expect_tensor(where: str, name: str, x: object) -> None:
+def check_tensor(where: str, name: str, x: object) -> None:
     """Raise `TypeError` unless `x` is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor, got {type(x).__name__}")
 
 
-def expect_shape(where: str, name: str, x: Any, letters: str, sizes: Sizes) -> None:
+def check_shape(where: str, name: str, x: Any, letters: str, sizes: Sizes) -> None:
     """Match the shape of `x` with `letters` ("b t h"), adding unseen letters to `sizes`, or raise `ValueError`.
 
     A `*name` or `...` among the letters stands for any number of axes.
     """
-    _expect_axes(where, name, x, _axes(letters), sizes)
+    _check_axes(where, name, x, _axes(letters), sizes)
 
 
 class _Axes(NamedTuple):
@@ -78,9 +78,9 @@ def _axes(letters: str) -> _Axes:
     return _Axes(names, next((i for i, letter in enumerate(names) if letter.startswith(("*", "..."))), None))
 
 
-def _expect_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> None:
+def _check_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> None:
     # Every operator runs this for every token, so it is written for speed.
-    expect_tensor(where, name, x)
+    check_tensor(where, name, x)
     letters, star = axes
     shape, seen = x.shape, len(sizes)
     if star is not None:
@@ -102,7 +102,7 @@ def _expect_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> No
     raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
 
 
-def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+def check_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Raise `TypeError` unless `x` has `dtype`, `ValueError` unless it is on `device`."""
     if x.dtype != dtype:
         raise TypeError(f"{where}: {name} must be {dtype}, got {x.dtype}")
@@ -110,7 +110,7 @@ def expect_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: to
         raise ValueError(f"{where}: {name} must be on {device}, got {x.device}")
 
 
-def expect_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], wide: dict[str, Any]) -> None:
+def check_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], wide: dict[str, Any]) -> None:
     """Raise unless the tensors are on the device of `x`, and of its dtype, or of the dtype of its states.
 
     Args:
@@ -125,52 +125,52 @@ def expect_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], w
     for others, dtype in ((alike, x.dtype), (wide, state_dtype(x.dtype))):
         for name, other in others.items():
             if other is not None:
-                expect_like(where, name, other, dtype, x.device)
+                check_like(where, name, other, dtype, x.device)
 
 
-def expect_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
+def check_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
     """Raise unless a parameter, if given, holds floating-point numbers on the device of `like`, in memory."""
     if x is None:
         return
     if not x.dtype.is_floating_point:
         raise TypeError(f"{where}: {name} must be of a floating-point dtype, got {x.dtype}")
-    expect_like(where, name, x, x.dtype, like.device)
-    if not is_observed():
-        expect_memory(where, name, x)
+    check_like(where, name, x, x.dtype, like.device)
+    if not is_tracing():
+        check_memory(where, name, x)
 
 
-def expect_memory(where: str, name: str, x: Tensor | None) -> None:
+def check_memory(where: str, name: str, x: Tensor | None) -> None:
     """Raise `ValueError` if a tensor on the CPU was freed: torch's own operators read it, which ends the process."""
     if x is not None and type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.numel() and not x.data_ptr():
         raise ValueError(f"{where}: {name} has no memory: its storage was resized or freed")
 
 
-def expect_alone(where: str, name: str, **others: Any) -> None:
+def check_mutually_exclusive(where: str, name: str, **others: Any) -> None:
     """Raise `ValueError` if an argument was given with others that exclude it."""
     if also := [other for other, value in others.items() if value is not None]:
         raise ValueError(f"{where}: {name} and {' and '.join(others)} exclude each other, got also {', '.join(also)}")
 
 
-def expect_steps(where: str, t: int) -> None:
+def check_time_steps(where: str, t: int) -> None:
     """Raise `ValueError` unless a sequence has at least one step."""
     if t < 1:
         raise ValueError(f"{where}: the sequence must have at least one step, got t = 0")
 
 
-def expect_at_most_zero(where: str, name: str, x: Tensor, why: str = "") -> None:
+def check_nonpositive(where: str, name: str, x: Tensor, why: str = "") -> None:
     """Raise `ValueError` if a number of `x` is positive, where looking is cheap."""
     if values_are_cheap(x) and x.numel() and (largest := x.detach().max().item()) > 0:
         raise ValueError(f"{where}: {name} must never be positive{why}, got up to {largest:.6g}")
 
 
 def values_are_cheap(x: Tensor) -> bool:
-    """Whether looking at values needs no device synchronisation and does not break a graph: eager mode, on the CPU."""
-    return x.device.type == "cpu" and not is_observed()
+    """Whether looking at values needs no device synchronization and does not break a graph: eager mode, on the CPU."""
+    return x.device.type == "cpu" and not is_tracing()
 
 
 def check_cu_seqlens(where: str, cu_seqlens: Any, batch: int, t: int, device: torch.device) -> None:
     """Raise unless `cu_seqlens` = (0, ..., t), integer and strictly increasing, on `device`, on a batch of one."""
-    expect_tensor(where, "cu_seqlens", cu_seqlens)
+    check_tensor(where, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{where}: cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -196,8 +196,8 @@ def initial_state_or_zeros(
     wide = state_dtype(like.dtype)
     if state is None:
         return like.new_zeros((rows, *shape), dtype=wide)
-    expect_tensor(where, "initial_state", state)
+    check_tensor(where, "initial_state", state)
     if state.shape != (rows, *shape):
         raise ValueError(f"{where}: initial_state must have shape {(rows, *shape)}, got {tuple(state.shape)}")
-    expect_like(where, "initial_state", state, wide, like.device)
+    check_like(where, "initial_state", state, wide, like.device)
     return state

@@ -20,11 +20,11 @@ from torch import Tensor
 Values = tuple[Tensor, ...]
 
 
-class Neighbours:
+class ContextParallelGroup:
     """The workers that share sequences, and this one among them.
 
     Attributes:
-        sent: bytes that this worker has sent to its neighbours.
+        sent: bytes that this worker has sent to its neighbors.
     """
 
     def __init__(self, ranks: list[int], rank: int, group: Any = None) -> None:
@@ -69,16 +69,16 @@ class Context(NamedTuple):
     """This worker's part of a batch: whether its first sequence comes from the part before, and its last continues.
 
     Attributes:
-        neighbours: the workers that share the batch.
+        neighbors: the workers that share the batch.
         before: the first sequence here (each row, where none are packed) continues one of the worker before.
         after: the last sequence here continues on the worker after.
     """
 
-    neighbours: Neighbours
+    neighbors: ContextParallelGroup
     before: bool
     after: bool
 
-    def relayed(
+    def exchange_boundary_state(
         self,
         starts: Values,
         cu_seqlens: Tensor | None,
@@ -115,7 +115,7 @@ class _Relay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Context, anew: bool, carry: Any, count: int, *values: Tensor) -> Values:
         first, last, own = values[:count], values[count : 2 * count], values[2 * count :]
-        workers, sending = context.neighbours, None
+        workers, sending = context.neighbors, None
         if context.after and anew:
             sending = workers.send(carry(*last, *own), True)
         found = workers.receive(first, True) if context.before else tuple(x.clone() for x in first)
@@ -132,7 +132,7 @@ class _Relay(torch.autograd.Function):
         context, count, anew = ctx.context, ctx.count, ctx.anew
         saved = ctx.saved_tensors
         base, own = saved[:count], saved[count:]
-        workers, sending = context.neighbours, None
+        workers, sending = context.neighbors, None
         total: list[Tensor] = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, base, strict=True)]
         if context.before and anew:
             sending = workers.send(tuple(total), False)

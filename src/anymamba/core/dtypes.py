@@ -16,7 +16,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def summing_dtype(device: torch.device) -> torch.dtype:
+def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype of long sums: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 

@@ -9,7 +9,7 @@ GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward
 _GLOBAL = (*GLOBAL_HOOKS, torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks)
 
 
-def is_bare(module: nn.Module) -> bool:
+def has_no_hooks(module: nn.Module) -> bool:
     """Whether a call of the module is its class's `forward` and nothing else: no hooks, no `forward` of its own."""
     return not (
         module._forward_hooks

@@ -20,7 +20,7 @@ _DEEPEST = 64
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name beside `path`, renamed to it if the block succeeds and removed if it does not.
 
     Raises:
@@ -32,13 +32,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         temporary.replace(target)
     except OSError as error:
-        raise naming(target, error, temporary) from error
+        raise with_filename(target, error, temporary) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def naming(path: Path, error: OSError, temporary: Path | None = None) -> OSError:
+def with_filename(path: Path, error: OSError, temporary: Path | None = None) -> OSError:
     """The error of a write to `path`, with its name if the error names no file or a temporary one."""
     if error.errno is None or error.filename not in (None, temporary, str(temporary)):
         return error
@@ -46,7 +46,7 @@ def naming(path: Path, error: OSError, temporary: Path | None = None) -> OSError
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def run_lock(directory: Path) -> Iterator[None]:
     """Keep other processes out of a run's directory during the block; the system unlocks it when a process dies.
 
     Without locks (Windows, some network file systems), or without a directory, no process is kept out.
@@ -74,7 +74,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], meta
     Raises:
         OSError: it cannot be written; what was there before is as it was.
     """
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         save_tensors(temporary, tensors, metadata)
 
 
@@ -166,13 +166,13 @@ def _is_deep(value: Any) -> bool:
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any], *, durable: bool = False) -> None:
     """Write a JSON object, indented; a `durable` one is on the disk before it replaces what was there."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         if durable:
-            bring_to_disk(temporary)
+            fsync(temporary)
 
 
-def bring_to_disk(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until a file, or the names in a directory, would survive a power cut."""
     if path.is_dir() and os.name == "nt":  # directories cannot be opened there
         return

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import expect_tensor, values_are_cheap
+from anymamba.core.checks import check_tensor, values_are_cheap
 
 
 class Span(NamedTuple):
@@ -37,7 +37,7 @@ def spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
     return [Span(slice(z, z + 1), start, stop) for z, (start, stop) in enumerate(pairs)]
 
 
-def bounds_of(where: str, seq_idx: Any, b: int, t: int, device: torch.device) -> Tensor:
+def cu_seqlens_from_seq_idx(where: str, seq_idx: Any, b: int, t: int, device: torch.device) -> Tensor:
     """The boundaries of sequences that rows (b, t) hold one after another, as of all rows laid end to end, (z + 1,).
 
     Args:
@@ -69,7 +69,7 @@ def chunks(span: Span, length: int) -> Iterator[slice]:
         yield slice(start, min(start + length, span.stop))
 
 
-def pieces(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+def split_packed(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """(b, t, ...) and the starts (z, ...) as one pair, or packed (1, t, ...) as one pair for each sequence."""
     if cu_seqlens is None:
         return [(x, start)]
@@ -108,7 +108,7 @@ def where_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
     return torch.where((lengths > 0).view(-1, *[1] * (x.ndim - 1)), x, before)
 
 
-def following(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def next_in_sequence(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step earlier; the last step of a sequence sees zero."""
     # A roll keeps the length: a traced graph would have to distinguish a length of t - 1 from one of 1.
     last = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
@@ -117,7 +117,7 @@ def following(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.roll(-1, dims=1).masked_fill(last.view(-1, *[1] * (x.ndim - 2)), 0)
 
 
-def previous(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def previous_in_sequence(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step later; the first step of a sequence sees zero."""
     first = torch.arange(x.shape[1], device=x.device) == 0
     if cu_seqlens is not None:
@@ -165,7 +165,7 @@ class Padding(NamedTuple):
         """Read a boolean mask (b, t), True for real tokens, or the lengths (b,) of rows that are padded at the end."""
         if isinstance(mask, Padding):
             return mask
-        expect_tensor(where, "mask", mask)
+        check_tensor(where, "mask", mask)
         if mask.device != device:
             raise ValueError(f"{where}: mask must be on {device}, got {mask.device}")
         time = torch.arange(t, device=device)

@@ -9,7 +9,7 @@ never from a measurement, so that a run that is resumed continues with the same 
 What follows operations (tracers, transforms, `anymamba.portable()`), other dtypes and devices see torch's own product.
 
 Environment:
-    ANYMAMBA_PRODUCTS: `torch` or `onednn` chooses torch's library; `onednn` then computes products of any size.
+    ANYMAMBA_MATMUL: `torch` or `onednn` chooses torch's library; `onednn` then computes products of any size.
 
 Letters: m rows of activations, o outputs, i inputs.
 """
@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.core.hooks import is_bare
-from anymamba.core.operators import are_plain_tensors, is_observed, is_portable, kernel
+from anymamba.core.hooks import has_no_hooks
+from anymamba.core.operators import are_dense_tensors, is_portable, is_tracing, kernel
 
 Library = Literal["torch", "onednn"]
 _NAMES = ("torch", "onednn")
-_CHOSEN = os.environ.get("ANYMAMBA_PRODUCTS", "")
+_CHOSEN = os.environ.get("ANYMAMBA_MATMUL", "")
 # Of rows, inputs and outputs, and of products, for oneDNN.
 _FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
 # Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels. They were measured beside
@@ -45,10 +45,10 @@ _WITHOUT_BFLOAT16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512
 _FORWARD = nn.Linear.forward
 
 
-def project(module: nn.Module, x: Tensor) -> Tensor:
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`. A plain `nn.Linear` is computed by `linear`; any other module, or one with hooks, is called."""
     is_eager = not torch.compiler.is_compiling()
-    if is_eager and type(module) is nn.Linear and nn.Linear.forward is _FORWARD and is_bare(module):
+    if is_eager and type(module) is nn.Linear and nn.Linear.forward is _FORWARD and has_no_hooks(module):
         return linear(x, module.weight, module.bias)
     y: Tensor = module(x)
     return y
@@ -63,23 +63,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not wants_gradient and _is_short(x, weight) and (few_rows := kernel("linear", x, weight)):
         y: Tensor = few_rows(x, weight, bias)
         return y
-    if product_library() == "torch" or not _is_large(x, weight):
+    if matmul_library() == "torch" or not _is_large(x, weight):
         return F.linear(x, weight, bias)
     return _Product.apply(x, weight, bias) if wants_gradient else _product(x, weight, bias)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def product_library() -> Library:
+def matmul_library() -> Library:
     """The library that multiplies float32 matrices on a CPU here.
 
     Raises:
-        ValueError: ANYMAMBA_PRODUCTS names another than there is.
+        ValueError: ANYMAMBA_MATMUL names another than there is.
     """
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if _CHOSEN not in ("", *_NAMES):
-        raise ValueError(f"ANYMAMBA_PRODUCTS must be one of {', '.join(_NAMES)}, got {_CHOSEN!r}")
+        raise ValueError(f"ANYMAMBA_MATMUL must be one of {', '.join(_NAMES)}, got {_CHOSEN!r}")
     if _CHOSEN == "onednn" and not has_onednn:
-        raise ValueError("ANYMAMBA_PRODUCTS is onednn, which this build of torch does not have")
+        raise ValueError("ANYMAMBA_MATMUL is onednn, which this build of torch does not have")
     if _CHOSEN:
         return "onednn" if _CHOSEN == "onednn" else "torch"
     has_wide_vectors = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -133,14 +133,14 @@ def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
     return (
         x.dtype == torch.float32
         and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in inputs)
-        and are_plain_tensors(inputs)
+        and are_dense_tensors(inputs)
         and all(tensor.layout == torch.strided for tensor in inputs)
         and x.numel() > 0
         and weight.ndim == 2
         and x.shape[-1:] == weight.shape[1:]
         and all(bias.shape == weight.shape[:1] for bias in inputs[2:])
         and not is_portable()
-        and not is_observed()
+        and not is_tracing()
         and torch._C._len_torch_function_stack() == 0
         and not torch.is_autocast_enabled("cpu")
         and _is_full_precision()
@@ -160,7 +160,7 @@ def _is_full_precision() -> bool:
 
 def _is_short(x: Tensor, weight: Tensor) -> bool:
     """Whether there are so few rows, of a weight so large, that reading it is what counts."""
-    return x.numel() <= _MOST_ROWS[product_library()] * weight.shape[1] and weight.numel() >= _SMALLEST
+    return x.numel() <= _MOST_ROWS[matmul_library()] * weight.shape[1] and weight.numel() >= _SMALLEST
 
 
 def _is_large(x: Tensor, weight: Tensor) -> bool:
@@ -172,10 +172,10 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x_mi, bias = x.reshape(-1, x.shape[-1]), None if bias is None else bias.contiguous()
     y_mo = torch.ops.mkldnn._linear_pointwise.default(_dense(x_mi), _dense(weight), bias, "none", [], "")
-    return of_shape(y_mo, x)
+    return unflatten_like(y_mo, x)
 
 
-def of_shape(y_mo: Tensor, x: Tensor) -> Tensor:
+def unflatten_like(y_mo: Tensor, x: Tensor) -> Tensor:
     """Rows in the shape of `x`, without being a view to autograd: the caller may change them in place."""
     y: Tensor = y_mo if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y_mo, [*x.shape[:-1], y_mo.shape[-1]])
     return y

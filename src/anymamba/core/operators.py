@@ -168,11 +168,11 @@ class Operator:
 
     def __call__(self, *inputs: Any) -> Any:
         """Compute the outputs."""
-        if anomaly.is_checked() and not is_observed():
-            anomaly.expect_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
+        if anomaly.is_checked() and not is_tracing():
+            anomaly.raise_if_not_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
         outputs = self._compute(inputs)
-        if anomaly.is_checked() and not is_observed():
-            anomaly.expect_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
+        if anomaly.is_checked() and not is_tracing():
+            anomaly.raise_if_not_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
         return outputs
 
     def choose(self, inputs: tuple[Any, ...]) -> Implementation:
@@ -200,12 +200,12 @@ class Operator:
     def _compute(self, inputs: tuple[Any, ...]) -> Any:
         if _Switches.portable:
             return self.definition(*inputs)
-        if not is_observed():
+        if not is_tracing():
             chosen = self.choose(inputs)
             if _are_ordinary(inputs) and (chosen.backward is None or not _wants_gradient(inputs)):
                 return chosen.forward(*inputs)
         elif not torch.compiler.is_compiling():
-            self._expect_no_transform(inputs)
+            self._check_no_transform(inputs)
         # torch's dispatcher takes longer than a decode step's work, so it is only used where it is needed.
         return self._node(*inputs)
 
@@ -246,7 +246,7 @@ class Operator:
             "anymamba.portable() everything is computed in torch's own operators, which have one."
         )
 
-    def _expect_no_transform(self, inputs: tuple[Any, ...]) -> None:
+    def _check_no_transform(self, inputs: tuple[Any, ...]) -> None:
         """What torch has no rule for with operators like ours must not be lost in silence, nor refused in its terms."""
         instead = "inside anymamba.portable() there is one"
         if forward_ad._current_level >= 0 and any(
@@ -294,7 +294,7 @@ def _autograd() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, excluded)
 
 
-def is_observed() -> bool:
+def is_tracing() -> bool:
     """Whether anything observes the operations: a tracer, a transform, a mode, or forward-mode autograd."""
     return (
         torch.compiler.is_compiling()
@@ -306,12 +306,12 @@ def is_observed() -> bool:
     )
 
 
-def is_plain(inputs: tuple[Any, ...]) -> bool:
+def is_eager_no_grad(inputs: tuple[Any, ...]) -> bool:
     """Whether the inputs are ordinary tensors that neither autograd nor a tracer follows."""
-    return not is_observed() and _are_ordinary(inputs) and not _wants_gradient(inputs)
+    return not is_tracing() and _are_ordinary(inputs) and not _wants_gradient(inputs)
 
 
-def are_plain_tensors(inputs: tuple[Any, ...]) -> bool:
+def are_dense_tensors(inputs: tuple[Any, ...]) -> bool:
     """Whether all are tensors whose numbers are those in their memory: one may be marked as negated, without being so.
 
     Every token calls it, so it is written for speed.
@@ -324,7 +324,7 @@ def are_plain_tensors(inputs: tuple[Any, ...]) -> bool:
 
 def _are_ordinary(inputs: tuple[Any, ...]) -> bool:
     """The same for the tensors among the inputs."""
-    return are_plain_tensors(tuple(x for x in inputs if isinstance(x, Tensor)))
+    return are_dense_tensors(tuple(x for x in inputs if isinstance(x, Tensor)))
 
 
 def _wants_gradient(inputs: tuple[Any, ...]) -> bool:

@@ -1,7 +1,7 @@
 """Portable implementations made from a definition, which keep only their inputs for the backward pass.
 
 The backward runs the definition again under autograd: all of it (`recomputed`), or, if rows are independent, in blocks
-that stay in a CPU's cache (`blockwise`).
+that stay in a CPU's cache (`row_blocked`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cache_blocks(x: Tensor, rows: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def blockwise(
+def row_blocked(
     definition: Callable[..., Tensor], rows: dict[int, int], result: int, parameters: range
 ) -> Implementation:
     """An implementation of an operator with one result.

@@ -8,7 +8,7 @@ A format stores *codes*, and *scales* where it has them:
 | `int8` | (o, i), whole numbers from -127 to 127 | (o, ⌈i / 64⌉) | 8.25 |
 | `int4` | (o, 16 ⌈i / 32⌉) bytes, whole numbers from -8 to 7 plus 8 | (o, ⌈i / 32⌉) | 4.5 |
 
-A weight is code · scale, with one scale for 64 or 32 neighbours in a row. Scales are bfloat16, so that every such
+A weight is code · scale, with one scale for 64 or 32 neighbors in a row. Scales are bfloat16, so that every such
 product is a float32 without rounding: computing with a narrow weight is computing with the widened one.
 A byte of `int4` holds column c of its group of 32 in its low half, and column 16 + c in its high half.
 """
@@ -27,7 +27,7 @@ GROUPS = {"int8": 64, "int4": 32}  # columns that share a scale
 CODES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
 
 
-class Narrow(NamedTuple):
+class QuantizedTensor(NamedTuple):
     """A weight (o, i) in a narrow format.
 
     Attributes:
@@ -41,7 +41,7 @@ class Narrow(NamedTuple):
     width: int
 
 
-def expect_format(where: str, name: Any) -> WeightFormat:
+def check_format(where: str, name: Any) -> WeightFormat:
     """The name of a format.
 
     Raises:
@@ -61,7 +61,7 @@ def stored_parts(format: str, out: int, width: int) -> dict[str, tuple[tuple[int
     return {"weight": ((out, codes), CODES[format]), "scales": ((out, groups), torch.bfloat16)}
 
 
-def expect_stored(where: str, weight: Narrow) -> None:
+def check_stored(where: str, weight: QuantizedTensor) -> None:
     """Raise ValueError for codes and scales that do not belong to a weight of that width."""
     format = next((name for name, dtype in CODES.items() if dtype == weight.codes.dtype), None)
     if format is None or weight.codes.ndim != 2:
@@ -76,7 +76,7 @@ def expect_stored(where: str, weight: Narrow) -> None:
             )
 
 
-class NarrowWeight(nn.Module):
+class QuantizedWeight(nn.Module):
     """A module with a weight in a narrow format, which casts leave as it is: they change the dtype of the computation.
 
     Attributes:
@@ -111,13 +111,13 @@ class NarrowWeight(nn.Module):
         return self._computed_in.dtype  # type: ignore[return-value]
 
     @property
-    def stored(self) -> Narrow:
+    def stored(self) -> QuantizedTensor:
         """The weight as it is stored."""
-        return Narrow(self.weight, self.scales, self._width)
+        return QuantizedTensor(self.weight, self.scales, self._width)
 
-    def store(self, weight: Narrow) -> None:
+    def store(self, weight: QuantizedTensor) -> None:
         """Take a weight's codes and scales, without a copy."""
-        expect_stored(type(self).__name__, weight)
+        check_stored(type(self).__name__, weight)
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
         if weight.scales is not None:
             self.scales = nn.Parameter(weight.scales, requires_grad=False)
@@ -132,12 +132,12 @@ class NarrowWeight(nn.Module):
             if isinstance(x, Tensor) and x.dtype != dtype:
                 errors.append(
                     f"{prefix}{name} of a weight in {self.format} must be {dtype}, got {x.dtype}; "
-                    "anymamba.quantization.quantize.narrow_model stores the weights of a plain model in a format"
+                    "anymamba.quantization.quantize.quantize_model stores the weights of a plain model in a format"
                 )
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NarrowWeight:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
         kept = {name: x.data for name in self.parts() if (x := self._parameters[name]) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():

@@ -15,6 +15,6 @@ from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.state import GenerationState as GenerationState
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer
 from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer
-from anymamba.generation.tokenizers import TextStream as TextStream
+from anymamba.generation.tokenizers import IncrementalDecoder as IncrementalDecoder
 from anymamba.generation.tokenizers import Tokenizer as Tokenizer
 from anymamba.generation.tokenizers import load_tokenizer as load_tokenizer

@@ -99,7 +99,7 @@ class ChatTemplate:
         """
         given = {
             **self.tokens,
-            "messages": [_message(message) for message in expect_messages(messages)],
+            "messages": [_message(message) for message in check_messages(messages)],
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": bool(add_generation_prompt),
@@ -122,7 +122,7 @@ class ChatTemplate:
         return self.sources[name]
 
 
-def expect_messages(messages: Any) -> Sequence[Message]:
+def check_messages(messages: Any) -> Sequence[Message]:
     """Messages that can be rendered.
 
     Raises:

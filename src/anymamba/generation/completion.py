@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
 
 
 class Choice(NamedTuple):
@@ -40,7 +40,7 @@ class Completion(NamedTuple):
     alternatives: list[list[Choice]] | None
 
 
-class Draft:
+class CompletionBuilder:
     """A continuation in the making.
 
     Attributes:
@@ -49,7 +49,7 @@ class Draft:
 
     def __init__(self, tokenizer: Tokenizer, ends: list[int], stops: list[str]) -> None:
         """Begin with no token; `ends` are the tokens, and `stops` the texts, that end it."""
-        self._text, self._until, self._ends = TextStream(tokenizer), UntilStop(stops), ends
+        self._text, self._until, self._ends = IncrementalDecoder(tokenizer), StopFilter(stops), ends
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._choices: list[list[Choice]] = []  # of each token: itself, and the most likely ones
@@ -85,7 +85,7 @@ class Draft:
         return Completion("".join(self._pieces), self._tokens, self.reason, choices, alternatives)
 
 
-class UntilStop:
+class StopFilter:
     """Passes text on until one of the stop texts; holds back what may be the start of one."""
 
     def __init__(self, stops: list[str]) -> None:

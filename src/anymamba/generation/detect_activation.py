@@ -12,12 +12,12 @@ from typing import NamedTuple
 from anymamba.generation.scoring import Likelihood, likelihood
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.models.mamba3_activation import CHOICES, is_undecided, set_activation
+from anymamba.models.mamba3_activation import CHOICES, is_ambiguous, set_activation
 
 _CLEARLY = 0.01  # of the bits per byte
 
 # Several kinds of text, since it is unknown what the model was trained on.
-PIECES = (
+PROBE_TEXTS = (
     "The village lies at the end of a narrow valley, where the river turns to the south. In the summer the farmers "
     "take their cattle up to the high meadows, and they do not come back before the first snow has fallen on the "
     "mountains. There is one shop, which is also the post office, and a small school with two teachers. Most of the "
@@ -38,7 +38,7 @@ PIECES = (
 )
 
 
-class Evidence(NamedTuple):
+class DetectionResult(NamedTuple):
     """The evidence of a text.
 
     Attributes:
@@ -65,19 +65,19 @@ class Evidence(NamedTuple):
         )
 
 
-def decide_activation(model: MambaLM, tokenizer: Tokenizer) -> Evidence | None:
+def detect_activation(model: MambaLM, tokenizer: Tokenizer) -> DetectionResult | None:
     """Choose the activation of an undecided model's decay rates; if the text does not settle it, leave it undecided.
 
     Returns:
         The evidence; None for a model that is not undecided.
     """
-    if not is_undecided(model.config):
+    if not is_ambiguous(model.config):
         return None
     silent, scores = model.config, {}
     for activation in CHOICES:
         set_activation(model, activation)
-        scores[activation] = [_bits(model, tokenizer.encode(piece)) for piece in PIECES]
-    size = sum(len(piece.encode()) for piece in PIECES)
+        scores[activation] = [_bits(model, tokenizer.encode(piece)) for piece in PROBE_TEXTS]
+    size = sum(len(piece.encode()) for piece in PROBE_TEXTS)
     bits = {activation: sum(costs) / size for activation, costs in scores.items()}
     best, other = sorted(CHOICES, key=bits.__getitem__)
     agree = all(mine < theirs for mine, theirs in zip(scores[best], scores[other], strict=True))
@@ -85,7 +85,7 @@ def decide_activation(model: MambaLM, tokenizer: Tokenizer) -> Evidence | None:
     set_activation(model, best if is_clear else CHOICES[0])
     if not is_clear:
         model.config = silent
-    return Evidence(bits, best if is_clear else "")
+    return DetectionResult(bits, best if is_clear else "")
 
 
 def _bits(model: MambaLM, ids: list[int]) -> float:

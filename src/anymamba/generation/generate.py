@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from anymamba.core.hooks import is_bare
+from anymamba.core.hooks import has_no_hooks
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.prefill import SEGMENT_LEN, start
-from anymamba.generation.sampling import Sampling, choose, expect_integer, split_keys, uniform
+from anymamba.generation.sampling import Sampling, check_integer, choose, split_keys, uniform
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -90,7 +90,7 @@ class TokenStream:
     @torch.no_grad()
     def __next__(self) -> list[int | None]:
         """The next token of each row; the model is only run when a further token is asked for."""
-        self._expect_intact()
+        self._check_intact()
         if not self._rows or not self._left:
             raise StopIteration
         self._intact = False
@@ -106,13 +106,13 @@ class TokenStream:
         Raises:
             RuntimeError: an exception ended a step before it was done.
         """
-        self._expect_intact()
+        self._check_intact()
         self._intact = False
         state = self._fed_state()
         self._intact = True
         return state
 
-    def _expect_intact(self) -> None:
+    def _check_intact(self) -> None:
         if not self._intact:
             raise RuntimeError(
                 "expected a stream whose steps were all finished, got one that an exception or interrupt ended within "
@@ -215,7 +215,7 @@ def stream(
         ValueError: an empty prompt, ids out of range, or sampling values out of range.
     """
     chosen = Sampling.of(sampling)
-    expect_integer("max_new_tokens", max_new_tokens)
+    check_integer("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     sequences = _stop_sequences(stop, model.config.vocab_size)
@@ -229,7 +229,7 @@ def stream(
 
 def _is_unseen(model: MambaLM, cache: LMCache) -> bool:
     """Whether no hook or subclass can have kept a cache that the model returned, and steps may overwrite it."""
-    is_plain = type(model) is MambaLM and all(map(is_bare, model.modules()))
+    is_plain = type(model) is MambaLM and all(map(has_no_hooks, model.modules()))
     return is_plain and not any(x.is_inference() for x in cache.leaves())
 
 

@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import resolve
-from anymamba.generation.completion import Choice, Completion, Draft
-from anymamba.generation.detect_activation import decide_activation
+from anymamba.generation.completion import Choice, Completion, CompletionBuilder
+from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.generate import stream
 from anymamba.generation.prefill import start
-from anymamba.generation.sampling import expect_integer
+from anymamba.generation.sampling import check_integer
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
 
@@ -51,7 +51,7 @@ def pipeline(
     directory = resolve(source)
     model = load_model(directory, dtype=dtype, device=device, weights=weights, ssm_cfg=ssm_cfg)
     found = load_tokenizer(tokenizer, directory, model.config.padded_vocab_size)
-    if (evidence := decide_activation(model, found)) is not None:
+    if (evidence := detect_activation(model, found)) is not None:
         warnings.warn(f"{directory}: {evidence}", stacklevel=2)
     return Pipeline(model, found)
 
@@ -153,21 +153,21 @@ class Pipeline:
             Pairs of a prompt's place in the list and its `n` completions.
         """
         for name, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("logprobs", logprobs or 0, 0)):
-            expect_integer(name, value)
+            check_integer(name, value)
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if n > 1:
             sampling = {"temperature": 1.0, **{name: x for name, x in sampling.items() if x is not None}}
-        stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
+        stops = check_texts("stop", [stop] if isinstance(stop, str) else stop)
         ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
-        tokens_of = self._tokens(expect_texts("prompt", prompts), add_special_tokens)
+        tokens_of = self._tokens(check_texts("prompt", prompts), add_special_tokens)
         for group in _groups(tokens_of, max(1, batch_size // n)):
             ids = [torch.tensor(key) for key in group]
             lengths = torch.tensor([len(row) for row in ids])
             state = start(self.model, pad_sequence(ids, batch_first=True), mask=lengths)
             copies = [row for row, places in enumerate(group.values()) for _ in range(n * len(places))]
             tokens = stream(self.model, None, max_new_tokens, cache=state.rows(copies), stop=ends, **sampling)
-            drafts = [Draft(self.tokenizer, ends, stops) for _ in copies]
+            drafts = [CompletionBuilder(self.tokenizer, ends, stops) for _ in copies]
             self._write(tokens, drafts, logprobs)
             completions = iter([draft.completion(logprobs) for draft in drafts])
             yield [(place, [next(completions) for _ in range(n)]) for places in group.values() for place in places]
@@ -187,10 +187,10 @@ class Pipeline:
         Yields:
             Text, never half a character, and nothing of a stop text.
         """
-        (ids,) = self._tokens(expect_texts("prompt", [prompt]), add_special_tokens)
+        (ids,) = self._tokens(check_texts("prompt", [prompt]), add_special_tokens)
         ends = [] if ignore_end else [i for i in self.tokenizer.end if i < self.model.config.vocab_size]
-        stops = expect_texts("stop", [stop] if isinstance(stop, str) else stop)
-        draft = Draft(self.tokenizer, ends, stops)
+        stops = check_texts("stop", [stop] if isinstance(stop, str) else stop)
+        draft = CompletionBuilder(self.tokenizer, ends, stops)
         for (token,) in stream(self.model, torch.tensor([ids]), max_new_tokens, stop=ends, **sampling):
             assert token is not None
             if piece := draft.add(token):
@@ -207,7 +207,7 @@ class Pipeline:
             raise ValueError(f"a prompt must have at least one token, got none in prompt {found.index(())}")
         return found
 
-    def _write(self, tokens: Any, drafts: list[Draft], logprobs: int | None) -> None:
+    def _write(self, tokens: Any, drafts: list[CompletionBuilder], logprobs: int | None) -> None:
         """Run a stream until all drafts are complete."""
         while any(draft.reason == "length" for draft in drafts):
             logits = tokens.state.logits if logprobs is not None else None
@@ -235,7 +235,7 @@ def _groups(prompts: list[tuple[int, ...]], size: int) -> Iterator[dict[tuple[in
         yield {key: places[key] for key in keys[begin : begin + size]}
 
 
-def expect_texts(name: str, texts: Sequence[str]) -> list[str]:
+def check_texts(name: str, texts: Sequence[str]) -> list[str]:
     """A list of texts, none of them empty.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.core.layout import Padding
-from anymamba.generation.sampling import expect_integer, row_key
+from anymamba.generation.sampling import check_integer, row_key
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -44,8 +44,8 @@ def start(
         TypeError: prompts or a cache of the wrong type.
         ValueError: a row without tokens, or ids out of range.
     """
-    _expect_cache(cache)
-    expect_integer("segment_len", segment_len)
+    _check_cache(cache)
+    check_integer("segment_len", segment_len)
     earlier = cache if isinstance(cache, GenerationState) else None
     if input_ids is None:
         if mask is not None:
@@ -107,7 +107,7 @@ def prefill(
     return torch.cat(logits)[back], LMCache.cat(caches).rows(back)
 
 
-def _expect_cache(cache: object) -> None:
+def _check_cache(cache: object) -> None:
     if cache is None or isinstance(cache, LMCache | GenerationState):
         return
     hints = [f"; pass its .{name}" for name in ("state", "cache") if getattr(cache, name, None) is not None]

@@ -65,8 +65,8 @@ class Sampling:
                 raise TypeError(f"{name} must be a number, got {value!r}")
         for name in ("top_k", "seed"):
             if (value := getattr(self, name)) is not None:
-                expect_integer(name, value)
-        _expect_bias(self.logit_bias)
+                check_integer(name, value)
+        _check_bias(self.logit_bias)
         checks = (
             ("repetition_penalty", "positive", self.repetition_penalty > 0),
             ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
@@ -104,19 +104,19 @@ class Sampling:
         return Sampling(**fields)
 
 
-def expect_integer(name: str, value: Any) -> None:
+def check_integer(name: str, value: Any) -> None:
     """Raise TypeError for anything but a whole number."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 
-def _expect_bias(bias: Any) -> None:
+def _check_bias(bias: Any) -> None:
     if bias is None:
         return
     if not isinstance(bias, Mapping):
         raise TypeError(f"logit_bias must be a table of token ids and numbers, got {bias!r}")
     for token, value in bias.items():
-        expect_integer("a token of logit_bias", token)
+        check_integer("a token of logit_bias", token)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(f"logit_bias must have finite numbers, got {value!r} for token {token}")
 
@@ -145,8 +145,8 @@ def choose(
     """
     logits = logits.to("cpu", torch.float32)
     if sampling.repetition_penalty != 1 and seen is not None:
-        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-        logits = torch.where(seen, penalised, logits)
+        penalized = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits = torch.where(seen, penalized, logits)
     logits = _biased(logits, sampling, given)
     largest, greedy = logits.max(dim=-1)
     if not bool(torch.isfinite(largest).all()):

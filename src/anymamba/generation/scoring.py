@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.core.context_parallel import Context, Neighbours
+from anymamba.core.context_parallel import Context, ContextParallelGroup
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.models.loss import IGNORED_LABEL, logits_nats
+from anymamba.models.loss import IGNORED_LABEL, cross_entropy_sum
 
 
 class Likelihood(NamedTuple):
@@ -41,23 +41,23 @@ def _segment_nats(
     output = model(ids.unsqueeze(0), cache, labels=ids.unsqueeze(0), logits="last")
     assert output.logits is not None
     assert output.nats is not None
-    first = 0.0 if before is None else logits_nats(before, ids[:1]).item()
+    first = 0.0 if before is None else cross_entropy_sum(before, ids[:1]).item()
     return first + output.nats.item(), output.logits[:, 0], output.cache
 
 
 @torch.no_grad()
 def _shared_nats(
-    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None, neighbours: Neighbours
+    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None, neighbors: ContextParallelGroup
 ) -> tuple[float, Tensor, LMCache]:
     """`_segment_nats` of one segment, a part of it on each worker: the cost of the part here, the cache of the whole.
 
     The last worker has the logits after it, and predicts the first token of the next.
     """
-    is_last = neighbours.place + 1 == neighbours.size
-    if len(ids) // neighbours.size < _least_part(model):
+    is_last = neighbors.place + 1 == neighbors.size
+    if len(ids) // neighbors.size < _least_part(model):
         nats, before, cache = _segment_nats(model, ids, before, cache)
         return nats if is_last else 0.0, before, cache
-    begin, end = neighbours.part(len(ids))
+    begin, end = neighbors.part(len(ids))
     targets = ids.roll(-1)
     targets[-1] = IGNORED_LABEL
     output = model(
@@ -65,13 +65,13 @@ def _shared_nats(
         cache,
         targets=targets[begin:end].unsqueeze(0),
         logits="last",
-        context=Context(neighbours, neighbours.place > 0, not is_last),
+        context=Context(neighbors, neighbors.place > 0, not is_last),
     )
     assert output.logits is not None
     assert output.nats is not None
-    first = logits_nats(before, ids[:1]).item() if is_last and before is not None else 0.0
+    first = cross_entropy_sum(before, ids[:1]).item() if is_last and before is not None else 0.0
     here = torch.tensor([is_last], device=model.device)
-    after = output.cache.with_tensors(neighbours.chosen(x, here) for x in output.cache.leaves())
+    after = output.cache.with_tensors(neighbors.chosen(x, here) for x in output.cache.leaves())
     return first + output.nats.item(), output.logits[:, 0], after
 
 
@@ -85,7 +85,7 @@ def likelihood(
     model: MambaLM,
     tokens: Iterable[list[int]],
     segment_len: int = SEGMENT_LEN,
-    neighbours: Neighbours | None = None,
+    neighbors: ContextParallelGroup | None = None,
 ) -> Iterator[Likelihood]:
     """Score a text that comes in pieces; memory depends neither on their number nor on their total length.
 
@@ -93,7 +93,7 @@ def likelihood(
         model: the language model.
         tokens: pieces of one text, each a list of token ids.
         segment_len: tokens that are computed at once, on each worker.
-        neighbours: workers that share the text, all of which are given all of its tokens.
+        neighbors: workers that share the text, all of which are given all of its tokens.
 
     Yields:
         The cost so far, after each segment.
@@ -101,17 +101,17 @@ def likelihood(
     waiting: list[int] = []
     total, predicted, read = 0.0, 0, 0
     before, cache = None, None
-    segment_len *= 1 if neighbours is None else neighbours.size
+    segment_len *= 1 if neighbors is None else neighbors.size
     for piece, last in _with_end(tokens):
         waiting += piece
         while len(waiting) >= segment_len or (last and waiting):
             ids = torch.tensor(waiting[:segment_len], device=model.device)
             waiting = waiting[segment_len:]
             predicted += len(ids) - (before is None)
-            if neighbours is None:
+            if neighbors is None:
                 nats, before, cache = _segment_nats(model, ids, before, cache)
             else:
-                nats, before, cache = _shared_nats(model, ids, before, cache, neighbours)
+                nats, before, cache = _shared_nats(model, ids, before, cache, neighbors)
             total, read = total + nats, read + len(ids)
             yield Likelihood(total, predicted, read)
 

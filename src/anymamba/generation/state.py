@@ -38,7 +38,7 @@ class GenerationState(_GenerationStateFields, ModelState):
     """
 
     __slots__ = ()
-    KEPT: ClassVar[frozenset[str]] = frozenset({"seen", "keys", "counts"})
+    CPU_FIELDS: ClassVar[frozenset[str]] = frozenset({"seen", "keys", "counts"})
 
     @classmethod
     def like(cls, model: MambaLM) -> GenerationState:

@@ -1,6 +1,6 @@
 """Chat templates are other people's programs: they run in a separate process, which can be ended.
 
-`template_worker.py` is that process: jinja2's sandbox, with limits on time, memory and length.
+`template_sandbox_worker.py` is that process: jinja2's sandbox, with limits on time, memory and length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_CHARACTERS = 2**24  # of a template's text
 MOST_BYTES = 2**29  # of the process's memory
 MOST_SECONDS = 2.0  # of processor time
 _MOST_WAITING = 60.0  # seconds of wall time, where processor time is not limited
-_WORKER = Path(__file__).with_name("template_worker.py")
+_WORKER = Path(__file__).with_name("template_sandbox_worker.py")
 # The standard library and installed packages come first: no file of the current directory can replace them.
 _START = (
     "import json, runpy, sys; sys.path += [p for p in json.loads(sys.argv[2]) if p not in sys.path]; "

@@ -1,6 +1,6 @@
 """The process in which chat templates run: a line of JSON in, a line of JSON out, until the input ends.
 
-`rendering.py` starts it as a script. It imports only jinja2 and the standard library.
+`template_sandbox.py` starts it as a script. It imports only jinja2 and the standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Text to tokens and back: tokenizer.json files, and bytes for models trained on bytes.
 
-A token may end in the middle of a character. `TextStream` gives text only when it is whole.
+A token may end in the middle of a character. `IncrementalDecoder` gives text only when it is whole.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
     return fetch(str(name), *COMPANIONS, instead="a tokenizer.json") / COMPANIONS[0]
 
 
-class TextStream:
+class IncrementalDecoder:
     """Text from tokens that come one at a time, never half a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -16,10 +16,10 @@ from anymamba.core.context_parallel import Context
 from anymamba.core.layout import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig
-from anymamba.models.inputs import expect_cache
+from anymamba.models.inputs import check_cache
 from anymamba.models.stack.residual_layer import ResidualLayer, RMSNorm
 from anymamba.models.stack.stack import Stack
-from anymamba.quantization.modules import NarrowEmbedding
+from anymamba.quantization.modules import QuantizedEmbedding
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Backbone(Stack):
 
         With `wanted` passes, the third result is the residual stream after each of them.
         """
-        expect_cache(cache)
+        check_cache(cache)
         x = inputs_embeds
         if x is None:
             assert input_ids is not None
@@ -97,7 +97,7 @@ class Backbone(Stack):
         return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
 
 
-def embedded(where: str, embedding: nn.Embedding | NarrowEmbedding, input_ids: Any) -> Tensor:
+def embedded(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids: Any) -> Tensor:
     """The embeddings of token ids.
 
     Raises:

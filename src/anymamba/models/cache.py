@@ -81,7 +81,7 @@ class StackCache(_StackCacheFields, ModelState):
     """
 
     __slots__ = ()
-    KEPT: ClassVar[frozenset[str]] = frozenset({"cursors"})
+    CPU_FIELDS: ClassVar[frozenset[str]] = frozenset({"cursors"})
 
     @classmethod
     def like(cls: type[_State], model: Fingerprinted) -> _State:
@@ -95,7 +95,7 @@ class LMCache(StackCache):
     __slots__ = ()
 
 
-def expect_stack_cache(where: str, cache: Any, kind: type[StackCache], passes: int, cursors: int) -> StackCache:
+def check_stack_cache(where: str, cache: Any, kind: type[StackCache], passes: int, cursors: int) -> StackCache:
     """The cache, refused unless it belongs to a stack with this many passes, and cursors of class tokens.
 
     Raises:

@@ -9,10 +9,12 @@ from typing import Any
 
 from anymamba.blocks.base import Block
 from anymamba.models.families import FAMILIES, family, family_name, make_block_config, meant, typed
-from anymamba.models.stack.stack_config import OF_THE_MODEL, StackConfig
+from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
 
 # Fields of a block that only affect its initial parameters: not part of a trained model.
-INITIALISATION = frozenset({"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"})
+INITIALIZATION_FIELDS = frozenset(
+    {"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +92,10 @@ class MambaLMConfig:
         Raises:
             ValueError: `stack` has entries that are not fields of `StackConfig`, or values that cannot work.
         """
-        known = {f.name for f in dataclasses.fields(StackConfig)} - OF_THE_MODEL - {"final_norm"}
+        known = {f.name for f in dataclasses.fields(StackConfig)} - MODEL_FIELDS - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
             raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}")
-        found = StackConfig(**{name: getattr(self, name) for name in OF_THE_MODEL}, **self.stack, final_norm=True)
+        found = StackConfig(**{name: getattr(self, name) for name in MODEL_FIELDS}, **self.stack, final_norm=True)
         if found.has_class_tokens():
             raise ValueError(
                 "MambaLMConfig: a language model has one output per token: its stack cannot have class tokens"
@@ -116,7 +118,7 @@ class MambaLMConfig:
         return {**values, **extra}
 
 
-def expect_fields(fields: dict[str, Any]) -> None:
+def check_fields(fields: dict[str, Any]) -> None:
     """Refuse names that are not fields of a `MambaLMConfig`.
 
     Raises:

@@ -1,7 +1,7 @@
 """A name for a model's weights and for what it computes with them, so that a state is not fed to another model.
 
 It covers what changes the result: facts of the config that are not the defaults, and of every parameter and buffer its
-name, shape, dtype and up to 256 of its values, evenly spaced. It does not cover how parameters were initialised, nor
+name, shape, dtype and up to 256 of its values, evenly spaced. It does not cover how parameters were initialized, nor
 the size of the vocabulary after padding, which differs between formats of the same model.
 """
 
@@ -17,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anymamba.models.config import INITIALISATION, MambaLMConfig
+from anymamba.models.config import INITIALIZATION_FIELDS, MambaLMConfig
 
 _VERSION = "2:"
 # Fields that do not change results, or that follow from the shapes of the parameters.
-_NO_FACTS = INITIALISATION | {"chunk_size", "fused_add_norm", "vocab_size", "pad_vocab_size_multiple", "d_intermediate"}
+_NO_FACTS = INITIALIZATION_FIELDS | {
+    "chunk_size",
+    "fused_add_norm",
+    "vocab_size",
+    "pad_vocab_size_multiple",
+    "d_intermediate",
+}
 _NO_FACTS |= {"ssm_cfg", "attn_layer_idx", "attn_cfg", "extra"}  # the first is the block's config, the others unused
 _NO_FACTS |= {"stack", "dropout", "grad_horizon", "checkpointing", "gate_bias", "gate_bias_step"}  # or initial values
 # Version 1 hashed the block's config as it was printed then, with these fields in this order.
@@ -35,7 +41,7 @@ _FORMER_FIELDS = {
 }
 
 
-class Named(nn.Module):
+class HasFingerprint(nn.Module):
     """A module whose caches are saved with a name for its weights, by which they find it again."""
 
     config: Any

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_cu_seqlens,
-    expect_alone,
-    expect_like,
-    expect_shape,
-    expect_steps,
-    expect_tensor,
+    check_like,
+    check_mutually_exclusive,
+    check_shape,
+    check_tensor,
+    check_time_steps,
     values_are_cheap,
 )
 from anymamba.core.dtypes import is_autocast
-from anymamba.core.layout import Padding, bounds_of
-from anymamba.core.operators import is_observed
+from anymamba.core.layout import Padding, cu_seqlens_from_seq_idx
+from anymamba.core.operators import is_tracing
 from anymamba.models.cache import LMCache
 from anymamba.models.loss import IGNORED_LABEL
 
@@ -33,19 +33,19 @@ from anymamba.models.loss import IGNORED_LABEL
 def check_input(where: str, x: Any, letters: str, width: int, like: Tensor, name: str = "x") -> None:
     """Refuse an input of another shape, or with another dtype or device than `like`."""
     sizes = {"d": width}
-    expect_shape(where, name, x, letters, sizes)
-    expect_steps(where, sizes.get("t", 1))
-    expect_like(where, name, x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+    check_shape(where, name, x, letters, sizes)
+    check_time_steps(where, sizes.get("t", 1))
+    check_like(where, name, x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
 
 
-def end_to_end(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
+def flatten_packed_rows(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
     """Rows (b, t, ...) of packed sequences as one row (1, b t, ...), and the boundaries of its sequences."""
-    expect_alone(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
-    expect_tensor(where, "x", x)
+    check_mutually_exclusive(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
+    check_tensor(where, "x", x)
     if x.ndim < 2:
         raise ValueError(f"{where}: expected (b, t, ...), got {tuple(x.shape)}")
     b, t = x.shape[:2]
-    return x.reshape(1, b * t, *x.shape[2:]), bounds_of(where, seq_idx, b, t, x.device)
+    return x.reshape(1, b * t, *x.shape[2:]), cu_seqlens_from_seq_idx(where, seq_idx, b, t, x.device)
 
 
 def ids_or_embeddings(where: str, name: str, ids: Any, inputs_embeds: Any, *, reads_ids: bool) -> Any:
@@ -65,11 +65,11 @@ def ids_or_embeddings(where: str, name: str, ids: Any, inputs_embeds: Any, *, re
     if (ids is None) == (inputs_embeds is None):
         raise ValueError(f"{where}: expected {name} or inputs_embeds, got {'neither' if ids is None else 'both'}")
     if inputs_embeds is None:
-        expect_tensor(where, name, ids)
+        check_tensor(where, name, ids)
         if reads_ids and ids.is_floating_point():
             raise TypeError(f"{where}: {name} must be token ids, whole numbers, got {ids.dtype}")
         return ids
-    expect_tensor(where, "inputs_embeds", inputs_embeds)
+    check_tensor(where, "inputs_embeds", inputs_embeds)
     if not reads_ids:
         raise ValueError(f"{where}: inputs_embeds are for a model of tokens; this one reads vectors, as {name}")
     if not inputs_embeds.is_floating_point():
@@ -88,7 +88,7 @@ def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | 
     return None if mask is None else Padding.of(where, mask, b, t, x.device)
 
 
-def expect_classes(
+def check_classes(
     where: str,
     labels: Any,
     shape: tuple[int, ...],
@@ -120,7 +120,7 @@ def expect_classes(
         raise ValueError(f"{where}: labels must be 0 to {classes - 1}{other}, got {low} to {high}")
 
 
-def from_the_first(where: str, numbers: Sequence[int], n: int) -> list[int]:
+def normalize_indices(where: str, numbers: Sequence[int], n: int) -> list[int]:
     """Numbers from 0 to n - 1; those below zero count from the end.
 
     Raises:
@@ -139,7 +139,7 @@ def from_the_first(where: str, numbers: Sequence[int], n: int) -> list[int]:
 _WHOLE = (torch.int32, torch.int64)
 
 
-def expect_ids(input_ids: Any) -> None:
+def check_ids(input_ids: Any) -> None:
     """Token ids of a batch; the embedding checks their dtype and range.
 
     Raises:
@@ -156,7 +156,7 @@ def expect_ids(input_ids: Any) -> None:
         raise ValueError(f"MambaLM: input_ids must have shape (b, t), got {tuple(input_ids.shape)}{hint}")
 
 
-def expect_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -> Tensor:
+def check_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -> Tensor:
     """Token ids, or embeddings in their place; returns the one that was given.
 
     Raises:
@@ -164,18 +164,18 @@ def expect_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) 
         ValueError: both or neither, or another shape or device.
     """
     if inputs_embeds is None:
-        expect_ids(input_ids)
+        check_ids(input_ids)
         ids: Tensor = input_ids
         return ids
     if input_ids is not None:
         raise ValueError("MambaLM: input_ids and inputs_embeds exclude each other, got both")
-    expect_shape("MambaLM", "inputs_embeds", inputs_embeds, "b t d", {"d": width})
-    expect_like("MambaLM", "inputs_embeds", inputs_embeds, like.dtype, like.device)
+    check_shape("MambaLM", "inputs_embeds", inputs_embeds, "b t d", {"d": width})
+    check_like("MambaLM", "inputs_embeds", inputs_embeds, like.dtype, like.device)
     embeds: Tensor = inputs_embeds
     return embeds
 
 
-def expect_cache(cache: Any) -> None:
+def check_cache(cache: Any) -> None:
     """A cache of a language model, or None.
 
     Raises:
@@ -191,7 +191,7 @@ def expect_cache(cache: Any) -> None:
     raise TypeError(f"MambaLM: cache must be an LMCache, got {type(cache).__name__}{hint}")
 
 
-def expect_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.device) -> None:
+def check_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Labels or targets: whole numbers of the shape of the ids, on their device.
 
     Raises:
@@ -207,13 +207,13 @@ def expect_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.
         raise ValueError(f"MambaLM: {name} must be on {device}, got {labels.device}")
 
 
-def expect_targets(targets: Tensor, vocab: int) -> None:
+def check_targets(targets: Tensor, vocab: int) -> None:
     """The labels that count must be tokens. Checked only on the CPU, where that is cheap, and not in a trace.
 
     Raises:
         ValueError: one is not.
     """
-    if targets.device.type != "cpu" or is_observed():
+    if targets.device.type != "cpu" or is_tracing():
         return
     counted = targets[targets != IGNORED_LABEL]
     if not counted.numel():

@@ -16,17 +16,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.base import states_at
-from anymamba.core.checks import expect_alone
+from anymamba.core.checks import check_mutually_exclusive
 from anymamba.core.context_parallel import Context
 from anymamba.core.layout import Padding
-from anymamba.core.linear import project
-from anymamba.core.weight_formats import NarrowWeight
+from anymamba.core.linear import apply_linear
+from anymamba.core.weight_formats import QuantizedWeight
 from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
 from anymamba.models.cache import LMCache
-from anymamba.models.config import MambaLMConfig, expect_fields
-from anymamba.models.inputs import end_to_end, expect_ids, expect_inputs, expect_targets
-from anymamba.models.loss import IGNORED_LABEL, head_nats, logits_nats
+from anymamba.models.config import MambaLMConfig, check_fields
+from anymamba.models.inputs import check_ids, check_inputs, check_targets, flatten_packed_rows
+from anymamba.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy_sum
 from anymamba.models.outputs import LMOutput, find_targets, in_rows, last_hidden
 from anymamba.models.weight_tying import after_loading, before_loading
 from anymamba.scan import SsdPath
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class MambaLM(nn.Module):
-    """A Mamba language model. Parameter names, shapes and initialisation are the official ones.
+    """A Mamba language model. Parameter names, shapes and initialization are the official ones.
 
     Args:
         config: a `MambaLMConfig`; its fields may be given as keywords instead.
@@ -69,7 +69,7 @@ class MambaLM(nn.Module):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__()
         if config is not None and fields:
             raise TypeError(f"MambaLM: give a config or its fields, not both; got also {sorted(fields)}")
@@ -78,11 +78,11 @@ class MambaLM(nn.Module):
                 f"MambaLM: config must be a MambaLMConfig, got {type(config).__name__}; MambaLMConfig.from_dict(...) "
                 "makes one from a table, MambaLM.from_pretrained(...) loads a directory"
             )
-        expect_fields(fields)
+        check_fields(fields)
         self.config = config = config or MambaLMConfig(**fields)
         self.backbone = Backbone(config, device=device, dtype=dtype)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
-        self._initialise()
+        self._initialize()
         self.tie_weights()
         self.register_load_state_dict_pre_hook(before_loading)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_loading)  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class MambaLM(nn.Module):
             logits: of every token, of the last (real) token of each row or packed sequence, or none. Without all
                 logits, the loss is computed a few tokens at a time, to save memory.
             path: the scan's algorithm; the default if not given.
-            context: for sequences that several workers share, this worker's part of them (`anymamba.core.context_parallel`);
+            context: this rank's part of sequences that several ranks share (`anymamba.core.context_parallel`);
                 with `targets`, because a label belongs to the token before it, which another worker may have.
 
         Returns:
@@ -131,11 +131,11 @@ class MambaLM(nn.Module):
             TypeError: an argument of the wrong type or dtype.
             ValueError: ids or labels out of range, or shapes that do not match.
         """
-        given = expect_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
+        given = check_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
         if context is not None:
-            expect_alone("MambaLM", "context", labels=labels, seq_idx=seq_idx, mask=mask)
+            check_mutually_exclusive("MambaLM", "context", labels=labels, seq_idx=seq_idx, mask=mask)
         if seq_idx is not None:
-            _, bounds = end_to_end("MambaLM", given, seq_idx, cu_seqlens, mask)
+            _, bounds = flatten_packed_rows("MambaLM", given, seq_idx, cu_seqlens, mask)
             tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "targets": targets}
             packed = {name: None if x is None else x.flatten(0, 1).unsqueeze(0) for name, x in tensors.items()}
             found = self(
@@ -161,16 +161,16 @@ class MambaLM(nn.Module):
         streams = tuple(streams[0]) if streams else ()
         found = None
         if logits != "none":
-            found = project(
+            found = apply_linear(
                 self.lm_head, hidden_btd if logits == "all" else last_hidden(hidden_btd, cu_seqlens, padding)
             )
         if wanted is None:
             return LMOutput(found, None, new, None, streams)
-        expect_targets(wanted, self._head_width)
+        check_targets(wanted, self._head_width)
         if found is not None and logits == "all":
-            nats = logits_nats(found.flatten(0, 1), wanted)
+            nats = cross_entropy_sum(found.flatten(0, 1), wanted)
         else:
-            nats = head_nats(self.lm_head, hidden_btd.flatten(0, 1), wanted)
+            nats = chunked_cross_entropy(self.lm_head, hidden_btd.flatten(0, 1), wanted)
         return LMOutput(found, nats / (wanted != IGNORED_LABEL).sum().clamp(min=1), new, nats, streams)
 
     def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
@@ -187,7 +187,7 @@ class MambaLM(nn.Module):
             found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token per row, got {found}")
         hidden_bd, new = self.backbone(input_ids, cache)
-        return project(self.lm_head, hidden_bd), new
+        return apply_linear(self.lm_head, hidden_bd), new
 
     def states_at(
         self,
@@ -203,7 +203,7 @@ class MambaLM(nn.Module):
             TypeError: a position is not a whole number.
             ValueError: there is no such position.
         """
-        expect_ids(input_ids)
+        check_ids(input_ids)
 
         def prefill(part: Tensor, before: Any) -> tuple[Any, LMCache]:
             found = self(part, before, path=path)
@@ -213,7 +213,7 @@ class MambaLM(nn.Module):
 
     def record(self, program: Program) -> None:
         """Describe `step` after the embedding to the compiled kernels, which may refuse."""
-        program.expect_plain(self, MambaLM)
+        program.check_plain(self, MambaLM)
         backbone = program.child(self, "backbone", Backbone)
         backbone.record(program)
         width, hidden = program.input_width, backbone.record_norm(program)
@@ -227,7 +227,7 @@ class MambaLM(nn.Module):
         """Make the head the embedding, if the config says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
-            if isinstance(self.backbone.embedding, NarrowWeight):
+            if isinstance(self.backbone.embedding, QuantizedWeight):
                 self.lm_head.scales = self.backbone.embedding.scales
 
     @property
@@ -250,7 +250,7 @@ class MambaLM(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the activations, which the embedding returns."""
         embedding = self.backbone.embedding
-        return embedding.dtype if isinstance(embedding, NarrowWeight) else embedding.weight.dtype
+        return embedding.dtype if isinstance(embedding, QuantizedWeight) else embedding.weight.dtype
 
     def fingerprint(self) -> str:
         """A name for these weights in this dtype and what is computed with them.
@@ -281,7 +281,7 @@ class MambaLM(nn.Module):
             dtype: of the parameters and activations; the file's if not given.
             device: of the parameters.
             weights: store the projections, the embedding and the head in fewer bits: "bfloat16", "float16", "int8" or
-                "int4" (`anymamba.core.weight_formats`). `dtype` then applies to the activations and all other parameters.
+                "int4" (`core/weight_formats.py`). `dtype` then applies to the activations and all other parameters.
             mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
                 place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
             ssm_cfg: options of the blocks that override the config's.
@@ -290,10 +290,10 @@ class MambaLM(nn.Module):
         """
         # The file formats are built on this module, so they cannot be imported above it.
         from anymamba.checkpoints.load import load_model
-        from anymamba.models.mamba3_activation import warn_if_undecided
+        from anymamba.models.mamba3_activation import warn_if_ambiguous
 
         model = load_model(source, dtype=dtype, device=device, mapped=mapped, weights=weights, ssm_cfg=ssm_cfg)
-        warn_if_undecided(str(source), model.config, 'ssm_cfg={"a_activation": "softplus"}, or "heavy_tail" to agree')
+        warn_if_ambiguous(str(source), model.config, 'ssm_cfg={"a_activation": "softplus"}, or "heavy_tail" to agree')
         return model
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, format: str | None = None) -> None:
@@ -347,7 +347,7 @@ class MambaLM(nn.Module):
 
         return generate(self, input_ids, max_new_tokens, **options)
 
-    def _initialise(self) -> None:
-        """Initialise the embedding with N(0, 0.02), and the stack like any stack."""
+    def _initialize(self) -> None:
+        """Initialize the embedding with N(0, 0.02), and the stack like any stack."""
         nn.init.normal_(self.backbone.embedding.weight, std=0.02)
-        self.backbone.initialise()
+        self.backbone.initialize()

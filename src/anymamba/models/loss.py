@@ -19,23 +19,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.hooks import is_bare
-from anymamba.core.linear import linear, project
-from anymamba.core.operators import is_plain
-from anymamba.quantization.modules import NarrowLinear
+from anymamba.core.hooks import has_no_hooks
+from anymamba.core.linear import apply_linear, linear
+from anymamba.core.operators import is_eager_no_grad
+from anymamba.quantization.modules import QuantizedLinear
 
 IGNORED_LABEL = -100
 _LOGITS = 2**24  # at once: 64 MiB in float32
 
 
-def logits_nats(logits: Float[Tensor, "m v"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
+def cross_entropy_sum(logits: Float[Tensor, "m v"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
     """The negative log-likelihood of targets, added up, in float32 or wider; `IGNORED_LABEL` costs nothing."""
     wide_mv = logits.to(state_dtype(logits.dtype))
     return F.cross_entropy(wide_mv, targets.long(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
-    """`logits_nats(head(hidden), targets)`, with the logits of a few tokens at a time.
+def chunked_cross_entropy(
+    head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor, " m"]
+) -> Float[Tensor, ""]:
+    """`cross_entropy_sum(head(hidden), targets)`, with the logits of a few tokens at a time.
 
     Args:
         head: from hidden states to logits. One with a weight in fewer bits is called for a few tokens at a time; any
@@ -43,18 +45,18 @@ def head_nats(head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor
         hidden: (m, d).
         targets: (m,).
     """
-    if isinstance(head, NarrowLinear):
+    if isinstance(head, QuantizedLinear):
         size = max(1, _LOGITS // head.out_features)
         parts = zip(hidden.split(size), targets.split(size), strict=True)
-        return torch.stack([logits_nats(head(some), wanted) for some, wanted in parts]).sum()
-    if type(head) is not nn.Linear or head.bias is not None or not is_bare(head):
-        return logits_nats(project(head, hidden), targets)
+        return torch.stack([cross_entropy_sum(head(some), wanted) for some, wanted in parts]).sum()
+    if type(head) is not nn.Linear or head.bias is not None or not has_no_hooks(head):
+        return cross_entropy_sum(apply_linear(head, hidden), targets)
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     inputs, enabled = (hidden, head.weight, targets), torch.is_grad_enabled()
     wants = (enabled and hidden.requires_grad, enabled and head.weight.requires_grad)
-    nats: Tensor = (_forward if is_plain(inputs) else _operator)(*inputs, *wants)[0]
+    nats: Tensor = (_forward if is_eager_no_grad(inputs) else _operator)(*inputs, *wants)[0]
     return nats
 
 

@@ -19,7 +19,7 @@ CHOICES = ("heavy_tail", "softplus")
 UNDECIDED = "undecided_activation"  # in `MambaLMConfig.extra`
 
 
-def is_undecided(config: MambaLMConfig) -> bool:
+def is_ambiguous(config: MambaLMConfig) -> bool:
     """Whether the model's file does not name the activation, and nothing has decided since."""
     return bool(config.extra.get(UNDECIDED)) and FIELD not in config.ssm_cfg
 
@@ -43,9 +43,9 @@ def set_activation(model: MambaLM, activation: str) -> None:
         layer.mixer.config = dataclasses.replace(layer.mixer.config, a_activation=activation)  # type: ignore[union-attr, type-var]
 
 
-def warn_if_undecided(where: str, config: MambaLMConfig, pass_: str) -> None:
+def warn_if_ambiguous(where: str, config: MambaLMConfig, pass_: str) -> None:
     """Warn that the activation is unknown, and say what to do: `pass_` introduces the choice of two."""
-    if is_undecided(config):
+    if is_ambiguous(config):
         warnings.warn(
             f"{where}: the config does not name the activation of Mamba-3's decay rates; using heavy_tail (official "
             f"since June 2026). For older weights pass {pass_}",

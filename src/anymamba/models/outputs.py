@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anymamba.core.layout import Padding
 from anymamba.models.cache import LMCache
-from anymamba.models.inputs import expect_labels
+from anymamba.models.inputs import check_labels
 from anymamba.models.loss import IGNORED_LABEL
 
 
@@ -74,7 +74,7 @@ def find_targets(
         raise ValueError("MambaLM: labels and targets exclude each other, got both")
     for name, given in (("labels", labels), ("targets", targets)):
         if given is not None:
-            expect_labels(name, given, shape, device)
+            check_labels(name, given, shape, device)
     found = targets if labels is None else _next_labels(labels, cu_seqlens, padding)
     return None if found is None else found.flatten()
 

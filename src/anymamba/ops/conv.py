@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.checks import check_dtypes, check_parameter, checked
 from anymamba.core.context_parallel import Context
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import last_sequence
@@ -52,9 +52,9 @@ def causal_conv(
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if window.shape[0] != rows:
         raise ValueError(f"causal_conv: window must have shape {(rows, *window.shape[1:])}, got {tuple(window.shape)}")
-    expect_dtypes("causal_conv", "x", x, alike={"window": window}, wide={})
+    check_dtypes("causal_conv", "x", x, alike={"window": window}, wide={})
     for name, parameter in (("weight", weight), ("bias", bias)):
-        expect_parameter("causal_conv", name, parameter, x)
+        check_parameter("causal_conv", name, parameter, x)
     out, new_window = _operator(x, window, weight, bias, lengths, cu_seqlens)
     return out, new_window
 
@@ -70,7 +70,9 @@ def shared_window(
     def after(start: Tensor, own: Tensor) -> tuple[Tensor, ...]:
         return (torch.cat([start, own], 2)[:, :, -w:],)
 
-    (found,) = context.relayed((window.to(x.dtype),), cu_seqlens, (own_bvw,), after, anew=own_bvw.shape[2] == w)
+    (found,) = context.exchange_boundary_state(
+        (window.to(x.dtype),), cu_seqlens, (own_bvw,), after, anew=own_bvw.shape[2] == w
+    )
     return found
 
 

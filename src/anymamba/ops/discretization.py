@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.checks import check_dtypes, check_parameter, checked
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import is_padding
 from anymamba.core.operators import Operator
@@ -32,15 +32,15 @@ def step_sizes(
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b t h"]:
-    """The first formula above alone, which is Mamba-2's; arguments as for `discretise`."""
-    expect_dtypes("step_sizes", "dt", dt, alike={}, wide={})
-    expect_parameter("step_sizes", "dt_bias", dt_bias, dt)
+    """The first formula above alone, which is Mamba-2's; arguments as for `discretize`."""
+    check_dtypes("step_sizes", "dt", dt, alike={}, wide={})
+    check_parameter("step_sizes", "dt_bias", dt_bias, dt)
     sizes: Tensor = _step_sizes(dt, dt_bias, float(dt_limit[0]), float(dt_limit[1]), lengths)
     return sizes
 
 
 @checked
-def discretise(
+def discretize(
     dt: Float[Tensor, "b t h"],
     a: Float[Tensor, "b t h"],
     trap: Float[Tensor, "b t h"],
@@ -50,8 +50,8 @@ def discretise(
     heavy_tail: bool = True,
     a_floor: int | float = 0.0,
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
-    turn_range: int | float = 1.0,
-    about_axes: bool = False,
+    max_rotation: int | float = 1.0,
+    quaternion: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> tuple[
     Float[Tensor, "b t h"],
@@ -71,15 +71,15 @@ def discretise(
         heavy_tail: the activation of the decay rates: `heavy_tail`, else softplus.
         a_floor: the least decay rate.
         dt_limit: step sizes are clamped to it.
-        turn_range: the largest rate, in half circles per unit of dt.
-        about_axes: three channels of `turn` at a time are a vector.
+        max_rotation: the largest rate, in half circles per unit of dt.
+        quaternion: three channels of `turn` at a time are a vector.
         lengths: how many leading steps of each row are real; after them the step size is zero. All if not given.
 
     Returns:
         dt, log_decay, gamma, kappa and the rates of turning.
     """
-    expect_dtypes("discretise", "dt", dt, alike={"a": a, "trap": trap, "turn": turn}, wide={})
-    expect_parameter("discretise", "dt_bias", dt_bias, dt)
+    check_dtypes("discretize", "dt", dt, alike={"a": a, "trap": trap, "turn": turn}, wide={})
+    check_parameter("discretize", "dt_bias", dt_bias, dt)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _operator(
         dt,
         a,
@@ -90,8 +90,8 @@ def discretise(
         float(a_floor),
         float(dt_limit[0]),
         float(dt_limit[1]),
-        float(turn_range),
-        about_axes,
+        float(max_rotation),
+        quaternion,
         lengths,
     )
     return results
@@ -143,15 +143,15 @@ def _definition(
     a_floor: float,
     dt_min: float,
     dt_max: float,
-    turn_range: float,
-    about_axes: bool,
+    max_rotation: float,
+    quaternion: bool,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide, size = state_dtype(dt.dtype), _sizes(dt, dt_bias, dt_min, dt_max, lengths)
     rate = (heavy_tail(a.to(wide)) if is_heavy else F.softplus(a.to(wide))).clamp(min=a_floor)
     share, raw = torch.sigmoid(trap.to(wide)), turn.to(wide)
-    bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if about_axes else torch.tanh(raw)
-    return size, -size * rate, share * size, (1 - share) * size, (turn_range * math.pi) * bounded
+    bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if quaternion else torch.tanh(raw)
+    return size, -size * rate, share * size, (1 - share) * size, (max_rotation * math.pi) * bounded
 
 
 def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -169,9 +169,9 @@ _step_sizes = Operator(
     portable={"": recomputed(_sizes, outputs=1, differentiable=2)},
 )
 _operator = Operator(
-    "discretise",
+    "discretize",
     inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "
-    "float dt_min, float dt_max, float turn_range, bool about_axes, Tensor? lengths",
+    "float dt_min, float dt_max, float max_rotation, bool quaternion, Tensor? lengths",
     outputs="dt, log_decay, gamma, kappa, rate",
     differentiable=5,
     fake=_fake,

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.checks import check_dtypes, check_parameter, checked
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import blockwise
+from anymamba.core.recompute import row_blocked
 
 
 @checked
@@ -31,13 +31,13 @@ def rms_norm(
     norm_before_gate: bool = True,
     eps: float = 1e-5,
 ) -> Float[Tensor, "*batch i"]:
-    """Normalise `x` over groups of channels, and gate it by `silu(z)` if `z` is given; float32 or wider inside.
+    """Normalize `x` over groups of channels, and gate it by `silu(z)` if `z` is given; float32 or wider inside.
 
     Args:
         x: any number of rows.
         weight: of each channel.
         z: gates, in the shape and dtype of `x`.
-        group_size: channels that are normalised together; all if not given.
+        group_size: channels that are normalized together; all if not given.
         norm_before_gate: the order of the two.
         eps: added to the mean square.
 
@@ -47,8 +47,8 @@ def rms_norm(
     """
     if z is not None and x.shape != z.shape:
         raise ValueError(f"rms_norm: z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
-    expect_dtypes("rms_norm", "x", x, alike={"z": z}, wide={})
-    expect_parameter("rms_norm", "weight", weight, x)
+    check_dtypes("rms_norm", "x", x, alike={"z": z}, wide={})
+    check_parameter("rms_norm", "weight", weight, x)
     group_size = x.shape[-1] if group_size is None else group_size
     if group_size < 1 or x.shape[-1] % group_size:
         raise ValueError(f"rms_norm: group_size must divide the {x.shape[-1]} channels, got {group_size}")
@@ -77,5 +77,5 @@ _operator = Operator(
     differentiable=3,
     fake=_fake,
     definition=_definition,
-    portable={"": blockwise(_definition, rows={0: 1, 1: 1}, result=1, parameters=range(2, 3))},
+    portable={"": row_blocked(_definition, rows={0: 1, 1: 1}, result=1, parameters=range(2, 3))},
 )

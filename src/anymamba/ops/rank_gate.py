@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.core.checks import checked, expect_dtypes, expect_parameter
+from anymamba.core.checks import check_dtypes, check_parameter, checked
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import blockwise
+from anymamba.core.recompute import row_blocked
 
 
 @checked
@@ -35,9 +35,9 @@ def rank_gate(
     """
     if (gate is None) != (out is None):
         raise ValueError("rank_gate: gate and out must be given both or neither, got one")
-    expect_dtypes("rank_gate", "y", y, alike={"z": z}, wide={})
+    check_dtypes("rank_gate", "y", y, alike={"z": z}, wide={})
     for name, weight in (("gate", gate), ("out", out)):
-        expect_parameter("rank_gate", name, weight, y)
+        check_parameter("rank_gate", name, weight, y)
     o: Tensor = _operator(y, z, gate, out)
     return o
 
@@ -61,5 +61,5 @@ _operator = Operator(
     differentiable=4,
     fake=_fake,
     definition=_definition,
-    portable={"": blockwise(_definition, rows={0: 3, 1: 2}, result=2, parameters=range(2, 4))},
+    portable={"": row_blocked(_definition, rows={0: 3, 1: 2}, result=2, parameters=range(2, 4))},
 )

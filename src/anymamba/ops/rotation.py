@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.dtypes import summing_dtype
-from anymamba.core.layout import pieces
-from anymamba.core.operators import is_observed
+from anymamba.core.dtypes import accumulation_dtype
+from anymamba.core.layout import split_packed
+from anymamba.core.operators import is_tracing
 
 Quaternions = Float[Tensor, "*#batch 4"]
 
@@ -71,7 +71,7 @@ def cumulative_products(
         start: Q_{-1}, of each row or packed sequence.
         cu_seqlens: boundaries of packed sequences (batch 1).
     """
-    products = torch.cat([_running_products(part, first) for part, first in pieces(q, start, cu_seqlens)], dim=1)
+    products = torch.cat([_running_products(part, first) for part, first in split_packed(q, start, cu_seqlens)], dim=1)
     return products / products.norm(dim=-1, keepdim=True)
 
 
@@ -116,9 +116,9 @@ def running_rotation(
         vectors = rate.unflatten(-1, (*start.shape[1:3], 3)) * step[..., None, None]
         return cumulative_products(turn_about(vectors), start, cu_seqlens)
     # A long sum in float32 would lose the angle.
-    wide = summing_dtype(step.device)
+    wide = accumulation_dtype(step.device)
     turns = step.to(wide).unsqueeze(-1) * rate.to(wide).unsqueeze(2)
-    angles = [_running_sum(part) + first.unsqueeze(1) for part, first in pieces(turns, start, cu_seqlens)]
+    angles = [_running_sum(part) + first.unsqueeze(1) for part, first in split_packed(turns, start, cu_seqlens)]
     return torch.cat(angles, dim=1).remainder(2 * math.pi).to(start.dtype)
 
 
@@ -130,7 +130,7 @@ def total_rotation(
         vectors = rate.unflatten(-1, (*like.shape[1:3], 3)) * step[..., None, None]
         start = fresh_rotation(rotation, rate.shape[0], like.shape[1], like.shape[2], like, like.dtype)
         return cumulative_products(turn_about(vectors), start, None)[:, -1]
-    wide = summing_dtype(step.device)
+    wide = accumulation_dtype(step.device)
     return torch.einsum("bth,bts->bhs", step.to(wide), rate.to(wide))
 
 
@@ -146,7 +146,7 @@ def combined_rotation(
 
 def _running_sum(x_bt: Tensor, block: int = 64) -> Tensor:
     """`x.cumsum(1)` in blocks side by side, then from block to block: torch's own is one long chain for each column."""
-    if is_observed() or x_bt.shape[1] <= block:
+    if is_tracing() or x_bt.shape[1] <= block:
         return x_bt.cumsum(1)
     padded = F.pad(x_bt, (0, 0) * (x_bt.ndim - 2) + (0, -x_bt.shape[1] % block))
     sums = padded.unflatten(1, (-1, block)).cumsum(2)

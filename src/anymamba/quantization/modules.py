@@ -1,4 +1,4 @@
-"""Projections and embeddings whose weights are stored in fewer bits (`anymamba.core.weight_formats` has the formats)."""
+"""Linear layers and embeddings with quantized weights (formats: `anymamba.core.weight_formats`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.core.weight_formats import Narrow, NarrowWeight, WeightFormat
-from anymamba.quantization.ops import narrow_linear, widened
+from anymamba.core.weight_formats import QuantizedTensor, QuantizedWeight, WeightFormat
+from anymamba.quantization.ops import dequantize, quantized_linear
 
 
-class NarrowLinear(NarrowWeight):
+class QuantizedLinear(QuantizedWeight):
     """`y = x weightᵀ + bias`, summed in float32; the gradient reaches x and the bias, not the weight."""
 
-    IS_LINEAR: ClassVar = True  # of this very class: the compiled kernels do what its `forward` does
+    HAS_COMPILED_FORWARD: ClassVar = True  # of this very class: the compiled kernels do what its `forward` does
 
     bias: nn.Parameter | None
 
@@ -37,10 +37,10 @@ class NarrowLinear(NarrowWeight):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
         """(..., in_features) -> (..., out_features), in the dtype of x."""
-        return narrow_linear(x, self.stored, self.bias)
+        return quantized_linear(x, self.stored, self.bias)
 
 
-class NarrowEmbedding(NarrowWeight):
+class QuantizedEmbedding(QuantizedWeight):
     """The rows of a table by their numbers."""
 
     def __init__(
@@ -59,7 +59,7 @@ class NarrowEmbedding(NarrowWeight):
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d"]:
         """The rows `ids`."""
         flat, scales = ids.flatten(), self.scales
-        rows = Narrow(
+        rows = QuantizedTensor(
             torch.embedding(self.weight, flat), None if scales is None else torch.embedding(scales, flat), self._width
         )
-        return widened(rows).to(self.dtype).view(*ids.shape, self.embedding_dim)
+        return dequantize(rows).to(self.dtype).view(*ids.shape, self.embedding_dim)

@@ -17,7 +17,15 @@ from torch import Tensor
 from anymamba.core.allocator import return_freed_memory
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import Implementation, Operator
-from anymamba.core.weight_formats import CODES, GROUPS, Narrow, WeightFormat, expect_format, expect_stored, stored_parts
+from anymamba.core.weight_formats import (
+    CODES,
+    GROUPS,
+    QuantizedTensor,
+    WeightFormat,
+    check_format,
+    check_stored,
+    stored_parts,
+)
 
 _AT_ONCE = 2**17  # weights that are narrowed together: what that takes beside them is a few MiB
 _PARTS_BETWEEN = 16  # after so many, the holes that they left are given back
@@ -26,7 +34,7 @@ _PARTS_BETWEEN = 16  # after so many, the holes that they left are given back
 _FRACTIONS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 
 
-def narrow(weight: Float[Tensor, "o i"], format: WeightFormat) -> Narrow:
+def quantize(weight: Float[Tensor, "o i"], format: WeightFormat) -> QuantizedTensor:
     """Store a weight in a format.
 
     Whole numbers are rounded to the nearest; the scale of a group is the one that covers its largest weight, or for
@@ -36,7 +44,7 @@ def narrow(weight: Float[Tensor, "o i"], format: WeightFormat) -> Narrow:
         ValueError: an unknown format, or values that it cannot hold: infinite, NaN, or beyond float16.
     """
     out, width = weight.shape
-    return narrow_rows(weight.detach().split(rows_at_once(width)), out, width, format, weight.device)
+    return quantize_rows(weight.detach().split(rows_at_once(width)), out, width, format, weight.device)
 
 
 def rows_at_once(width: int) -> int:
@@ -44,14 +52,14 @@ def rows_at_once(width: int) -> int:
     return max(1, _AT_ONCE // max(1, width))
 
 
-def narrow_rows(
+def quantize_rows(
     parts: Iterable[Float[Tensor, "_ i"]],
     out: int,
     width: int,
     format: WeightFormat,
     device: torch.device | str | None = None,
-) -> Narrow:
-    """`narrow` of a weight (out, width) that comes some rows at a time, so that it is never there as a whole.
+) -> QuantizedTensor:
+    """`quantize` of a weight (out, width) that comes some rows at a time, so that it is never there as a whole.
 
     Args:
         parts: its rows in their order; each part is done with before the next is asked for.
@@ -63,7 +71,7 @@ def narrow_rows(
     Raises:
         ValueError: an unknown format, or values that it cannot hold: infinite, NaN, or beyond float16.
     """
-    expect_format("narrow", format)
+    check_format("narrow", format)
     stored = {
         name: torch.empty(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in stored_parts(format, out, width).items()
@@ -77,7 +85,7 @@ def narrow_rows(
             return_freed_memory()
     return_freed_memory()
     assert start == out, f"expected {out} rows, got {start}"
-    return Narrow(stored["weight"], stored.get("scales"), width)
+    return QuantizedTensor(stored["weight"], stored.get("scales"), width)
 
 
 def _narrow_part(weight_oi: Tensor, format: WeightFormat) -> dict[str, Tensor]:
@@ -89,24 +97,24 @@ def _narrow_part(weight_oi: Tensor, format: WeightFormat) -> dict[str, Tensor]:
     return {"weight": codes}
 
 
-def narrow_linear(
-    x: Float[Tensor, "*batch i"], weight: Narrow, bias: Float[Tensor, " o"] | None = None
+def quantized_linear(
+    x: Float[Tensor, "*batch i"], weight: QuantizedTensor, bias: Float[Tensor, " o"] | None = None
 ) -> Float[Tensor, "*batch o"]:
     """`x weightᵀ + bias`, summed in float32 or wider; the gradient reaches x and bias.
 
     Raises:
         ValueError: shapes or devices that do not fit.
     """
-    expect_stored("narrow_linear", weight)
+    check_stored("quantized_linear", weight)
     if x.shape[-1] != weight.width:
-        raise ValueError(f"narrow_linear: x must have {weight.width} channels, got {tuple(x.shape)}")
+        raise ValueError(f"quantized_linear: x must have {weight.width} channels, got {tuple(x.shape)}")
     if x.device != weight.codes.device:
-        raise ValueError(f"narrow_linear: x must be on {weight.codes.device}, got {x.device}")
+        raise ValueError(f"quantized_linear: x must be on {weight.codes.device}, got {x.device}")
     y: Tensor = _operator(x.flatten(0, -2) if x.ndim != 2 else x, bias, weight.codes, weight.scales, weight.width)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def widened(weight: Narrow, dtype: torch.dtype = torch.float32) -> Float[Tensor, "o i"]:
+def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Float[Tensor, "o i"]:
     """A weight as plain numbers."""
     return _widen(*weight, dtype)
 
@@ -178,7 +186,7 @@ def _fake(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, 
 
 
 _operator = Operator(
-    "narrow_linear",
+    "quantized_linear",
     inputs="Tensor x, Tensor? bias, Tensor codes, Tensor? scales, int width",
     outputs="y",
     differentiable=2,

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.weight_formats import FORMATS, NarrowWeight, WeightFormat, expect_format
-from anymamba.quantization.modules import NarrowEmbedding, NarrowLinear
-from anymamba.quantization.ops import narrow_rows, rows_at_once
+from anymamba.core.weight_formats import FORMATS, QuantizedWeight, WeightFormat, check_format
+from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from anymamba.quantization.ops import quantize_rows, rows_at_once
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -26,27 +26,27 @@ _KNOWN = {"quant_method", "weights", "dtype"}
 
 def weight_format(model: nn.Module) -> WeightFormat | None:
     """The format of a model's narrow weights; None if it has none."""
-    found = next((module for module in model.modules() if isinstance(module, NarrowWeight)), None)
+    found = next((module for module in model.modules() if isinstance(module, QuantizedWeight)), None)
     return None if found is None else found.format
 
 
-def narrow_names(model: nn.Module) -> list[str]:
-    """The names of the weights that are narrow, or that `make_room` makes so."""
+def quantizable_names(model: nn.Module) -> list[str]:
+    """The names of the weights that are narrow, or that `replace_linears` makes so."""
     kinds = (nn.Linear, nn.Embedding)
     return [
         f"{name}.weight"
         for name, module in model.named_modules()
-        if type(module) in kinds or isinstance(module, NarrowWeight)
+        if type(module) in kinds or isinstance(module, QuantizedWeight)
     ]
 
 
-def make_room(model: nn.Module, format: WeightFormat) -> None:
+def replace_linears(model: nn.Module, format: WeightFormat) -> None:
     """Replace the projections, the embedding and the head by narrow ones without values.
 
     Raises:
         ValueError: an unknown format, or a model that has narrow weights already.
     """
-    expect_format("MambaLM", format)
+    check_format("MambaLM", format)
     if (found := weight_format(model)) is not None:
         raise ValueError(f"MambaLM: expected a model with plain weights, got one in {found}")
     for owner in list(model.modules()):
@@ -56,7 +56,7 @@ def make_room(model: nn.Module, format: WeightFormat) -> None:
     model.tie_weights()  # type: ignore[operator]
 
 
-def narrow_model(model: _Model, format: WeightFormat) -> _Model:
+def quantize_model(model: _Model, format: WeightFormat) -> _Model:
     """Store the weights of a model in a narrow format, in place; for inference, and for adapters beside them.
 
     Returns:
@@ -67,24 +67,24 @@ def narrow_model(model: _Model, format: WeightFormat) -> _Model:
         ValueError: an unknown format, a model that has narrow weights already, or values that the format cannot hold.
     """
     if not (isinstance(model, nn.Module) and hasattr(model, "tie_weights")):
-        raise TypeError(f"narrow_model: expected a MambaLM, got {type(model).__name__}")
-    expect_format("narrow_model", format)
+        raise TypeError(f"quantize_model: expected a MambaLM, got {type(model).__name__}")
+    check_format("quantize_model", format)
     distinct = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - distinct.keys()
     plain = {name: x for name, x in model.state_dict().items() if name not in tied}
     state: dict[str, Tensor] = {}
-    wanted = set(narrow_names(model))
+    wanted = set(quantizable_names(model))
     for name, x in plain.items():
         if name in wanted:
-            state |= narrowed_weight(name, x.detach().split(rows_at_once(x.shape[1])), x.shape, format, x.device)
+            state |= quantize_weight(name, x.detach().split(rows_at_once(x.shape[1])), x.shape, format, x.device)
         else:
             state[name] = x
-    make_room(model, format)
+    replace_linears(model, format)
     model.load_state_dict(state, assign=True)
     return model
 
 
-def narrowed_weight(
+def quantize_weight(
     name: str, parts: Iterable[Tensor], shape: Sequence[int], format: WeightFormat, device: torch.device | None
 ) -> dict[str, Tensor]:
     """The codes and scales of a weight, which comes some rows at a time, by their names.
@@ -93,7 +93,7 @@ def narrowed_weight(
         ValueError: values that the format cannot hold; the message names the weight.
     """
     try:
-        codes, scales, _ = narrow_rows(parts, shape[0], shape[1], format, device)
+        codes, scales, _ = quantize_rows(parts, shape[0], shape[1], format, device)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return {name: codes} if scales is None else {name: codes, scales_of(name): scales}
@@ -104,14 +104,14 @@ def scales_of(weight: str) -> str:
     return weight.removesuffix("weight") + "scales"
 
 
-def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None, dict[str, Any]]:
+def parse_quantization_config(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None, dict[str, Any]]:
     """What a config file says about narrow weights.
 
     Returns:
         Their format, the dtype of the activations, and the other fields.
 
     Raises:
-        ValueError: weights that were quantised by another program, or in an unknown format.
+        ValueError: weights that were quantized by another program, or in an unknown format.
     """
     said = extra.get(_FIELD)
     if said is None:
@@ -120,7 +120,7 @@ def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None,
     if not isinstance(method, str):
         raise ValueError(f"{_FIELD} must be a table that names its quant_method, got {reprlib.repr(said)}")
     if method != METHOD:
-        raise ValueError(f"the weights were quantised by {method!r}, which only that can read")
+        raise ValueError(f"the weights were quantized by {method!r}, which only that can read")
     format, dtype = said.get("weights"), said.get("dtype")
     if format not in FORMATS or dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(
@@ -133,7 +133,7 @@ def read_format(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None,
     return format, dtype, {name: value for name, value in extra.items() if name != _FIELD}
 
 
-def written_format(model: nn.Module) -> dict[str, Any]:
+def quantization_config(model: nn.Module) -> dict[str, Any]:
     """What the config file of a model says about its narrow weights; nothing if it has none."""
     format = weight_format(model)
     if format is None:
@@ -142,11 +142,11 @@ def written_format(model: nn.Module) -> dict[str, Any]:
     return {_FIELD: {"quant_method": METHOD, "weights": format, "dtype": dtype}}
 
 
-def _narrow_twin(module: nn.Module, format: WeightFormat) -> NarrowLinear | NarrowEmbedding | None:
+def _narrow_twin(module: nn.Module, format: WeightFormat) -> QuantizedLinear | QuantizedEmbedding | None:
     if type(module) is nn.Linear:
         dtype, device, bias = module.weight.dtype, module.weight.device, module.bias is not None
-        return NarrowLinear(format, module.in_features, module.out_features, bias=bias, dtype=dtype, device=device)
+        return QuantizedLinear(format, module.in_features, module.out_features, bias=bias, dtype=dtype, device=device)
     if type(module) is nn.Embedding:
         dtype, device = module.weight.dtype, module.weight.device
-        return NarrowEmbedding(format, module.num_embeddings, module.embedding_dim, dtype=dtype, device=device)
+        return QuantizedEmbedding(format, module.num_embeddings, module.embedding_dim, dtype=dtype, device=device)
     return None

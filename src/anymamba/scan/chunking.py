@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.core.dtypes import summing_dtype
+from anymamba.core.dtypes import accumulation_dtype
 from anymamba.core.layout import spans
-from anymamba.core.operators import is_observed
+from anymamba.core.operators import is_tracing
 
 
 class ChunkLayout:
@@ -51,7 +51,7 @@ class ChunkLayout:
         self.index: Tensor | None = None
         if cu_seqlens is None:
             # In a trace the length may be a symbol, and a known chunk length is better.
-            self.chunk_len = chunk_len if is_observed() else min(chunk_len, t)
+            self.chunk_len = chunk_len if is_tracing() else min(chunk_len, t)
             self.sequences = [(0, _ceil(t, self.chunk_len))]
             return
         lengths = [span.stop - span.start for span in spans(t, cu_seqlens)]
@@ -98,7 +98,7 @@ MIN_LOG_DECAY = -1000.0
 
 def cumulative_decay(log_decay: Tensor, dim: int) -> Tensor:
     """Inclusive running sum of `log_decay` along `dim`, in float64 where the device has it."""
-    return log_decay.to(summing_dtype(log_decay.device)).clamp(min=MIN_LOG_DECAY).cumsum(dim)
+    return log_decay.to(accumulation_dtype(log_decay.device)).clamp(min=MIN_LOG_DECAY).cumsum(dim)
 
 
 def decay_factor(exponent: Tensor, dtype: torch.dtype) -> Tensor:

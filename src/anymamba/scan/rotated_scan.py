@@ -15,14 +15,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import checked, expect_at_most_zero, expect_dtypes, expect_parameter, expect_steps
+from anymamba.core.checks import check_dtypes, check_nonpositive, check_parameter, check_time_steps, checked
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.layout import first_of, last_of, where_real
 from anymamba.core.operators import Implementation, Operator
 from anymamba.ops.rotation import Rotation, rotate, running_rotation
 from anymamba.scan.path import ALGORITHMS, SsdPath
-from anymamba.scan.scan import expect_groups
-from anymamba.scan.trapezoidal_scan import trapezoid, with_pending
+from anymamba.scan.scan import check_groups
+from anymamba.scan.trapezoidal_scan import add_pending_term, trapezoid
 
 
 @checked
@@ -81,19 +81,19 @@ def rotated_trapezoid_scan(
         y of every rank; and after the last real token the state, the rotated keys, and the rotation.
     """
     path, where = SsdPath.or_default(path), "rotated_trapezoid_scan"
-    expect_groups(where, x.shape[2], k.shape[3], k.shape[2])
-    expect_steps(where, x.shape[1])
+    check_groups(where, x.shape[2], k.shape[3], k.shape[2])
+    check_time_steps(where, x.shape[1])
     wide = {"rate": rate, "step": step, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
     wide |= {"state": state, "start": start}
     alike = {"k": k, "q": q, "previous_k": previous_k, "previous_x": previous_x}
-    expect_dtypes(where, "x", x, alike=alike, wide=wide)
+    check_dtypes(where, "x", x, alike=alike, wide=wide)
     for name, weight in (("k_bias", k_bias), ("q_bias", q_bias), ("D", D), ("value_weight", value_weight)):
-        expect_parameter(where, name, weight, x)
+        check_parameter(where, name, weight, x)
     if value_weight is None and k.shape[2] > 1:
         raise ValueError(f"{where}: value_weight must be given for more than one rank, got none for {k.shape[2]}")
-    expect_at_most_zero(where, "log_decay", log_decay, " (a decay is at most 1)")
+    check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     with without_autocast(x.device):
-        pending = with_pending(
+        pending = add_pending_term(
             state, values_of_ranks(previous_x, value_weight), previous_k, first_of(kappa, cu_seqlens)
         )
         y, state, last_k, turned = _operator(

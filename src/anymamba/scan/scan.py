@@ -10,10 +10,10 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_cu_seqlens,
+    check_dtypes,
+    check_nonpositive,
+    check_time_steps,
     checked,
-    expect_at_most_zero,
-    expect_dtypes,
-    expect_steps,
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
@@ -48,7 +48,7 @@ def scan(
         k: keys, for g groups of heads. Head h reads group h // (h / g).
         q: queries.
         log_decay: a, never positive. That is checked in eager mode on the CPU; elsewhere a positive value is undefined
-            behaviour.
+            behavior.
         initial_state: S_{-1}, one for each row, or for each packed sequence. Zeros if not given.
         path: the algorithm and its chunk length; `SsdPath()` if not given.
         cu_seqlens: boundaries (0, ..., t) of sequences packed one after another into a batch of one, strictly
@@ -63,10 +63,10 @@ def scan(
         RuntimeError: `path` asks for a compiled kernel where there is none.
     """
     path = SsdPath.or_default(path)
-    expect_groups("scan", v.shape[3], k.shape[3], v.shape[2])
-    expect_steps("scan", v.shape[1])
-    expect_dtypes("scan", "v", v, alike={"k": k, "q": q}, wide={"log_decay": log_decay})
-    expect_at_most_zero("scan", "log_decay", log_decay, " (a decay is at most 1)")
+    check_groups("scan", v.shape[3], k.shape[3], v.shape[2])
+    check_time_steps("scan", v.shape[1])
+    check_dtypes("scan", "v", v, alike={"k": k, "q": q}, wide={"log_decay": log_decay})
+    check_nonpositive("scan", "log_decay", log_decay, " (a decay is at most 1)")
     if cu_seqlens is not None:
         check_cu_seqlens("scan", cu_seqlens, v.shape[0], v.shape[1], v.device)
     state = initial_state_or_zeros("scan", initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
@@ -75,7 +75,7 @@ def scan(
     return y, final_state
 
 
-def expect_groups(where: str, heads: int, groups: int, ranks: int) -> None:
+def check_groups(where: str, heads: int, groups: int, ranks: int) -> None:
     """Raise `ValueError` unless there is a rank, and the groups divide the heads."""
     for count, letter, name in ((ranks, "r", "ranks"), (groups, "g", "groups")):
         if count < 1:
@@ -97,7 +97,7 @@ def fastest(v: Tensor, *_: Any) -> str:
     return "recurrent" if v.shape[1] == 1 else "serial_recalculated"
 
 
-def in_the_open(algorithm: str) -> str:
+def portable_algorithm(algorithm: str) -> str:
     """The algorithm to use where only torch's own operators are wanted.
 
     Raises:
@@ -117,7 +117,7 @@ _ALGORITHMS = {
 
 
 def _definition(*inputs: Any) -> tuple[Tensor, Tensor]:
-    y, final_state = _ALGORITHMS[in_the_open(inputs[-1])].forward(*inputs)
+    y, final_state = _ALGORITHMS[portable_algorithm(inputs[-1])].forward(*inputs)
     return y, final_state
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_cu_seqlens,
+    check_dtypes,
+    check_nonpositive,
+    check_parameter,
+    check_time_steps,
     checked,
-    expect_at_most_zero,
-    expect_dtypes,
-    expect_parameter,
-    expect_steps,
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
@@ -82,10 +82,10 @@ def selective_scan(
             "selective_scan: path must be fastest, recurrent, serial_recalculated or fused: Mamba-1's scan is no "
             f"matrix product, got {path.algorithm!r}"
         )
-    expect_steps("selective_scan", x.shape[1])
-    expect_dtypes("selective_scan", "x", x, alike={"B": B, "C": C, "z": z}, wide={"dt": dt, "A": A})
-    expect_parameter("selective_scan", "D", D, x)
-    expect_at_most_zero("selective_scan", "A", A)
+    check_time_steps("selective_scan", x.shape[1])
+    check_dtypes("selective_scan", "x", x, alike={"B": B, "C": C, "z": z}, wide={"dt": dt, "A": A})
+    check_parameter("selective_scan", "D", D, x)
+    check_nonpositive("selective_scan", "A", A)
     if cu_seqlens is not None:
         check_cu_seqlens("selective_scan", cu_seqlens, x.shape[0], x.shape[1], x.device)
     state = initial_state_or_zeros("selective_scan", initial_state, x, tuple(A.shape), cu_seqlens)

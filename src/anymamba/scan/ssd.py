@@ -10,20 +10,20 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_cu_seqlens,
+    check_dtypes,
+    check_nonpositive,
+    check_parameter,
+    check_shape,
+    check_tensor,
+    check_time_steps,
     checked,
-    expect_at_most_zero,
-    expect_dtypes,
-    expect_parameter,
-    expect_shape,
-    expect_steps,
-    expect_tensor,
     initial_state_or_zeros,
     values_are_cheap,
 )
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.operators import Implementation, Operator
 from anymamba.scan.path import ALGORITHMS, SsdPath
-from anymamba.scan.scan import expect_groups, scan_operator
+from anymamba.scan.scan import check_groups, scan_operator
 
 
 @checked
@@ -64,16 +64,16 @@ def ssd(
     """
     path = SsdPath.or_default(path)
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
-    expect_groups("ssd", h, g, 1)
-    expect_steps("ssd", t)
-    expect_dtypes("ssd", "x", x, alike={"B": B, "C": C}, wide={"dt": dt, "A": A})
+    check_groups("ssd", h, g, 1)
+    check_time_steps("ssd", t)
+    check_dtypes("ssd", "x", x, alike={"B": B, "C": C}, wide={"dt": dt, "A": A})
     if D is not None:
-        expect_tensor("ssd", "D", D)
-        expect_shape("ssd", "D", D, "h" if D.ndim == 1 else "h p", {"h": h, "p": p})
-        expect_parameter("ssd", "D", D, x)
+        check_tensor("ssd", "D", D)
+        check_shape("ssd", "D", D, "h" if D.ndim == 1 else "h p", {"h": h, "p": p})
+        check_parameter("ssd", "D", D, x)
     if values_are_cheap(dt) and dt.numel() and (smallest := dt.detach().min().item()) < 0:
         raise ValueError(f"ssd: dt must not be negative, got down to {smallest:.6g}")
-    expect_at_most_zero("ssd", "A", A)
+    check_nonpositive("ssd", "A", A)
     if cu_seqlens is not None:
         check_cu_seqlens("ssd", cu_seqlens, b, t, x.device)
     state = initial_state_or_zeros("ssd", initial_state, x, (h, p, n), cu_seqlens)

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from anymamba.core.checks import (
     check_cu_seqlens,
+    check_dtypes,
+    check_nonpositive,
+    check_time_steps,
     checked,
-    expect_at_most_zero,
-    expect_dtypes,
-    expect_steps,
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.layout import first_of, following, previous
+from anymamba.core.layout import first_of, next_in_sequence, previous_in_sequence
 from anymamba.scan.path import SsdPath
-from anymamba.scan.scan import expect_groups, scan_operator
+from anymamba.scan.scan import check_groups, scan_operator
 
 
 @checked
@@ -69,11 +69,11 @@ def trapezoid_scan(
         y in the dtype of `v`, and the final state(s).
     """
     path, where = SsdPath.or_default(path), "trapezoid_scan"
-    expect_groups(where, v.shape[3], k.shape[3], v.shape[2])
-    expect_steps(where, v.shape[1])
+    check_groups(where, v.shape[3], k.shape[3], v.shape[2])
+    check_time_steps(where, v.shape[1])
     alike = {"k": k, "q": q, "previous_v": previous_v, "previous_k": previous_k}
-    expect_dtypes(where, "v", v, alike=alike, wide={"log_decay": log_decay, "gamma": gamma, "kappa": kappa})
-    expect_at_most_zero(where, "log_decay", log_decay, " (a decay is at most 1)")
+    check_dtypes(where, "v", v, alike=alike, wide={"log_decay": log_decay, "gamma": gamma, "kappa": kappa})
+    check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     if (previous_v is None) != (previous_k is None):
         raise ValueError(f"{where}: previous_v and previous_k must be given both or neither, got one")
     if cu_seqlens is not None:
@@ -81,13 +81,13 @@ def trapezoid_scan(
     state = initial_state_or_zeros(where, initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
     with without_autocast(v.device):
         if previous_v is not None and previous_k is not None:
-            state = with_pending(state, previous_v, previous_k, first_of(kappa, cu_seqlens))
+            state = add_pending_term(state, previous_v, previous_k, first_of(kappa, cu_seqlens))
         return trapezoid(
             v, k, q, log_decay, gamma, kappa, state, cu_seqlens, path.chunk_len, path.algorithm, path.pathway
         )
 
 
-def with_pending(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, kappa_zh: Tensor) -> Tensor:
+def add_pending_term(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, kappa_zh: Tensor) -> Tensor:
     """The state with the second weight of its last token, which only the next token's step size decides."""
     (z, r, h, p), groups = v_zrhp.shape, k_zrgn.shape[2]
     weighted_zrhp = v_zrhp.to(state.dtype) * kappa_zh[:, None, :, None]
@@ -120,9 +120,11 @@ def trapezoid(
     if pathway == "double":
         y_now, now = run(v, gamma, k, state)
         beta = kappa * torch.exp(log_decay)
-        y_before, before = run(previous(v, cu_seqlens), beta, previous(k, cu_seqlens), torch.zeros_like(state))
+        y_before, before = run(
+            previous_in_sequence(v, cu_seqlens), beta, previous_in_sequence(k, cu_seqlens), torch.zeros_like(state)
+        )
         return y_now + y_before, now + before
-    ahead = following(kappa, cu_seqlens)
+    ahead = next_in_sequence(kappa, cu_seqlens)
     y, final = run(v, gamma + ahead, k, state)
     wide = log_decay.dtype
     own_btgrm = torch.einsum("btrgn,btmgn->btgrm", q.to(wide), k.to(wide))

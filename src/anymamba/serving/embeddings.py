@@ -16,7 +16,7 @@ from torch import Tensor
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.sequence.masked_lm import MaskedLM
 from anymamba.serving.api.errors import ApiError, invalid, too_many_requests
-from anymamba.serving.api.requests import Limits, expect_fields, is_text, shown
+from anymamba.serving.api.requests import Limits, check_fields, is_text, shown
 from anymamba.serving.metrics import Metrics
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
@@ -80,7 +80,7 @@ class EmbeddingService:
         Raises:
             ApiError: a field is wrong.
         """
-        expect_fields(body, _FIELDS, self.name)
+        check_fields(body, _FIELDS, self.name)
         encoding = body.get("encoding_format") or "float"
         if encoding not in ("float", "base64"):
             raise invalid("encoding_format", f"encoding_format must be float or base64, got {shown(encoding)}")

@@ -1,4 +1,4 @@
-"""Between requests and the engine: prompts are rendered and tokenised, jobs are submitted, events come back."""
+"""Between requests and the engine: prompts are rendered and tokenized, jobs are submitted, events come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: config, data, optimiser, checkpoints, and the loop."""
+"""Training: config, data, optimizer, checkpoints, and the loop."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anymamba.core.io import locked
-from anymamba.training.checkpoint.resume import expect_no_run, reopen
+from anymamba.core.io import run_lock
+from anymamba.training.checkpoint.resume import check_no_run, reopen
 from anymamba.training.checkpoint.run_state import checkpoints
 from anymamba.training.config.resolve import placed, settled
 from anymamba.training.config.run_config import TrainingConfig
@@ -29,7 +29,7 @@ def train(
 ) -> Trainer[Any]:
     """Train a language model, or a model on files: what `anymamba train CONFIG --out DIRECTORY` does.
 
-        run = train(read_config("mine.toml", {"optimiser.lr": "1e-3"}), "runs/mine", callbacks=[print])
+        run = train(read_config("mine.toml", {"optimizer.lr": "1e-3"}), "runs/mine", callbacks=[print])
         run.finished, run.step, run.evaluated.values, run.model
 
     Args:
@@ -48,7 +48,7 @@ def train(
     trainer: Trainer[Any]
     workers = joined()
     if isinstance(config, FileConfig):
-        workers.expect_alone()
+        workers.require_single_process()
         trainer = begin_files(config, Path(directory), report or to_stderr)
     else:
         trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr, workers)
@@ -67,7 +67,7 @@ def resume(
 
     Args:
         directory: of the run.
-        changes: of its config, as texts by dotted name: {"optimiser.lr": "1e-4"}.
+        changes: of its config, as texts by dotted name: {"optimizer.lr": "1e-4"}.
         callbacks: as for `train`.
         report: as for `train`.
 
@@ -81,7 +81,7 @@ def resume(
     trainer: Trainer[Any]
     workers = joined()
     if is_file_run(Path(directory)):
-        workers.expect_alone()
+        workers.require_single_process()
         trainer = open_files(Path(directory), changes or {}, report or to_stderr)
     else:
         trainer = open_run(Path(directory), changes or {}, report or to_stderr, workers)
@@ -112,14 +112,14 @@ def begin(
     def make() -> str:
         nonlocal task
         directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory):
-            expect_no_run(directory)
+        with run_lock(directory):
+            check_no_run(directory)
             if config.model.init is not None:
                 report(f"starting from the weights of {config.model.init}")
             task = LanguageTask(config, directory, report, workers=workers)
         return ""
 
-    workers.first(make)  # it tokenises the text, once for all workers
+    workers.first(make)  # it tokenizes the text, once for all workers
     opened = workers.together(lambda: task or LanguageTask(config, directory, report, workers=workers, prepared=True))
     return Trainer(opened, directory, None, report, workers)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from anymamba.models.stack.residual_layer import ResidualLayer
 
 
-def expect_compiler(device: torch.device) -> None:
+def check_compiler(device: torch.device) -> None:
     """Refuse to compile for a device where that is not possible.
 
     Raises:
@@ -41,7 +41,7 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: the model has none, or there is no compiler.
     """
-    expect_compiler(device)
+    check_compiler(device)
     for layer in _layers(model, "precision.compile"):
         compiled = torch.compile(layer.forward, dynamic=True)
         layer.forward = partial(_run, compiled, layer.forward)  # type: ignore[method-assign]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from anymamba.core.devices import find_device
-from anymamba.core.io import locked
+from anymamba.core.io import run_lock
 from anymamba.core.signals import interrupts
 from anymamba.training.checkpoint.async_save import Part, Saver, Tensors, copied, own_file
-from anymamba.training.checkpoint.resume import Reopened, expect_no_run, reopen
+from anymamba.training.checkpoint.resume import Reopened, check_no_run, reopen
 from anymamba.training.checkpoint.run_state import Facts, RunState, amend_checkpoint, checkpoints
 from anymamba.training.compile import compile_layers, recompute_layers
 from anymamba.training.distributed.fsdp import (
@@ -35,7 +35,7 @@ from anymamba.training.distributed.process_group import Workers
 from anymamba.training.metrics.loggers import Log, open_logs
 from anymamba.training.metrics.metrics_table import MetricsTable, Row, can_plot
 from anymamba.training.metrics.progress import Display
-from anymamba.training.optim.optimizer import Optimiser, clip_gradients, learning_rate
+from anymamba.training.optim.optimizer import Optimizer, clip_gradients, learning_rate
 from anymamba.training.tasks.lm_step import first_non_finite
 from anymamba.training.tasks.task import Evaluation, Task
 
@@ -103,7 +103,7 @@ class Trainer(Generic[T]):
         self._plain = self.model if workers.size == 1 else skeleton(self.model)  # as files have it
         if workers.shard > 1:
             divide(self.model, workers, config.parallel.reduce)
-        self.optimiser = Optimiser(self.model, config.optimiser, workers)
+        self.optimizer = Optimizer(self.model, config.optimizer, workers)
         if reopened is not None:
             self._restore(reopened)
         if config.precision.compile:
@@ -145,9 +145,9 @@ class Trainer(Generic[T]):
         if not self._workers.leads:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        lock.enter_context(locked(self.directory))
+        lock.enter_context(run_lock(self.directory))
         if self._saved < 0:
-            expect_no_run(self.directory)
+            check_no_run(self.directory)
         if self._amended is not None:
             amend_checkpoint(self._amended, self.config.to_dict(), self.changes)
 
@@ -163,7 +163,7 @@ class Trainer(Generic[T]):
         try:
             stopped = False
             while not self.finished and not stopped and not interrupted():
-                self._workers.expect_launcher()
+                self._workers.check_launcher()
                 row, tokens = self._take_step()
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):
@@ -220,8 +220,8 @@ class Trainer(Generic[T]):
         kept: Callable[[Tensors], Tensors] = copied if workers.size > 1 else lambda tensors: tensors
         model = self._plain
         if workers.writes:
-            state: Tensors = {**self.optimiser.tensors(), "rng": torch.get_rng_state()}
-            files |= own_file("optimiser", workers.place, workers.shard, kept(state))
+            state: Tensors = {**self.optimizer.tensors(), "rng": torch.get_rng_state()}
+            files |= own_file("optimizer", workers.place, workers.shard, kept(state))
             if workers.shard > 1:
                 files |= own_file("model", workers.place, workers.shard, kept(pieces(self.model)))
             elif workers.size > 1:
@@ -249,15 +249,15 @@ class Trainer(Generic[T]):
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise FloatingPointError(self._diagnose(batches, loss, norm))
         share = learning_rate(self.step, 1.0, c.schedule)
-        self.optimiser.step(share)
+        self.optimizer.step(share)
         self._carried = carried
         tokens = self._total(sum(batch.tokens for batch in batches))
         self.step, self.tokens = self.step + 1, self.tokens + tokens
-        return Row(self.step, self.tokens, loss, share * c.optimiser.lr, norm, perf_counter() - began, {}), tokens
+        return Row(self.step, self.tokens, loss, share * c.optimizer.lr, norm, perf_counter() - began, {}), tokens
 
     def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
         """The mean cost, the norm of its gradient (before clipping), and the states for the next step."""
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         total, count, states, workers = 0.0, self._count(batches), [], self._workers
         for number, (cost, state) in enumerate(self._costs(batches), 1):
             expect_all_parts(self.model, number == len(batches))
@@ -267,7 +267,7 @@ class Trainer(Generic[T]):
             states.append(state)
         if workers.size > 1 and workers.shard == 1:
             add_up(self.model.parameters(), workers, self.config.parallel.reduce)
-        norm = clip_gradients(self.model, self.config.optimiser.clip, workers)
+        norm = clip_gradients(self.model, self.config.optimizer.clip, workers)
         total = workers.sum(torch.tensor(total, dtype=torch.float64)).item() if workers.size > 1 else total
         return total / count, norm, [] if all(state is None for state in states) else states
 
@@ -289,7 +289,7 @@ class Trainer(Generic[T]):
         def compute() -> Tensor:
             return torch.stack([cost for cost, _ in self._costs(batches)]).sum() / self._count(batches)
 
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         where = self._workers.told(first_non_finite(self.model, compute, self._workers.any))
         return (
             f"step {self.step + 1}: the loss is {loss} and the norm of its gradient {norm}; not finite first: {where}. "
@@ -322,7 +322,7 @@ class Trainer(Generic[T]):
                 self.task.read_model(self.model, checkpoint.model.whole())
             else:
                 fill(self.model, checkpoint.model)
-            self.optimiser.restore(checkpoint.optimiser)
+            self.optimizer.restore(checkpoint.optimizer)
             if checkpoint.carried is not None:
                 self._carried = self.task.carried_from(self.model, checkpoint.carried)
         checkpoint.close()

@@ -27,11 +27,11 @@ function weightAt(matrix, row, column) {
   return level ** 3 * matrix.most;
 }
 
-function rgb(colour) {
-  return [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+function rgb(color) {
+  return [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
 }
 
-// A colour for every level from -127 to 127, as pixels.
+// A color for every level from -127 to 127, as pixels.
 function palette() {
   const zero = rgb(css("--zero")), plus = rgb(css("--plus")), minus = rgb(css("--minus"));
   return Array.from({ length: 255 }, (_, i) => {
@@ -41,7 +41,7 @@ function palette() {
 }
 
 function image(width, height, level) {
-  const colours = palette(), canvas = document.createElement("canvas");
+  const colors = palette(), canvas = document.createElement("canvas");
   canvas.width = width;
   canvas.height = height;
   const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
@@ -49,7 +49,7 @@ function image(width, height, level) {
     for (let x = 0; x < width; x++) {
       const found = level(y, x);
       if (found === null) continue;
-      pixels.data.set([...colours[found + 127], 255], 4 * (y * width + x));
+      pixels.data.set([...colors[found + 127], 255], 4 * (y * width + x));
     }
   }
   context.putImageData(pixels, 0, 0);
@@ -137,7 +137,7 @@ function drawLines(canvas, lines, { isLog = false, cursor = -1, least = null, mo
     context.globalAlpha = 1;
   }
   for (const line of lines) {
-    context.strokeStyle = context.fillStyle = css(line.colour);
+    context.strokeStyle = context.fillStyle = css(line.color);
     context.lineWidth = 1.4;
     context.lineJoin = "round";
     context.beginPath();

@@ -1,8 +1,8 @@
-// The page: what is chosen (layer, head, token, colour), and what happens when that changes.
+// The page: what is chosen (layer, head, token, color), and what happens when that changes.
 
 const data = JSON.parse($("data").textContent);
 const count = data.tokens.length;
-const chosen = { layer: 0, head: 0, token: count - 1, column: -1, colour: "surprise" };
+const chosen = { layer: 0, head: 0, token: count - 1, column: -1, color: "surprise" };
 
 const code = (letter) => `\\x${letter.charCodeAt(0).toString(16).padStart(2, "0")}`;
 const visible = (text) => (text === "" ? "·" : text.replace(/\n/g, "⏎").replace(/\t/g, "→").replace(/[\0-\x1f\x7f]/g, code));
@@ -80,19 +80,19 @@ function text() {
   });
 }
 
-function colourText() {
+function colorText() {
   const warm = css("--warm"), matrix = matrixOf(head()), cell = matrix.cell, row = Math.floor(chosen.token / cell);
   const weights = data.tokens.map((_, s) => (s > chosen.token ? 0 : weightAt(matrix, row, Math.floor(s / cell))));
   const most = Math.max(...weights.map(Math.abs)) || 1, plus = rgb(css("--plus")), minus = rgb(css("--minus"));
   data.tokens.forEach((_, t) => {
     const style = $(`t${t}`).style;
-    if (chosen.colour === "surprise") {
+    if (chosen.color === "surprise") {
       style.background = `rgba(${warm}, ${Math.min(0.8, nats(t) / 9).toFixed(3)})`;
     } else {
       style.background = `rgba(${weights[t] < 0 ? minus : plus}, ${(0.75 * Math.sqrt(Math.abs(weights[t]) / most)).toFixed(3)})`;
     }
   });
-  $("legend").textContent = chosen.colour === "surprise"
+  $("legend").textContent = chosen.color === "surprise"
     ? "the stronger, the less likely the model found the token"
     : `what the chosen token reads in layer ${chosen.layer}, ${data.layers[chosen.layer].unit} ${head().number}`;
 }
@@ -126,18 +126,18 @@ function chooseToken(t, scroll = false) {
   $("text").setAttribute("aria-activedescendant", span.id);
   if (scroll) span.scrollIntoView({ block: "nearest" });
   describeToken();
-  if (chosen.colour === "reads") colourText();
+  if (chosen.color === "reads") colorText();
   drawCharts();
 }
 
 // Charts over the tokens: title, explanation and what they draw of the chosen head.
 const CHARTS = [
-  ["half_life", "Half-life", "tokens until half of the state is left, were all like this one", () => [{ values: series("half_life"), colour: "--accent" }], { isLog: true }],
-  ["dt", "Step size Δ", "how much the token writes, and how much the state decays", () => [{ values: series("dt"), colour: "--accent" }], { isLog: true }],
-  ["norm", "State norm", "after the token", () => [{ values: series("norm"), colour: "--accent" }], { least: 0 }],
-  ["rank", "Effective rank", "directions that the state uses", () => [{ values: series("rank"), colour: "--accent" }], { least: 0 }],
+  ["half_life", "Half-life", "tokens until half of the state is left, were all like this one", () => [{ values: series("half_life"), color: "--accent" }], { isLog: true }],
+  ["dt", "Step size Δ", "how much the token writes, and how much the state decays", () => [{ values: series("dt"), color: "--accent" }], { isLog: true }],
+  ["norm", "State norm", "after the token", () => [{ values: series("norm"), color: "--accent" }], { least: 0 }],
+  ["rank", "Effective rank", "directions that the state uses", () => [{ values: series("rank"), color: "--accent" }], { least: 0 }],
   ["read", "State and skip", "norms of what is read from the state (orange) and passes beside it (violet)", () => [
-    { values: series("read"), colour: "--plus" }, { values: series("skip"), colour: "--second" }], { least: 0 }],
+    { values: series("read"), color: "--plus" }, { values: series("skip"), color: "--second" }], { least: 0 }],
 ];
 
 function makeCharts() {
@@ -162,7 +162,7 @@ function drawCharts() {
   $("surprise").parentElement.hidden = count < 2;
   if (count > 1) {
     const surprise = Float64Array.from(data.tokens, (_, t) => nats(t) / Math.LN2);
-    drawLines($("surprise"), [{ values: surprise, colour: "--accent" }], { cursor, least: 0, filled: true });
+    drawLines($("surprise"), [{ values: surprise, color: "--accent" }], { cursor, least: 0, filled: true });
   }
   for (const [name, , , lines, options] of CHARTS) {
     const made = lines();
@@ -253,7 +253,7 @@ function chooseHead(which) {
   const found = data.layers[chosen.layer];
   $("matrix-title").replaceChildren(element("b", `Layer ${chosen.layer}, ${found.unit} ${head().number}`), "what each token reads from those before it");
   columns = overview();
-  colourText();
+  colorText();
   drawCharts();
 }
 
@@ -266,9 +266,9 @@ function redraw() {
 header();
 text();
 makeCharts();
-const colours = ["surprise", "reads"];
-const colourButtons = choices("colour", ["surprise", "what the chosen token reads"], (i) => { chosen.colour = colours[i]; colourText(); });
-colourButtons.show(0);
+const colors = ["surprise", "reads"];
+const colorButtons = choices("color", ["surprise", "what the chosen token reads"], (i) => { chosen.color = colors[i]; colorText(); });
+colorButtons.show(0);
 layerButtons = choices("layers", data.layers.map((_, i) => `${i}`), (i) => chooseLayer(i));
 $("matrix").addEventListener("pointermove", (event) => {
   const box = $("matrix").getBoundingClientRect(), matrix = head().matrix;

@@ -8,8 +8,8 @@
     y_t[r] = h_t q_t[r] + D v_t[r]                  out = out_proj(Σ_r mimo_o[r] y[r] silu(z mimo_z[r]))
 
 Where each line is computed: `ops/discretization.py` (step sizes, decays and weights), `ops/rotation.py` (how keys and
-queries turn), `scan/trapezoidal_scan.py` (the recurrence), `scan/rotated_scan.py` (the recurrence with biases, rotation and skip),
-`ops/rank_gate.py` (the gate over ranks).
+queries rotate), `scan/trapezoidal_scan.py` (the recurrence), `scan/rotated_scan.py` (the recurrence with biases,
+rotation and skip), `ops/rank_gate.py` (the gate over ranks).
 
 | letter | b | t | d | h | p | n | g | r | z |
 |---|---|---|---|---|---|---|---|---|---|
@@ -35,8 +35,8 @@ from anymamba.blocks.mamba3.inputs import RotatedInputs, shared_start
 from anymamba.core.context_parallel import Context
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import is_padding, last_of
-from anymamba.core.linear import project
-from anymamba.ops.discretization import discretise
+from anymamba.core.linear import apply_linear
+from anymamba.ops.discretization import discretize
 from anymamba.ops.rank_gate import rank_gate
 from anymamba.ops.rotation import fresh_rotation, stationary_key
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Mamba3(Block):
-    """The Mamba-3 block. Parameter names, shapes and initialisation are the official ones.
+    """The Mamba-3 block. Parameter names, shapes and initialization are the official ones.
 
     Args:
         config: a `Mamba3Config`, or d_model, with the other fields of `Mamba3Config` as keywords.
@@ -70,7 +70,7 @@ class Mamba3(Block):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__(make_config(Mamba3Config, config, fields, positional))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
@@ -98,7 +98,7 @@ class Mamba3(Block):
         for parameter in (self.dt_bias, self.D):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def activation_like(self) -> Tensor:
+    def reference_tensor(self) -> Tensor:
         """As in `Block`."""
         return self.B_norm.weight
 
@@ -165,8 +165,8 @@ class Mamba3(Block):
 
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
         """The inputs of the scan, and the gate that `output` needs; arguments as for `mix`."""
-        z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(project(self.in_proj, x))
-        dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretise(raw, lengths)
+        z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(apply_linear(self.in_proj, x))
+        dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretize(raw, lengths)
         step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
         inputs = RotatedInputs(
             x_bthp,
@@ -192,8 +192,8 @@ class Mamba3(Block):
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         c: Mamba3Config = self.config
-        z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(project(self.in_proj, x).unsqueeze(1))
-        dt_b1h, log_decay_b1h, gamma_b1h, kappa_b1h, rate_b1c = self._discretise(raw, None)
+        z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(apply_linear(self.in_proj, x).unsqueeze(1))
+        dt_b1h, log_decay_b1h, gamma_b1h, kappa_b1h, rate_b1c = self._discretize(raw, None)
         step_bh, rate_bc = (turn[:, 0] for turn in self._turns(dt_b1h, rate_b1c, None))
         alpha_bh, wide = torch.exp(log_decay_b1h)[:, 0], dt_b1h.dtype
         k_brhn, q_brhn = (
@@ -216,10 +216,10 @@ class Mamba3(Block):
         heads, shared = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
         return z.unflatten(-1, heads), x.unflatten(-1, heads), k.unflatten(-1, shared), q.unflatten(-1, shared), *raw
 
-    def _discretise(self, raw: list[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _discretize(self, raw: list[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         c: Mamba3Config = self.config
         dt, a, trap, turn = raw
-        return discretise(
+        return discretize(
             dt,
             a,
             trap,
@@ -228,8 +228,8 @@ class Mamba3(Block):
             heavy_tail=c.a_activation == "heavy_tail",
             a_floor=c.A_floor,
             dt_limit=c.dt_limit,
-            turn_range=c.rotation_range,
-            about_axes=c.rotation == "quaternion",
+            max_rotation=c.rotation_range,
+            quaternion=c.rotation == "quaternion",
             lengths=lengths,
         )
 
@@ -250,16 +250,18 @@ class Mamba3(Block):
         c: Mamba3Config = self.config
         if not c.is_outproj_norm:
             weights = (self.mimo_z, self.mimo_o) if c.is_mimo else ()
-            return project(self.out_proj, rank_gate(y_btrhp, z_bthp, *weights).flatten(2))
+            return apply_linear(self.out_proj, rank_gate(y_btrhp, z_bthp, *weights).flatten(2))
         if not c.is_mimo:
-            return project(self.out_proj, self.norm(y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)))
+            return apply_linear(self.out_proj, self.norm(y_btrhp.squeeze(2).flatten(2), z_bthp.flatten(2)))
         z_btrhp = z_bthp.unsqueeze(2) * self.mimo_z.transpose(0, 1).to(z_bthp.dtype)
         normed_btrhp = self.norm(y_btrhp.flatten(3), z_btrhp.flatten(3)).unflatten(3, (c.nheads, c.headdim))
-        return project(self.out_proj, (normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2))
+        return apply_linear(
+            self.out_proj, (normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2)
+        )
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Numbers and keys that heads share, then states, readout and gate."""
-        program.expect_plain(self, Mamba3)
+        program.check_plain(self, Mamba3)
         c: Mamba3Config = self.config
         if c.rotation == "fixed":
             program.refuse("a fixed rotation has no compiled step")

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.blocks.config import expect_sizes
+from anymamba.blocks.config import check_sizes
 from anymamba.core.cache_io import SavedTree
 from anymamba.ops.rotation import Rotation
 
@@ -20,7 +20,7 @@ class Mamba3Config:
 
     # Options of the official block that choose its kernels, or that it takes and does not use.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"fuse_pregate_headwise_norm", "dropout", "n_layer"})
-    LAST_POSITION: ClassVar[str] = "mimo_rank"
+    LAST_POSITIONAL_FIELD: ClassVar[str] = "mimo_rank"
 
     d_model: int  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
@@ -45,7 +45,7 @@ class Mamba3Config:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
-        expect_sizes(self)
+        check_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
             raise ValueError(
                 f"Mamba3Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
@@ -132,4 +132,4 @@ class Mamba3Cache(_Mamba3CacheFields, SavedTree):
     """
 
     __slots__ = ()
-    STATES: ClassVar[frozenset[str]] = frozenset({"ssm", "rotation"})
+    FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"ssm", "rotation"})

@@ -67,7 +67,7 @@ def shared_start(
 
     total = total_rotation(kind, last.rate, last.step, starts.rotation[-1:])
     own = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
-    k, v, rotation = context.relayed((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
+    k, v, rotation = context.exchange_boundary_state((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
     rows = slice(None) if cu_seqlens is None else slice(-1, None)
     own_state = starts.ssm[rows]
     if context.after:
@@ -81,5 +81,5 @@ def shared_start(
             path=path,
         )
     kept = last.log_decay.sum(1)[..., None, None]
-    (ssm,) = context.relayed((starts.ssm,), cu_seqlens, (kept, own_state), carried_state)
+    (ssm,) = context.exchange_boundary_state((starts.ssm,), cu_seqlens, (kept, own_state), carried_state)
     return Mamba3Cache(ssm, k, v, rotation)

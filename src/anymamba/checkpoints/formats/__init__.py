@@ -15,7 +15,7 @@ FORMATS: dict[str, Format] = {
 READ_ONLY = frozenset({"fla"})  # these cannot be written
 
 
-def usual_format(config: MambaLMConfig) -> str:
+def default_format(config: MambaLMConfig) -> str:
     """The format to write a model in if none is named: the official one, if it can represent the model."""
     return OwnFormat.name if config.stack else OfficialFormat.name
 

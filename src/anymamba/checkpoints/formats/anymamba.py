@@ -18,7 +18,7 @@ class OwnFormat(OfficialFormat):
     name: ClassVar[str] = "anymamba"
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """By its model type."""
         return raw.get("model_type") == MODEL_TYPE
 

@@ -24,7 +24,7 @@ class Format(Protocol):
     config_files: ClassVar[tuple[str, ...]]
     weight_files: ClassVar[tuple[str, ...]]
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """Whether a config file's content is of this format."""
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
@@ -36,7 +36,7 @@ class Format(Protocol):
     def our_key(self, key: str) -> str:
         """The name of a parameter in our state dict; any unknown name is returned as it is."""
 
-    def their_key(self, key: str) -> str:
+    def foreign_key(self, key: str) -> str:
         """The inverse of `our_key`."""
 
 
@@ -54,7 +54,7 @@ def read_float(value: Any) -> Any:
 
 def require(where: str, config: MambaLMConfig, wanted: dict[str, Any]) -> None:
     """Raise unless the config and its blocks have the only values that a format can express."""
-    expect_plain_stack(where, config)
+    check_plain_stack(where, config)
     block = config.block_config()
     found = {name: getattr(config, name) if hasattr(config, name) else getattr(block, name) for name in wanted}
     if wrong := {name: value for name, value in found.items() if value != wanted[name]}:
@@ -62,7 +62,7 @@ def require(where: str, config: MambaLMConfig, wanted: dict[str, Any]) -> None:
         raise ValueError(f"{where} cannot hold this model: it needs {expected}, got {wrong}")
 
 
-def expect_plain_stack(where: str, config: MambaLMConfig) -> None:
+def check_plain_stack(where: str, config: MambaLMConfig) -> None:
     """Raise unless the layers are put together as officially: other formats can express nothing else."""
     if config.stack:
         raise ValueError(

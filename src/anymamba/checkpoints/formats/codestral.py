@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from anymamba.checkpoints.formats.base import require
-from anymamba.models.config import INITIALISATION, MambaLMConfig
+from anymamba.models.config import INITIALIZATION_FIELDS, MambaLMConfig
 
 _SAME = (
     "vocab_size",
@@ -31,7 +31,7 @@ class CodestralFormat:
     config_files: ClassVar[tuple[str, ...]] = ("params.json", "config.json")
     weight_files: ClassVar[tuple[str, ...]] = ("consolidated.safetensors", "model.safetensors")
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """By its field `dim`."""
         return "dim" in raw and "n_layers" in raw
 
@@ -57,7 +57,7 @@ class CodestralFormat:
         require(
             "the Codestral format",
             config,
-            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALISATION | free},
+            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALIZATION_FIELDS | free},
         )
         return {
             "dim": config.d_model,
@@ -72,6 +72,6 @@ class CodestralFormat:
         """Without the prefix."""
         return key.removeprefix(_PREFIX)
 
-    def their_key(self, key: str) -> str:
+    def foreign_key(self, key: str) -> str:
         """With the prefix."""
         return _PREFIX + key

@@ -75,7 +75,7 @@ class FlaFormat:
     config_files: ClassVar[tuple[str, ...]] = ("config.json",)
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """By its field `norm_eps`, which has another name in transformers; transformers has no `mamba3`."""
         kind = raw.get("model_type")
         return "hidden_size" in raw and (kind == "mamba3" or (kind in ("mamba", "mamba2") and "norm_eps" in raw))
@@ -111,6 +111,6 @@ class FlaFormat:
         """`backbone.embeddings` is our `backbone.embedding`."""
         return key.replace("backbone.embeddings.", "backbone.embedding.", 1)
 
-    def their_key(self, key: str) -> str:
+    def foreign_key(self, key: str) -> str:
         """The inverse of `our_key`."""
         return key.replace("backbone.embedding.", "backbone.embeddings.", 1)

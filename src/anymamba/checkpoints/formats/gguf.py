@@ -1,7 +1,7 @@
 """GGUF files of llama.cpp with Mamba-1 and Mamba-2 models, read through the `gguf` package: weights, config, tokenizer.
 
 Their tensors have other names and shapes: A is stored as it is, not its logarithm, and axes of length one are dropped
-or added. Quantised tensors (Q8_0, Q4_0, ...) are read as float32.
+or added. Quantized tensors (Q8_0, Q4_0, ...) are read as float32.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class GgufFormat:
         """Take the block family, which decides the name of a bias."""
         self._layer = {**_LAYER, **(_MAMBA1 if layer == "Mamba1" else _MAMBA2)}
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """No config file is of this format."""
         return False
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """As `recognises`."""
+        """As `recognizes`."""
         raise NotImplementedError
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class GgufFormat:
             return _NAMES.get(key, key)
         return f"backbone.layers.{found[1]}.{self._layer[found[2]]}"
 
-    def their_key(self, key: str) -> str:
+    def foreign_key(self, key: str) -> str:
         """The inverse of `our_key`."""
         names = {ours: theirs for theirs, ours in _NAMES.items()}
         found = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", key)
@@ -115,7 +115,7 @@ class GgufFile:
         return default if found is None else found.contents()
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Our shape and the dtype of each tensor, float32 for quantised ones, by its name in the file."""
+        """Our shape and the dtype of each tensor, float32 for quantized ones, by its name in the file."""
         return {
             name: (self._shape(name, tuple(int(n) for n in reversed(x.shape))), _PLAIN.get(_kind(x), torch.float32))
             for name, x in self._tensors.items()

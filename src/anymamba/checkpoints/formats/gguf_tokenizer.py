@@ -1,7 +1,7 @@
 """The tokenizer in the header of a GGUF file, as the tokenizer.json that other formats have beside their weights.
 
 Two kinds of vocabularies are read: byte pairs with merges ("gpt2"), with the ways of splitting a text that Mamba models
-have, and pieces with scores ("llama", of sentencepiece), where the pair of neighbours that makes the piece with the
+have, and pieces with scores ("llama", of sentencepiece), where the pair of neighbors that makes the piece with the
 highest score is joined until there is none left.
 """
 

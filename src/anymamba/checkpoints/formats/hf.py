@@ -1,7 +1,7 @@
 """The format of `transformers` (`MambaForCausalLM`, `Mamba2ForCausalLM`, `FalconMambaForCausalLM`).
 
 It has its own config fields and names, and its vocabulary size includes the padding. With more than one group, it
-normalised over all channels at once before version 5.23, where the official block does so group by group; we compute
+normalized over all channels at once before version 5.23, where the official block does so group by group; we compute
 what the weights were trained for, the official way.
 """
 
@@ -100,7 +100,7 @@ def _has(block: Any, values: dict[str, Any]) -> bool:
 
 def _warn_of_groups(groups: int) -> None:
     warnings.warn(
-        f"transformers before 5.23 normalises over all channels where the official block does so in {groups} groups, "
+        f"transformers before 5.23 normalizes over all channels where the official block does so in {groups} groups, "
         "as we do: it computes something else with these weights",
         stacklevel=3,
     )
@@ -113,7 +113,7 @@ class TransformersFormat:
     config_files: ClassVar[tuple[str, ...]] = ("config.json",)
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """By its field `hidden_size`."""
         return "model_type" in raw and "hidden_size" in raw
 
@@ -199,6 +199,6 @@ class TransformersFormat:
         """`backbone.embeddings` is our `backbone.embedding`."""
         return key.replace("backbone.embeddings.", "backbone.embedding.", 1)
 
-    def their_key(self, key: str) -> str:
+    def foreign_key(self, key: str) -> str:
         """The inverse of `our_key`."""
         return key.replace("backbone.embedding.", "backbone.embeddings.", 1)

@@ -15,7 +15,7 @@ import torch
 
 from anymamba.blocks.config import ignored_options
 from anymamba.blocks.mamba3 import Mamba3Config
-from anymamba.checkpoints.formats.base import expect_plain_stack, read_float
+from anymamba.checkpoints.formats.base import check_plain_stack, read_float
 from anymamba.models.config import MambaLMConfig
 from anymamba.models.mamba3_activation import FIELD, UNDECIDED
 
@@ -29,7 +29,7 @@ class OfficialFormat:
     config_files: ClassVar[tuple[str, ...]] = ("config.json",)
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
-    def recognises(self, raw: dict[str, Any]) -> bool:
+    def recognizes(self, raw: dict[str, Any]) -> bool:
         """By its field `d_model`, where the model type is not ours."""
         return "d_model" in raw and raw.get("model_type") != "anymamba_lm"
 
@@ -44,7 +44,7 @@ class OfficialFormat:
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """All fields, and those of `extra` that belong to no other format: the official reader accepts no others."""
-        expect_plain_stack("the official format", config)
+        check_plain_stack("the official format", config)
         return self._written(config)
 
     def _written(self, config: MambaLMConfig) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class OfficialFormat:
         """The same."""
         return key
 
-    def their_key(self, key: str) -> str:
+    def foreign_key(self, key: str) -> str:
         """The same."""
         return key
 

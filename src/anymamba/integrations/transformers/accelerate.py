@@ -34,7 +34,7 @@ def accelerate(model: _Model, *, packing: bool = True, norm: NormKind = "transfo
         packing: read packed sequences (`seq_idx`, `cu_seq_lens_q`, or `position_ids` that restart where there is no
             mask) from the arguments of every call, for mixers to which transformers does not pass them.
         norm: what the norm before `out_proj` covers with several groups: "transformers" keeps what the installed
-            version computes, "official" normalises each group, as Codestral and others were trained.
+            version computes, "official" normalizes each group, as Codestral and others were trained.
         check: compare one mixer of each class with its own forward on a few tokens, and leave those that differ.
 
     Returns:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.hooks import is_bare
-from anymamba.core.linear import linear, project
+from anymamba.core.hooks import has_no_hooks
+from anymamba.core.linear import apply_linear, linear
 from anymamba.integrations.transformers.mixer import AcceleratedMixer, eps_of, inner_norm, record_norm
 from anymamba.integrations.transformers.mixer_step import Carried
 from anymamba.integrations.transformers.packing import Layout
@@ -60,12 +60,12 @@ class AcceleratedMamba1(AcceleratedMixer):
             initial_state=start.state.to(dt_bti.dtype),
             cu_seqlens=layout.cu_seqlens,
         )
-        return project(self.out_proj, y_bti), Carried(window, state)
+        return apply_linear(self.out_proj, y_bti), Carried(window, state)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b, t, i) -> dt before its softplus (b, t, i) in the dtype of the state, B (b, t, n), C (b, t, n)."""
         n, kind = self.ssm_state_size, self.ARCHITECTURE.inner_norms
-        parts: list[Tensor] = list(project(self.x_proj, x).split([self.time_step_rank, n, n], dim=-1))
+        parts: list[Tensor] = list(apply_linear(self.x_proj, x).split([self.time_step_rank, n, n], dim=-1))
         if kind != "none":
             norms = (getattr(self, name) for name in _NORMS)
             parts = [inner_norm(norm, part, kind == "weighted") for norm, part in zip(norms, parts, strict=True)]
@@ -76,7 +76,7 @@ class AcceleratedMamba1(AcceleratedMixer):
         """`dt_proj`. The bias is most of the sum, and in bfloat16 it would have two digits; adapters add their own."""
         module = self.dt_proj
         wide = state_dtype(low.dtype)
-        if type(module) is not nn.Linear or not is_bare(module):
+        if type(module) is not nn.Linear or not has_no_hooks(module):
             return module(low).to(wide)
         y = linear(low, module.weight).to(wide)
         return y if module.bias is None else y + module.bias.to(wide)
@@ -89,7 +89,7 @@ class AcceleratedMamba1(AcceleratedMixer):
         """x and z."""
         return 2 * self.intermediate_size
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Convolution, inner projections and norms, states and gate."""
         i, n, rank = self.intermediate_size, self.ssm_state_size, self.time_step_rank
         x = self.record_conv(program, projected, i)

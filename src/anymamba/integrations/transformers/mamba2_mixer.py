@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.core.hooks import is_bare
-from anymamba.core.linear import project
+from anymamba.core.hooks import has_no_hooks
+from anymamba.core.linear import apply_linear
 from anymamba.integrations.transformers.architectures import is_of_transformers
 from anymamba.integrations.transformers.mixer import AcceleratedMixer, eps_of, record_norm
 from anymamba.integrations.transformers.mixer_step import Carried
@@ -60,13 +60,13 @@ class AcceleratedMamba2(AcceleratedMixer):
             initial_state=start.state.to(dt_bth.dtype),
             cu_seqlens=layout.cu_seqlens,
         )
-        return project(self.out_proj, self._gated(y_bthp.flatten(2), z_bti)), Carried(window, state)
+        return apply_linear(self.out_proj, self._gated(y_bthp.flatten(2), z_bti)), Carried(window, state)
 
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         if not self._has_norm():
             return y * F.silu(z)
         norm = self.norm
-        if not (is_bare(norm) and is_of_transformers(type(norm))):
+        if not (has_no_hooks(norm) and is_of_transformers(type(norm))):
             normed: Tensor = norm(y, z)
             return normed.to(y.dtype)
         size, order = self._group_size(), self._norm_before_gate()
@@ -79,7 +79,7 @@ class AcceleratedMamba2(AcceleratedMixer):
         return bool(getattr(self, switch)) if switch else True
 
     def _group_size(self) -> int:
-        """Channels that are normalised together: transformers' own number, which depends on the version."""
+        """Channels that are normalized together: transformers' own number, which depends on the version."""
         if self._anymamba.norm == "official" or isinstance(getattr(self.norm, "n_groups", None), int):
             return self.intermediate_size // self.n_groups
         return int(getattr(self.norm, "group_size", self.intermediate_size))
@@ -99,7 +99,7 @@ class AcceleratedMamba2(AcceleratedMixer):
         """z, xBC and dt."""
         return self.intermediate_size + self.conv_dim + self.num_heads
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Convolution, states, norm and gate."""
         program.watch(self, "_anymamba", "time_step_limit", "mamba_rms_norm")
         i, low_high = self.intermediate_size, self._limits()

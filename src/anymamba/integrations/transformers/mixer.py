@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import is_autocast, state_dtype
-from anymamba.core.hooks import is_bare
-from anymamba.core.linear import project
+from anymamba.core.hooks import has_no_hooks
+from anymamba.core.linear import apply_linear
 from anymamba.integrations.transformers import mixer_step
 from anymamba.integrations.transformers.architectures import Architecture, is_of_transformers
 from anymamba.integrations.transformers.mixer_step import Carried
@@ -31,8 +31,8 @@ class Options:
     """How a mixer is accelerated.
 
     Attributes:
-        norm: "official" normalises groups of channels before `out_proj`, as the published weights were trained;
-            otherwise what transformers normalises.
+        norm: "official" normalizes groups of channels before `out_proj`, as the published weights were trained;
+            otherwise what transformers normalizes.
     """
 
     norm: NormKind = "transformers"
@@ -42,7 +42,7 @@ class AcceleratedMixer(nn.Module):
     """A mixer of transformers whose forward runs on this library's operators.
 
     It is mixed into transformers' class of the mixer (`classes.py`), whose attributes it reads. A kind adds `mix`,
-    `fresh_shapes` and `record_core`.
+    `fresh_shapes` and `describe_core`.
     """
 
     ARCHITECTURE: ClassVar[Architecture]
@@ -153,10 +153,10 @@ class AcceleratedMixer(nn.Module):
         projected = program.linear(x, self, "in_proj", self.hidden_size, width)
         if self.ARCHITECTURE.scaled:
             program.scale(projected, width, weight=program.buffer(self, "mup_vector", 1, 1, width), to=projected)
-        y = self.record_core(program, projected)
+        y = self.describe_core(program, projected)
         program.linear(y, self, "out_proj", self.intermediate_size, self.hidden_size, to=to, add=add)
 
-    def record_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, program: Program, projected: int) -> int:
         """Describe what lies between the projections, from one slot to another."""
         raise NotImplementedError
 
@@ -167,8 +167,8 @@ class AcceleratedMixer(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """`in_proj`, with the scales around it."""
         if not self.ARCHITECTURE.scaled:
-            return project(self.in_proj, x)
-        projected: Tensor = project(self.in_proj, x * self.ssm_in_multiplier)
+            return apply_linear(self.in_proj, x)
+        projected: Tensor = apply_linear(self.in_proj, x * self.ssm_in_multiplier)
         return (projected * self.mup_vector).to(projected.dtype)
 
     def record_conv(self, program: Program, x: int, channels: int) -> int:
@@ -193,7 +193,7 @@ def record_norm(program: Program, owner: nn.Module, name: str) -> nn.Module:
 
 def inner_norm(norm: nn.Module, x: Tensor, is_weighted: bool) -> Tensor:
     """An RMS norm of transformers over the last axis."""
-    if not (is_bare(norm) and is_of_transformers(type(norm))):
+    if not (has_no_hooks(norm) and is_of_transformers(type(norm))):
         return norm(x)
     weight = norm.weight if is_weighted else x.new_ones(x.shape[-1])
     assert isinstance(weight, Tensor)

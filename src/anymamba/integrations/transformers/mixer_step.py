@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anymamba.core import anomaly
 from anymamba.core.dtypes import is_autocast
 from anymamba.core.hooks import GLOBAL_HOOKS
-from anymamba.core.operators import is_plain, kernels_are_off
+from anymamba.core.operators import is_eager_no_grad, kernels_are_off
 from anymamba.kernels.cpu.compiled_step import Recording
 from anymamba.kernels.cpu.step_program import Program
 
@@ -118,7 +118,7 @@ def _record(mixer: AcceleratedMixer) -> Recorded:
         dtype = weight.dtype
 
     def core(program: Program) -> None:
-        program.write(mixer.record_core(program, 0), mixer.intermediate_size)
+        program.write(mixer.describe_core(program, 0), mixer.intermediate_size)
 
     whole = Recording(lambda program: mixer.record(program, 0), dtype, mixer.hidden_size, dtype)
     if whole.program is not None:
@@ -130,7 +130,7 @@ def may_run(inputs: tuple[Tensor, ...]) -> bool:
     """Whether programs may run on these: nothing traces, casts, differentiates, checks or hooks the call."""
     if kernels_are_off() or is_autocast(inputs[0].device) or anomaly.is_checked() or any(GLOBAL_HOOKS):
         return False
-    return is_plain(inputs)
+    return is_eager_no_grad(inputs)
 
 
 def advance(program: Program, x: Tensor, before: Sequence[Tensor]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The operators around a scan, and Mamba-1's scan, by the compiled kernels (contracts: `ops/`, `scan/selective_scan.py`)."""
+"""Bind the operators around a scan, and Mamba-1's scan, to the compiled kernels."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def _gate_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return grads["dy"], grads["dz"], dgate, dout_weight
 
 
-class _Discretise(NamedTuple):
-    """The inputs of `discretise`."""
+class _Discretize(NamedTuple):
+    """The inputs of `discretize`."""
 
     dt: Tensor
     a: Tensor
@@ -171,13 +171,13 @@ class _Discretise(NamedTuple):
     a_floor: float
     dt_min: float
     dt_max: float
-    turn_range: float
-    about_axes: bool
+    max_rotation: float
+    quaternion: bool
     lengths: Tensor | None
 
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel; `tensors` are (b, t, ...)."""
-        if self.about_axes and self.turn.shape[-1] % 3:
+        if self.quaternion and self.turn.shape[-1] % 3:
             raise ValueError(f"turns about axes are three numbers each, got {self.turn.shape[-1]} in all")
         raw = {"dt_raw": self.dt, "a_raw": self.a, "trap_raw": self.trap, "turn_raw": self.turn, **tensors}
         given = {name: None if x is None else x.flatten(0, 1) for name, x in raw.items()}
@@ -190,33 +190,33 @@ class _Discretise(NamedTuple):
             sizes={"b": self.dt.shape[0]},
             time=self.dt.shape[1],
             heavy_tail=self.heavy_tail,
-            about_axes=self.about_axes,
+            quaternion=self.quaternion,
             rate_floor=self.a_floor,
             dt_min=self.dt_min,
             dt_max=self.dt_max,
-            range=self.turn_range,
+            range=self.max_rotation,
         )
 
 
-_DISCRETISED = ("dt", "log_decay", "gamma", "kappa", "rate")
+_DISCRETIZED = ("dt", "log_decay", "gamma", "kappa", "rate")
 
 
-def _discretise_forward(*inputs: Any) -> tuple[Tensor, ...]:
-    raw = _Discretise(*inputs)
+def _discretize_forward(*inputs: Any) -> tuple[Tensor, ...]:
+    raw = _Discretize(*inputs)
     wide, like = state_dtype(raw.dt.dtype), (raw.dt, raw.dt, raw.dt, raw.dt, raw.turn)
-    results = {name: empty(x.shape, wide) for name, x in zip(_DISCRETISED, like, strict=True)}
+    results = {name: empty(x.shape, wide) for name, x in zip(_DISCRETIZED, like, strict=True)}
     if raw.dt.numel():
-        raw.run("discretise_forward", {}, results)
+        raw.run("discretize_forward", {}, results)
     return tuple(results.values())
 
 
-def _discretise_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    cotangents, raw = arguments[:5], _Discretise(*arguments[5:])
+def _discretize_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    cotangents, raw = arguments[:5], _Discretize(*arguments[5:])
     make = empty_like if raw.dt.numel() else zeros_like
     grads = {f"d{name}_raw": make(x) for name, x in zip(("dt", "a", "trap", "turn"), raw[:4], strict=True)}
     grads["ddt_bias"] = make(empty(raw.dt_bias.shape, state_dtype(raw.dt.dtype)))
     if raw.dt.numel():
-        raw.run("discretise_backward", {f"d{name}": x for name, x in zip(_DISCRETISED, cotangents, strict=True)}, grads)
+        raw.run("discretize_backward", {f"d{name}": x for name, x in zip(_DISCRETIZED, cotangents, strict=True)}, grads)
     grads["ddt_bias"] = grads["ddt_bias"].to(raw.dt_bias.dtype)
     return tuple(grads.values())
 
@@ -233,7 +233,7 @@ def _steps_forward(*inputs: Any) -> Tensor:
     dt: Tensor = inputs[0]
     sizes = empty(dt.shape, state_dtype(dt.dtype))
     if dt.numel():
-        _run_steps("discretise_forward", inputs, None, {"dt": sizes})
+        _run_steps("discretize_forward", inputs, None, {"dt": sizes})
     return sizes
 
 
@@ -242,7 +242,7 @@ def _steps_backward(dsizes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     make = empty_like if dt.numel() else zeros_like
     ddt, dbias = make(dt), make(empty(bias.shape, state_dtype(dt.dtype)))
     if dt.numel():
-        _run_steps("discretise_backward", inputs, dsizes, {"ddt_raw": ddt, "ddt_bias": dbias})
+        _run_steps("discretize_backward", inputs, dsizes, {"ddt_raw": ddt, "ddt_bias": dbias})
     return ddt, dbias.to(bias.dtype)
 
 
@@ -297,6 +297,6 @@ IMPLEMENTATIONS = {
     "rms_norm": Implementation(_norm_forward, _norm_backward, _missing),
     "rank_gate": Implementation(_gate_forward, _gate_backward, _missing),
     "step_sizes": Implementation(_steps_forward, _steps_backward, _missing),
-    "discretise": Implementation(_discretise_forward, _discretise_backward, _missing),
+    "discretize": Implementation(_discretize_forward, _discretize_backward, _missing),
     "selective_scan": Implementation(_selective_forward, _selective_backward, _missing),
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from anymamba.kernels.cpu.step_program import NotCovered, Program, Watched
+from anymamba.kernels.cpu.step_program import NotCoveredError, Program, Watched
 
 
 class Recording:
@@ -36,7 +36,7 @@ class Recording:
         self.reason = ""
         try:
             self.program = Program(record, dtype, input_width, input_dtype, self._watched)
-        except NotCovered as reason:
+        except NotCoveredError as reason:
             self.reason = str(reason)
         self._seen = self._watched.look()
 

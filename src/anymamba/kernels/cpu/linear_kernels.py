@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anymamba.core.linear import linear, multiplies_bfloat16, of_shape
+from anymamba.core.linear import linear, multiplies_bfloat16, unflatten_like
 from anymamba.core.operators import Implementation
-from anymamba.core.weight_formats import Narrow, expect_stored
+from anymamba.core.weight_formats import QuantizedTensor, check_stored
 from anymamba.kernels.cpu.bindings import WEIGHT_DTYPES, call, empty, missing
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 
@@ -31,10 +31,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y_mo = empty((x.numel() // width, out), torch.float32)
     given: dict[str, Tensor | None] = {"codes": weight.detach(), "x": x.detach().reshape(-1, width)}
     sizes, format = {"o": out, "i": width}, WEIGHT_DTYPES[torch.float32]
-    call("narrow_product", torch.float32, given, {"y": y_mo}, sizes=sizes, format=format)
+    call("quantized_matmul", torch.float32, given, {"y": y_mo}, sizes=sizes, format=format)
     if bias is not None:
         y_mo += bias.detach()
-    return of_shape(y_mo, x)
+    return unflatten_like(y_mo, x)
 
 
 _PANEL = 2**22  # weights that are widened together: 16 MiB, in which torch's product is as fast as in one piece
@@ -49,7 +49,7 @@ def _missing(x: Tensor, *_: object) -> str:
 
 @torch.autocast("cpu", enabled=False)  # sums are in float32
 def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int) -> Tensor:
-    expect_stored("narrow_linear", Narrow(codes, scales, width))
+    check_stored("quantized_linear", QuantizedTensor(codes, scales, width))
     m, out = x.shape[0], codes.shape[0]
     if m >= _FEWEST_IN_BFLOAT16 and x.dtype == codes.dtype == torch.bfloat16 and multiplies_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())
@@ -58,7 +58,7 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
         y = empty((m, out), torch.float32)
         weight = {"codes": codes, "scales": scales, "x": x_mi}
         format = WEIGHT_DTYPES[codes.dtype]
-        call("narrow_product", torch.float32, weight, {"y": y}, sizes={"o": out, "i": width}, format=format)
+        call("quantized_matmul", torch.float32, weight, {"y": y}, sizes={"o": out, "i": width}, format=format)
     elif out * width <= _PANEL:
         y = linear(x_mi, next(_panels(codes, scales, width))[1])
     else:
@@ -105,5 +105,5 @@ def _panel(rows: int, width: int) -> Tensor:
 
 IMPLEMENTATIONS = {
     "linear": Implementation(_product, None, _missing_product),
-    "narrow_linear": Implementation(_forward, _backward, _missing),
+    "quantized_linear": Implementation(_forward, _backward, _missing),
 }

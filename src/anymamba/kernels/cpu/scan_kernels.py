@@ -174,9 +174,9 @@ class _Rotated(NamedTuple):
     def _check_turns(self) -> None:
         """The shapes of `rate` and `start` belong together, and the channels that turn are there."""
         heads, n, rates = self.x.shape[2], self.k.shape[4], self.rate.shape[-1]
-        about_axes = self.rotation == "quaternion"
-        turns, width = (rates // max(1, 3 * heads), 4) if about_axes else (rates, 2)
-        expected = (heads * turns * 3, turns, 4) if about_axes else (turns, turns)
+        quaternion = self.rotation == "quaternion"
+        turns, width = (rates // max(1, 3 * heads), 4) if quaternion else (rates, 2)
+        expected = (heads * turns * 3, turns, 4) if quaternion else (turns, turns)
         if (rates, *self.start.shape[2:]) != expected:
             raise ValueError(
                 f"rate and start must describe the same {self.rotation} rotation of {heads} heads, "

@@ -193,14 +193,14 @@ NORM = Structure(
         *results("dweight", "wide"),
     ),
 )
-DISCRETISE = Structure(
-    "DiscretiseArgs",
+DISCRETIZE = Structure(
+    "DiscretizeArgs",
     "Step sizes, and for Mamba-3 decays, weights and turns; rows are batch and time fused.",
     {"m": "rows", "b": "batch", "h": "heads", "s": "pairs"},
     (
         *_CALL,
         *numbers("time heavy_tail"),
-        *numbers("about_axes", "three numbers of a turn at a time are a vector"),
+        *numbers("quaternion", "three numbers of a turn at a time are a vector"),
         *reals("rate_floor dt_min dt_max range"),
         _LENGTHS,
         tensor("own", "dt_raw", "m h", 1),
@@ -264,7 +264,7 @@ _NARROW = (
     tensor("codes", "scales", "o g", note="bfloat16; null where the format has none"),
 )
 _NARROW_SIZES = {"o": "out", "i": "in", "y": "row_codes", "g": "groups"}
-NARROW_PRODUCT = Structure(
+QUANTIZED_MATMUL = Structure(
     "NarrowProductArgs",
     "y = x weightᵀ for a few rows, the weight in a narrow format.",
     {"m": "rows", **_NARROW_SIZES},
@@ -359,12 +359,12 @@ _KERNELS = {
     "scan": SCAN,
     "conv": CONV,
     "norm": NORM,
-    "discretise": DISCRETISE,
+    "discretize": DISCRETIZE,
     "gate": GATE,
     "selective": SELECTIVE,
 }
 FUNCTIONS = {f"{name}_{way}": args for name, args in _KERNELS.items() for way in ("forward", "backward")}
-FUNCTIONS |= {"narrow_product": NARROW_PRODUCT, "widen": WIDEN, "run_program": PROGRAM}
+FUNCTIONS |= {"quantized_matmul": QUANTIZED_MATMUL, "widen": WIDEN, "run_program": PROGRAM}
 STRUCTURES = {s.name: s for s in (*_PARTS, *_PHASES, *FUNCTIONS.values())}
 # What a phase's structure is for, where one serves several.
 PHASE_KINDS = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.hooks import GLOBAL_HOOKS
-from anymamba.core.weight_formats import NarrowWeight, stored_parts
+from anymamba.core.weight_formats import QuantizedWeight, stored_parts
 from anymamba.kernels.cpu import schema
 from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_DTYPES, empty, missing, run
 
@@ -73,7 +73,7 @@ class Watched:
         return same and self.look() == seen
 
 
-class NotCovered(Exception):  # noqa: N818
+class NotCoveredError(Exception):
     """Why the kernels cannot run a module: only its own code knows how."""
 
 
@@ -90,7 +90,7 @@ class Program:
         watched: takes what the program is recorded from.
 
     Raises:
-        NotCovered: there are no phases for a module, or no kernels.
+        NotCoveredError: there are no phases for a module, or no kernels.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Program:
     ) -> None:
         """Record."""
         if reason := missing(dtype) or missing(input_dtype):
-            raise NotCovered(reason)
+            raise NotCoveredError(reason)
         self.dtype, self.input_width, self.input_dtype = dtype, input_width, input_dtype
         self.wide = state_dtype(dtype)
         self.output_width = 0
@@ -124,9 +124,9 @@ class Program:
 
     def refuse(self, reason: str) -> NoReturn:
         """Say that the kernels cannot run a module."""
-        raise NotCovered(reason)
+        raise NotCoveredError(reason)
 
-    def expect_plain(self, module: Any, kind: type, name: str = "", harmless: Collection[Any] = ()) -> None:
+    def check_plain(self, module: Any, kind: type, name: str = "", harmless: Collection[Any] = ()) -> None:
         """Refuse a module that is not exactly of `kind`, or has hooks (but `harmless` ones), or methods of its own."""
         name = name or type(module).__name__
         if isinstance(module, nn.Module):
@@ -143,7 +143,7 @@ class Program:
     def child(self, owner: nn.Module, name: str, kind: type) -> Any:
         """A plain submodule."""
         child = self._watched.entry(owner._modules, name)
-        self.expect_plain(child, kind, name)
+        self.check_plain(child, kind, name)
         return child
 
     def number(self, owner: nn.Module, name: str) -> Any:
@@ -216,7 +216,7 @@ class Program:
         kind: type[nn.Linear] = nn.Linear,
     ) -> int:
         """The submodule `name`, a projection, applied to slot `x`: in a new slot, or in `to`, or added to it."""
-        if isinstance(narrow := owner._modules.get(name), NarrowWeight):
+        if isinstance(narrow := owner._modules.get(name), QuantizedWeight):
             fields = self._narrow_weight(owner, name, type(narrow), out, width)
         else:
             fields = self.plain_weight(self.child(owner, name, kind), out, width, name)
@@ -239,11 +239,11 @@ class Program:
         self.phase("linear", **{"in": width}, out=out, x=x, to=to, add=add, **fields)
 
     def _narrow_weight(
-        self, owner: nn.Module, name: str, kind: type[NarrowWeight], out: int, width: int
+        self, owner: nn.Module, name: str, kind: type[QuantizedWeight], out: int, width: int
     ) -> dict[str, Any]:
         """The fields of a projection with a weight in a narrow format."""
         linear = self.child(owner, name, kind)
-        if "IS_LINEAR" not in vars(kind) or self.wide == torch.float64:
+        if "HAS_COMPILED_FORWARD" not in vars(kind) or self.wide == torch.float64:
             self.refuse(f"{name} is a {kind.__name__} in {linear.format}, for activations of {self.dtype}")
         fields = {"bias": self.parameter(linear, "bias", out, optional=True)}
         for part, (shape, dtype) in stored_parts(linear.format, out, width).items():

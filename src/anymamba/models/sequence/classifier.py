@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.core.checks import expect_tensor, values_are_cheap
+from anymamba.core.checks import check_tensor, values_are_cheap
 from anymamba.core.layout import Padding
-from anymamba.models.inputs import end_to_end, expect_classes, ids_or_embeddings
+from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
 from anymamba.models.outputs import last_hidden
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
 
@@ -77,7 +77,7 @@ class SequenceClassifier(SequenceModel):
         reads_ids = self.config.vocab_size is not None
         x = ids_or_embeddings(type(self).__name__, "x", x, inputs_embeds, reads_ids=reads_ids)
         if seq_idx is not None:
-            x, cu_seqlens = end_to_end(type(self).__name__, x, seq_idx, cu_seqlens, mask)
+            x, cu_seqlens = flatten_packed_rows(type(self).__name__, x, seq_idx, cu_seqlens, mask)
         logits = self.head(self.pooled(x, cu_seqlens=cu_seqlens, mask=mask))
         return SequenceOutput(logits, None if labels is None else self.loss(logits, labels))
 
@@ -88,7 +88,7 @@ class SequenceClassifier(SequenceModel):
             ValueError: a row without a real step.
         """
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
-        expect_real_steps(type(self).__name__, padding)
+        check_real_steps(type(self).__name__, padding)
         if self.config.pooling == "class_token":
             inputs, cu_seqlens, padding = _with_last(inputs, self.class_token, cu_seqlens, padding)
         hidden = self.backbone(inputs, cu_seqlens=cu_seqlens, mask=padding)
@@ -103,7 +103,7 @@ class SequenceClassifier(SequenceModel):
             TypeError: labels that are not whole numbers.
             ValueError: labels of another shape, or that are not classes.
         """
-        expect_classes("SequenceClassifier", labels, logits.shape[:1], logits.shape[1])
+        check_classes("SequenceClassifier", labels, logits.shape[:1], logits.shape[1])
         return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels.long())
 
 
@@ -119,14 +119,14 @@ class SequenceRegressor(SequenceClassifier):
             TypeError: labels that are not a tensor.
             ValueError: labels of another shape.
         """
-        expect_tensor("SequenceRegressor", "labels", labels)
+        check_tensor("SequenceRegressor", "labels", labels)
         if labels.shape != logits.shape:
             found = tuple(labels.shape)
             raise ValueError(f"SequenceRegressor: labels must have shape {tuple(logits.shape)}, got {found}")
         return F.mse_loss(logits, labels.to(logits.dtype))
 
 
-def expect_real_steps(where: str, padding: Padding | None) -> None:
+def check_real_steps(where: str, padding: Padding | None) -> None:
     """Refuse a row of padding only, which nothing represents. Checked only where that is cheap, and not in a trace.
 
     Raises:

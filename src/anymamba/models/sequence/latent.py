@@ -15,16 +15,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.base import states_at
-from anymamba.core.checks import expect_shape
-from anymamba.models.cache import StackCache, expect_stack_cache
-from anymamba.models.fingerprint import Named
-from anymamba.models.inputs import end_to_end
+from anymamba.core.checks import check_shape
+from anymamba.models.cache import StackCache, check_stack_cache
+from anymamba.models.fingerprint import HasFingerprint
+from anymamba.models.inputs import flatten_packed_rows
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
-from anymamba.models.stack.class_tokens import ClassTokens, Flow, OutputIndices, flow_of, no_tokens, output_indices
-from anymamba.models.stack.layer_loop import Levels
+from anymamba.models.stack.class_tokens import (
+    ClassTokens,
+    OutputIndices,
+    SequenceLayout,
+    no_tokens,
+    output_indices,
+    sequence_layout,
+)
+from anymamba.models.stack.layer_loop import ClassTokenInserter
 
 
-class LatentModel(SequenceModel, Named):
+class LatentModel(SequenceModel, HasFingerprint):
     """A stack between two projections, for continuous inputs and outputs: forecasts, filters, control.
 
     model = LatentModel(input_size=3, output_size=1, stack={"d_model": 64, "n_layer": 2})
@@ -33,7 +40,7 @@ class LatentModel(SequenceModel, Named):
     MODEL_TYPE: ClassVar[str] = "anymamba_latent"
     TAKES_CLASS_TOKENS: ClassVar[bool] = True
 
-    def expect_config(self, config: SequenceConfig) -> None:
+    def check_config(self, config: SequenceConfig) -> None:
         """Refuse a config for tokens.
 
         Raises:
@@ -63,7 +70,7 @@ class LatentModel(SequenceModel, Named):
         padded rows are at the front.
         """
         if seq_idx is not None:
-            rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._flatten_packed_rows("forward", x, seq_idx, cu_seqlens, mask)
             return self(rows, cu_seqlens=bounds).view(*x.shape[:2], -1)
         if not self._has_class_tokens:
             y: Tensor = self.output(self.encode(x, cu_seqlens=cu_seqlens, mask=mask)[0])
@@ -88,7 +95,7 @@ class LatentModel(SequenceModel, Named):
         """
         stack = self._causal("prefill")
         if seq_idx is not None:
-            rows, bounds = self._end_to_end("prefill", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._flatten_packed_rows("prefill", x, seq_idx, cu_seqlens, mask)
             y, new = self.prefill(rows, cache, cu_seqlens=bounds)
             return y.view(*x.shape[:2], -1), new
         if self._has_class_tokens:
@@ -112,7 +119,7 @@ class LatentModel(SequenceModel, Named):
             ValueError: there is no such position.
         """
         where = "LatentModel.states_at"
-        expect_shape(where, "x", x, "b t c", {"c": self.config.input_size or 0})
+        check_shape(where, "x", x, "b t c", {"c": self.config.input_size or 0})
 
         def prefill(part: Tensor, before: Any) -> tuple[Tensor, StackCache]:
             return self.prefill(part, before, length=length)
@@ -138,7 +145,7 @@ class LatentModel(SequenceModel, Named):
     ) -> tuple[Float[Tensor, "b o"], StackCache]:
         """The output of one step, or of the last class token that runs with it, and the cache to continue from."""
         stack = self._causal("step")
-        expect_shape("LatentModel.step", "x", x, "b c", {"c": self.config.input_size or 0})
+        check_shape("LatentModel.step", "x", x, "b c", {"c": self.config.input_size or 0})
         if self._has_class_tokens:
             y, new, flow = self._continue("step", x.unsqueeze(1), cache, length)
             return flow.last(y), new
@@ -149,7 +156,7 @@ class LatentModel(SequenceModel, Named):
         self, batch_size: int, cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
     ) -> tuple[Float[Tensor, "b o"] | None, StackCache]:
         """Run the class tokens that wait for the next step, without it, as `Stack.prime` does."""
-        x = no_tokens("LatentModel.prime", batch_size, self.config.input_size or 0, self._activation_like)
+        x = no_tokens("LatentModel.prime", batch_size, self.config.input_size or 0, self._reference_tensor)
         y, new, flow = self._continue("prime", x, cache, length, priming=True)
         return (flow.last(y) if y.shape[1] else None), new
 
@@ -174,14 +181,14 @@ class LatentModel(SequenceModel, Named):
         *,
         whole: bool = False,
         priming: bool = False,
-    ) -> tuple[Tensor, Flow, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, SequenceLayout, tuple[Tensor, ...]]:
         """Inputs with the class tokens of their level, what they are, and the level's cursor, if it has one."""
         where = f"LatentModel.{name}"
         padding = None
         if not priming:
             x, padding = self.checked_numbers(x, bounds, mask)
             x = x if padding is None else padding.compact(x)
-        flow = flow_of(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
+        flow = sequence_layout(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
         if not self.config.class_tokens:
             return x, flow, ()
         arrangement, after = self.class_tokens.arrange(where, flow, None if cache is None else cache.cursors[0])
@@ -197,24 +204,24 @@ class LatentModel(SequenceModel, Named):
         mask: Tensor | None = None,
         *,
         priming: bool = False,
-    ) -> tuple[Tensor, StackCache, Flow]:
+    ) -> tuple[Tensor, StackCache, SequenceLayout]:
         """Outputs, the new cache, and how they lie; with class tokens at any level."""
         stack = self._causal(name)
         if cache is not None:
             levels = bool(self.config.class_tokens) + stack._count_levels(stack.n_passes)
-            expect_stack_cache(f"LatentModel.{name}", cache, StackCache, stack.n_passes, levels)
+            check_stack_cache(f"LatentModel.{name}", cache, StackCache, stack.n_passes, levels)
         x, flow, own = self._enter(name, x, cache, length, bounds, mask, priming=priming)
         inner = None if cache is None else cache._replace(cursors=cache.cursors[len(own) :])
-        places = Levels(stack, f"LatentModel.{name}", flow, () if inner is None else inner.cursors)
+        places = ClassTokenInserter(stack, f"LatentModel.{name}", flow, () if inner is None else inner.cursors)
         y, new, _ = stack._run(self.input(x), inner, None, levels=places)
         return self.output(y), new._replace(cursors=(*own, *new.cursors)), places.flow
 
-    def _end_to_end(self, name: str, x: Tensor, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    def _flatten_packed_rows(self, name: str, x: Tensor, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
         if self._has_class_tokens:
             raise ValueError(
                 f"LatentModel.{name}: rows packed with seq_idx have no room for class tokens; use cu_seqlens"
             )
-        return end_to_end(f"LatentModel.{name}", x, seq_idx, bounds, mask)
+        return flatten_packed_rows(f"LatentModel.{name}", x, seq_idx, bounds, mask)
 
     def _causal(self, name: str) -> Any:
         if self.config.bidirectional:

@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.core.io import read_json
-from anymamba.models.inputs import end_to_end, expect_classes, ids_or_embeddings
+from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
 from anymamba.models.loss import IGNORED_LABEL
-from anymamba.models.sequence.classifier import expect_real_steps, mean_of_sequences
+from anymamba.models.sequence.classifier import check_real_steps, mean_of_sequences
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
 
 
@@ -45,7 +45,7 @@ class MaskedLM(SequenceModel):
 
     MODEL_TYPE: ClassVar[str] = "anymamba_masked_lm"
 
-    def expect_config(self, config: SequenceConfig) -> None:
+    def check_config(self, config: SequenceConfig) -> None:
         """Refuse a config that is not for tokens, or not bidirectional.
 
         Raises:
@@ -87,9 +87,9 @@ class MaskedLM(SequenceModel):
         x = ids_or_embeddings("MaskedLM", "input_ids", input_ids, inputs_embeds, reads_ids=True)
         if seq_idx is None:
             return self._output(x, labels, cu_seqlens, mask)
-        row, bounds = end_to_end("MaskedLM", x, seq_idx, cu_seqlens, mask)
+        row, bounds = flatten_packed_rows("MaskedLM", x, seq_idx, cu_seqlens, mask)
         if labels is not None:
-            expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
+            check_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
         found = self._output(row, None if labels is None else labels.reshape(row.shape[:2]), bounds, None)
         return found._replace(logits=found.logits.reshape(*x.shape[:2], -1))
 
@@ -101,7 +101,7 @@ class MaskedLM(SequenceModel):
         if labels is None:
             return MaskedLMOutput(logits, None)
         real = None if padding is None else padding.real()
-        expect_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL, counts=real)
+        check_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL, counts=real)
         if real is not None:
             labels = labels.masked_fill(~real, IGNORED_LABEL)
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -122,9 +122,9 @@ class MaskedLM(SequenceModel):
             ValueError: shapes or ids that do not fit, or a row with only padding.
         """
         if seq_idx is not None:
-            input_ids, cu_seqlens = end_to_end("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
+            input_ids, cu_seqlens = flatten_packed_rows("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
         hidden, padding = self.encode(input_ids, cu_seqlens=cu_seqlens, mask=mask)
-        expect_real_steps("MaskedLM.embed", padding)
+        check_real_steps("MaskedLM.embed", padding)
         return F.normalize(mean_of_sequences(hidden, cu_seqlens, padding), dim=-1)
 
 

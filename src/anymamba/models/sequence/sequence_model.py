@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.checks import expect_like, expect_shape
+from anymamba.core.checks import check_like, check_shape
 from anymamba.core.io import read_json, write_json, write_tensors
 from anymamba.core.layout import Padding
 from anymamba.models.backbone import embedded
 from anymamba.models.inputs import check_batch, check_input
 from anymamba.models.stack.bidirectional import BidirectionalConfig, BidirectionalStack
-from anymamba.models.stack.class_tokens import Position, expect_positions
+from anymamba.models.stack.class_tokens import Position, check_positions
 from anymamba.models.stack.stack import Stack
 from anymamba.models.stack.stack_config import StackConfig, stack_config
 
@@ -62,7 +62,7 @@ class SequenceConfig:
             raise ValueError(f"SequenceConfig: pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         if not isinstance(self.labels, list) or len(self.labels) not in (0, self.output_size):
             raise ValueError(f"SequenceConfig: labels must name all {self.output_size} outputs, got {self.labels!r}")
-        expect_positions("SequenceConfig: class_tokens", self.class_tokens)
+        check_positions("SequenceConfig: class_tokens", self.class_tokens)
         self.stack_config()
 
     def stack_config(self) -> StackConfig:
@@ -132,14 +132,14 @@ class SequenceModel(nn.Module):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         if not hasattr(type(self), "MODEL_TYPE"):
             kinds = ", ".join(kind.__name__ for kind in SequenceModel.KINDS.values())
             raise TypeError(f"SequenceModel has no head: make one of {kinds}, or open a file with from_pretrained")
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c = stack_config(type(self).__name__, SequenceConfig, config, fields)
-        self.expect_config(c)
+        self.check_config(c)
         if c.has_class_tokens() and not self.TAKES_CLASS_TOKENS:
             raise ValueError(
                 f"{type(self).__name__}: class tokens are for a LatentModel or a Stack; a classifier has "
@@ -154,7 +154,7 @@ class SequenceModel(nn.Module):
         self.backbone = kind(c.stack_config(), **factory)
         self.build_head(c, factory)
 
-    def expect_config(self, config: SequenceConfig) -> None:
+    def check_config(self, config: SequenceConfig) -> None:
         """Refuse a config that this model cannot have."""
 
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ class SequenceModel(nn.Module):
         return [m for m in self.children() if isinstance(m, nn.Linear)]
 
     @property
-    def _activation_like(self) -> Tensor:
+    def _reference_tensor(self) -> Tensor:
         return self.embedding.weight if self.config.vocab_size is not None else self.input.weight
 
     def embed_inputs(
@@ -201,8 +201,8 @@ class SequenceModel(nn.Module):
         """
         where = type(self).__name__
         letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
-        expect_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
-        expect_like(where, "x", x, self._activation_like.dtype, self._activation_like.device)
+        check_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
+        check_like(where, "x", x, self._reference_tensor.dtype, self._reference_tensor.device)
         padding = check_batch(where, x, cu_seqlens, mask)
         if padding is not None:  # the values there must not reach the gradient of the projection
             x = x.masked_fill(~padding.real().unsqueeze(-1), 0)

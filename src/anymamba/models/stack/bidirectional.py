@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anymamba.core.layout import Padding, reversal, reversed_in_time
-from anymamba.models.inputs import from_the_first
-from anymamba.models.stack.class_tokens import flow_of, zeroed
-from anymamba.models.stack.layer_loop import Levels, Passes
-from anymamba.models.stack.residual_layer import ResidualLayer, initialise_residual, make_norm
+from anymamba.models.inputs import normalize_indices
+from anymamba.models.stack.class_tokens import sequence_layout, zeroed
+from anymamba.models.stack.layer_loop import ClassTokenInserter, LayerLoop
+from anymamba.models.stack.residual_layer import ResidualLayer, initialize_residual, make_norm
 from anymamba.models.stack.stack_config import PAIR_SCHEDULES, StackConfig, stack_config
 from anymamba.scan import SsdPath
 
@@ -45,8 +45,8 @@ class BidirectionalConfig(StackConfig):
         where = type(self).__name__
         if self.n_layer % 2:
             raise ValueError(f"{where}: n_layer must be even, a layer for each direction of a pair, got {self.n_layer}")
-        if len(self.layers_of_passes()) % 2:
-            found = len(self.layers_of_passes())
+        if len(self.layer_order()) % 2:
+            found = len(self.layer_order())
             raise ValueError(f"{where}: the passes must be pairs, an even number of them, got {found}")
         if self.merge not in ("mean", "linear"):
             raise ValueError(f'{where}: merge must be "mean" or "linear", got {self.merge!r}')
@@ -55,11 +55,11 @@ class BidirectionalConfig(StackConfig):
 
     def residual_passes(self) -> int:
         """Pairs of passes."""
-        return len(self.layers_of_passes()) // 2
+        return len(self.layer_order()) // 2
 
     def pairs_of_passes(self) -> list[int]:
         """The real pair of each pair of passes, given by its forward layer: the one that has its merge and gates."""
-        return [layer // 2 for layer in self.layers_of_passes()[::2]]
+        return [layer // 2 for layer in self.layer_order()[::2]]
 
     def layer_groups(self) -> int:
         """Real pairs."""
@@ -74,7 +74,7 @@ class BidirectionalConfig(StackConfig):
         return list(range(self.residual_passes())) if self.gates_per == "pass" else self.pairs_of_passes()
 
 
-class BidirectionalStack(Passes):
+class BidirectionalStack(LayerLoop):
     """Pairs of layers of any family that read a sequence forwards and backwards.
 
     Args:
@@ -93,7 +93,7 @@ class BidirectionalStack(Passes):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters; a learned merge begins as the mean."""
+        """Create and initialize the parameters; a learned merge begins as the mean."""
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c = stack_config(type(self).__name__, BidirectionalConfig, config, fields)
@@ -105,10 +105,10 @@ class BidirectionalStack(Passes):
                 half = torch.eye(c.d_model) / 2
                 merge.weight.data.copy_(torch.cat([half, half], dim=1))  # type: ignore[operator]
                 nn.init.zeros_(merge.bias)  # type: ignore[arg-type]
-        self._layers, self._pairs = c.layers_of_passes(), c.pairs_of_passes()
+        self._layers, self._pairs = c.layer_order(), c.pairs_of_passes()
         self._build_gates(factory)
         self._build_class_tokens(factory)
-        initialise_residual(self, len(self._pairs))
+        initialize_residual(self, len(self._pairs))
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class BidirectionalStack(Passes):
             TypeError: dtypes that do not fit, or something that is not a tensor.
         """
         if seq_idx is not None:
-            rows, bounds = self._end_to_end("forward", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._flatten_packed_rows("forward", x, seq_idx, cu_seqlens, mask)
             return self._run("forward", rows, (), path, bounds, None)[0].view_as(x)
         return self._run("forward", x, (), path, cu_seqlens, mask)[0]
 
@@ -158,9 +158,9 @@ class BidirectionalStack(Passes):
         Raises:
             ValueError: there is no such pair.
         """
-        wanted = from_the_first("BidirectionalStack: pairs", pairs, len(self._pairs))
+        wanted = normalize_indices("BidirectionalStack: pairs", pairs, len(self._pairs))
         if seq_idx is not None:
-            rows, bounds = self._end_to_end("hidden_states", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._flatten_packed_rows("hidden_states", x, seq_idx, cu_seqlens, mask)
             found = self._run("hidden_states", rows, wanted, path, bounds, None)[1]
             return [h.view_as(x) for h in found]
         return self._run("hidden_states", x, wanted, path, cu_seqlens, mask)[1]
@@ -177,7 +177,9 @@ class BidirectionalStack(Passes):
         levels = None
         paddings: dict[int, Padding | None] = {}
         if c.has_class_tokens():
-            levels = Levels(self, where, flow_of(where, h, None, cu_seqlens, padding, whole=True), ())
+            levels = ClassTokenInserter(
+                self, where, sequence_layout(where, h, None, cu_seqlens, padding, whole=True), ()
+            )
             place = levels.before(None)
             h = h if place is None else place(h)
         lengths = None if padding is None else padding.lengths

@@ -26,7 +26,7 @@ NAMED = ("start", "middle", "end")  # in their order at the same place
 Position = str | int
 
 
-def expect_positions(where: str, positions: Any) -> None:
+def check_positions(where: str, positions: Any) -> None:
     """A list of places for class tokens.
 
     Raises:
@@ -50,7 +50,7 @@ def _place(position: Position, length: int | None) -> int | None:
     return length if position == "end" else length // 2
 
 
-def arranged(
+def insertion_order(
     positions: Sequence[Position], seen: int, is_primed: bool, count: int, length: int | None, priming: bool = False
 ) -> list[int]:
     """What runs in a call, in order: i < m is class token i, m + j the j-th token of the call.
@@ -80,7 +80,7 @@ def arranged(
     return [item for _, item in sorted(keyed)]
 
 
-class Flow(NamedTuple):
+class SequenceLayout(NamedTuple):
     """What reaches a level in one call.
 
     Attributes:
@@ -109,9 +109,9 @@ class Flow(NamedTuple):
         return y_btd[rows, last.clamp(min=0)] * (last >= 0).unsqueeze(1)
 
 
-def flow_of(
+def sequence_layout(
     where: str, x: Tensor, length: int | Tensor | None, bounds: Tensor | None, padding: Padding | None, *, whole: bool
-) -> Flow:
+) -> SequenceLayout:
     """What comes to the first level.
 
     Args:
@@ -131,7 +131,7 @@ def flow_of(
         counts = [x.shape[1]] * len(x) if padding is None else padding.lengths.tolist()
     cleaned = None if padding is None else padding.cleaned()
     if length is None:
-        return Flow(counts, counts if whole else None, bounds, cleaned)
+        return SequenceLayout(counts, counts if whole else None, bounds, cleaned)
     lengths = length.tolist() if isinstance(length, Tensor) else [length] * len(counts)
     is_fine = isinstance(lengths, list) and len(lengths) == len(counts) and all(type(n) is int for n in lengths)
     if not is_fine or min(lengths, default=1) < 1:
@@ -140,7 +140,7 @@ def flow_of(
             f"{where}: length must be the tokens of whole sequences, a number from 1 on or as many as there are "
             f"sequences, ({len(counts)},), got {found}"
         )
-    return Flow(counts, lengths, bounds, cleaned)
+    return SequenceLayout(counts, lengths, bounds, cleaned)
 
 
 def no_tokens(where: str, batch_size: int, width: int, like: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def no_tokens(where: str, batch_size: int, width: int, like: Tensor) -> Tensor:
     return torch.empty(batch_size, 0, width, device=like.device, dtype=like.dtype)
 
 
-class Arrangement(NamedTuple):
+class Insertion(NamedTuple):
     """Where tokens and class tokens of one call stand.
 
     Attributes:
@@ -164,7 +164,7 @@ class Arrangement(NamedTuple):
     """
 
     order: Tensor
-    flow: Flow
+    flow: SequenceLayout
 
     def place(self, rows_md: Tensor, x_btd: Tensor) -> Tensor:
         """Tokens and class tokens in their order, (b, t', d); zero after the last of each row."""
@@ -199,7 +199,7 @@ class ClassTokens(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.weight._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def arrange(self, where: str, flow: Flow, cursor: Tensor | None) -> tuple[Arrangement, Tensor]:
+    def arrange(self, where: str, flow: SequenceLayout, cursor: Tensor | None) -> tuple[Insertion, Tensor]:
         """Where everything stands, and the cursor after the call.
 
         Args:
@@ -225,27 +225,27 @@ class ClassTokens(nn.Module):
         for (seen, primed), count, length in zip(before, flow.counts, known, strict=True):
             if length is not None and seen + count > length:
                 raise ValueError(f"{where}: length says that there are {length} tokens in all, got {seen + count}")
-            items.append(arranged(self.positions, seen, bool(primed), count, length, flow.priming))
+            items.append(insertion_order(self.positions, seen, bool(primed), count, length, flow.priming))
             after.append([seen + count, int(flow.priming or (bool(primed) and not count))])
         counts = [len(row) for row in items]
-        longer = None if lengths is None else [n + landing(self.positions, n) for n in lengths]
+        longer = None if lengths is None else [n + count_inserted(self.positions, n) for n in lengths]
         arrangement = self._indexed(items, m, flow._replace(counts=counts, lengths=longer))
         return arrangement, torch.tensor(after, dtype=torch.int64).reshape(z, 2)
 
-    def _indexed(self, items: list[list[int]], m: int, flow: Flow) -> Arrangement:
+    def _indexed(self, items: list[list[int]], m: int, flow: SequenceLayout) -> Insertion:
         device = self.weight.device
         if flow.bounds is not None:
             starts = flow.bounds.tolist()
             index = [i if i < m else i + start for row, start in zip(items, starts, strict=False) for i in row]
             bounds = torch.tensor([0, *flow.counts], device=device).cumsum(0).to(flow.bounds.dtype)
-            return Arrangement(torch.tensor(index, dtype=torch.int64, device=device), flow._replace(bounds=bounds))
+            return Insertion(torch.tensor(index, dtype=torch.int64, device=device), flow._replace(bounds=bounds))
         if all(row == items[0] for row in items):
             index = items[0] if items else list(range(m, m))
-            return Arrangement(torch.tensor(index, dtype=torch.int64, device=device), flow._replace(padding=None))
+            return Insertion(torch.tensor(index, dtype=torch.int64, device=device), flow._replace(padding=None))
         t, lengths = max(flow.counts), torch.tensor(flow.counts, device=device)
         padded = [row + [0] * (t - len(row)) for row in items]
         padding = Padding(lengths, torch.arange(t, device=device) < lengths.unsqueeze(1), None, is_clean=True)
-        return Arrangement(torch.tensor(padded, device=device), flow._replace(padding=padding))
+        return Insertion(torch.tensor(padded, device=device), flow._replace(padding=padding))
 
 
 def zeroed(y_btd: Tensor, padding: Padding | None) -> Tensor:
@@ -253,7 +253,7 @@ def zeroed(y_btd: Tensor, padding: Padding | None) -> Tensor:
     return y_btd if padding is None else y_btd.masked_fill(~padding.front.unsqueeze(-1), 0)
 
 
-def landing(positions: Sequence[Position], length: int) -> int:
+def count_inserted(positions: Sequence[Position], length: int) -> int:
     """How many class tokens a sequence of `length` tokens gets."""
     return sum(_place(position, length) is not None for position in positions)
 
@@ -283,7 +283,7 @@ def output_indices(
     levels = [inputs, stack, *layers]
     stream: list[tuple[int, int]] = [(-1, j) for j in range(length)]  # (level, number); -1: a token
     for level, positions in enumerate(levels):
-        m, items = len(positions), arranged(positions, 0, False, len(stream), len(stream))
+        m, items = len(positions), insertion_order(positions, 0, False, len(stream), len(stream))
         stream = [(level, i) if i < m else stream[i - m] for i in items]
     place = {item: index for index, item in enumerate(stream)}
     found = [[place.get((level, i)) for i in range(len(positions))] for level, positions in enumerate(levels)]

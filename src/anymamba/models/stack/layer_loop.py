@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.layout import Padding
-from anymamba.models.inputs import check_batch, check_input, end_to_end
-from anymamba.models.stack.class_tokens import ClassTokens, Flow, OutputIndices, output_indices
+from anymamba.models.inputs import check_batch, check_input, flatten_packed_rows
+from anymamba.models.stack.class_tokens import ClassTokens, OutputIndices, SequenceLayout, output_indices
 from anymamba.models.stack.residual_gates import MultiGate
 from anymamba.models.stack.stack_config import StackConfig
 
@@ -25,7 +25,7 @@ Run = Callable[[int, Tensor, bool], Tensor]  # pass, its input, whether the inpu
 Place = Callable[[Tensor], Tensor]  # a stream (b, t, d) with the class tokens of a level
 
 
-class Passes(nn.Module):
+class LayerLoop(nn.Module):
     """Layers that are passed through one after another; a subclass defines what a pass computes.
 
     Attributes:
@@ -87,9 +87,9 @@ class Passes(nn.Module):
 
     def _check_input(self, name: str, x: Any, letters: str) -> None:
         mixer: Any = self.layers[0].mixer
-        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.activation_like())
+        check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.reference_tensor())
 
-    def _end_to_end(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    def _flatten_packed_rows(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
         """Rows of packed sequences as one row, and its boundaries.
 
         Raises:
@@ -101,7 +101,7 @@ class Passes(nn.Module):
                 f"{where}: with class tokens there are more outputs than inputs, for which rows of packed sequences "
                 "(seq_idx) have no room; pack them into one row with cu_seqlens"
             )
-        return end_to_end(where, x, seq_idx, bounds, mask)
+        return flatten_packed_rows(where, x, seq_idx, bounds, mask)
 
     def _stream(self, x: Tensor) -> Tensor:
         """The residual stream that begins with `x`, float32 or wider if the config says so."""
@@ -112,7 +112,7 @@ class Passes(nn.Module):
         return y if self.config.final_norm else y.to(dtype)
 
     def _walk(
-        self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = (), levels: Levels | None = None
+        self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = (), levels: ClassTokenInserter | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Take all passes.
 
@@ -160,7 +160,7 @@ class Passes(nn.Module):
         return (f if no_last else h), streams
 
 
-class Levels:
+class ClassTokenInserter:
     """The class tokens of a stack in one call: where they stand, and the cursors that follow from it.
 
     Attributes:
@@ -168,7 +168,7 @@ class Levels:
         cursors: after the call, in the order of the levels.
     """
 
-    def __init__(self, stack: Passes, where: str, flow: Flow, cursors: Sequence[Tensor]) -> None:
+    def __init__(self, stack: LayerLoop, where: str, flow: SequenceLayout, cursors: Sequence[Tensor]) -> None:
         """Begin before the stack; no cursors: a fresh start."""
         self._stack, self._where, self._old = stack, where, list(cursors)
         self.flow = flow

@@ -72,7 +72,7 @@ def _score(s: Tensor, weight: Tensor) -> Tensor:
     return (s * weight).sum(-1, keepdim=True) * scale
 
 
-def usual_bias(where: str, passes: int, streams: int) -> float:
+def default_gate_bias(where: str, passes: int, streams: int) -> float:
     """The paper's initial bias, -ln(√(L / 21) (e³ + 1) - n) with L = passes - (n - 1).
 
     Raises:

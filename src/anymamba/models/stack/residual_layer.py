@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from anymamba.blocks import layers
 from anymamba.blocks.base import ProjectionPart
 from anymamba.core.cache_tree import Tree
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from anymamba.models.stack.stack_config import StackConfig
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """(..., d) -> (..., d)."""
-        y, gate = project(self.fc1, x).chunk(2, dim=-1)
-        return project(self.fc2, y * F.silu(gate))
+        y, gate = apply_linear(self.fc1, x).chunk(2, dim=-1)
+        return apply_linear(self.fc2, y * F.silu(gate))
 
     def record(self, program: Program, x: int, d_model: int, *, to: int) -> None:
         """Describe `forward` to the compiled kernels: from slot `x`, added to slot `to`."""
@@ -149,7 +149,7 @@ def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
     return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)
 
 
-def initialise_residual(model: nn.Module, passes: int) -> None:
+def initialize_residual(model: nn.Module, passes: int) -> None:
     """Projections into the residual stream divided by √passes; the biases of projections zero."""
     for name, parameter in model.named_parameters():
         if name.endswith(("out_proj.weight", "fc2.weight")):

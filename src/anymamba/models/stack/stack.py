@@ -18,17 +18,17 @@ from torch.utils.checkpoint import checkpoint
 from anymamba.blocks.base import states_at
 from anymamba.core import anomaly
 from anymamba.core.layout import Padding
-from anymamba.models.cache import StackCache, expect_stack_cache
-from anymamba.models.fingerprint import Named
-from anymamba.models.inputs import from_the_first
-from anymamba.models.stack.class_tokens import flow_of, no_tokens, zeroed
-from anymamba.models.stack.layer_loop import Levels, Passes
-from anymamba.models.stack.residual_layer import ResidualLayer, initialise_residual, make_norm
+from anymamba.models.cache import StackCache, check_stack_cache
+from anymamba.models.fingerprint import HasFingerprint
+from anymamba.models.inputs import normalize_indices
+from anymamba.models.stack.class_tokens import no_tokens, sequence_layout, zeroed
+from anymamba.models.stack.layer_loop import ClassTokenInserter, LayerLoop
+from anymamba.models.stack.residual_layer import ResidualLayer, initialize_residual, make_norm
 from anymamba.models.stack.stack_config import StackConfig, stack_config
 from anymamba.scan import SsdPath
 
 
-class Stack(Passes, Named):
+class Stack(LayerLoop, HasFingerprint):
     """Residual layers of any family, or of several, passed through in any order, with one cache per pass.
 
     Args:
@@ -47,10 +47,10 @@ class Stack(Passes, Named):
         dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
         super().__init__()
         self._build(stack_config(type(self).__name__, StackConfig, config, fields), device=device, dtype=dtype)
-        self.initialise()
+        self.initialize()
 
     def _build(self, config: StackConfig, **factory: Any) -> None:
         """Create the parameters."""
@@ -58,13 +58,13 @@ class Stack(Passes, Named):
         self.layers = nn.ModuleList(ResidualLayer(config, i, **factory) for i in range(config.n_layer))
         self.norm_f = make_norm(config, **factory) if config.final_norm else nn.Identity()
         is_plain = config.n_virtual is None and isinstance(config.schedule, str)
-        self._schedule = None if is_plain else config.layers_of_passes()
+        self._schedule = None if is_plain else config.layer_order()
         self._build_gates(factory)
         self._build_class_tokens(factory)
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Divide the projections into the residual stream by √passes; their biases are zero."""
-        initialise_residual(self, self.n_passes)
+        initialize_residual(self, self.n_passes)
 
     @property
     def _layer_of_pass(self) -> Sequence[int]:
@@ -139,7 +139,7 @@ class Stack(Passes, Named):
         whole: bool = False,
     ) -> tuple[Tensor, StackCache]:
         if seq_idx is not None:
-            rows, bounds = self._end_to_end(name, x, seq_idx, bounds, mask)
+            rows, bounds = self._flatten_packed_rows(name, x, seq_idx, bounds, mask)
             y, new, _ = self._run(rows, cache, None, path=path, cu_seqlens=bounds)
             return y.view_as(x), new
         padding = self._check(name, x, bounds, mask)
@@ -172,7 +172,7 @@ class Stack(Passes, Named):
             length: of the whole sequences; without it and without a cache, those of the call.
         """
         if seq_idx is not None:
-            rows, bounds = self._end_to_end("hidden_states", x, seq_idx, cu_seqlens, mask)
+            rows, bounds = self._flatten_packed_rows("hidden_states", x, seq_idx, cu_seqlens, mask)
             return [h.view_as(x) for h in self.hidden_states(rows, passes, cache, path=path, cu_seqlens=bounds)]
         padding = self._check("hidden_states", x, cu_seqlens, mask)
         whole = cache is None and length is None
@@ -240,7 +240,7 @@ class Stack(Passes, Named):
             The output of the last of them, None if none waited; and the cache from which the next token continues.
         """
         mixer: Any = self.layers[0].mixer
-        x = no_tokens(f"{type(self).__name__}.prime", batch_size, self.config.d_model, mixer.activation_like())
+        x = no_tokens(f"{type(self).__name__}.prime", batch_size, self.config.d_model, mixer.reference_tensor())
         levels = self._levels("prime", x, cache, length, priming=True)
         if levels is None:
             self._pass_caches(cache)
@@ -276,7 +276,7 @@ class Stack(Passes, Named):
             TypeError: not a list of whole numbers.
             ValueError: there is no such pass.
         """
-        return from_the_first(where, passes, self.n_passes)
+        return normalize_indices(where, passes, self.n_passes)
 
     def _run(
         self,
@@ -284,7 +284,7 @@ class Stack(Passes, Named):
         cache: StackCache | None,
         padding: Padding | None,
         wanted: Sequence[int] = (),
-        levels: Levels | None = None,
+        levels: ClassTokenInserter | None = None,
         **options: Any,
     ) -> tuple[Tensor, StackCache, list[Tensor]]:
         """All passes and the last norm, on checked inputs (b, t, d) or (b, d)."""
@@ -334,17 +334,17 @@ class Stack(Passes, Named):
         *,
         whole: bool = False,
         priming: bool = False,
-    ) -> Levels | None:
+    ) -> ClassTokenInserter | None:
         """The class tokens of a call over (b, t, d); None if the stack has none."""
         if not self.config.has_class_tokens():
             return None
         self._pass_caches(cache)
         where = f"{type(self).__name__}.{name}"
-        flow = flow_of(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
-        return Levels(self, where, flow, () if cache is None else cache.cursors)
+        flow = sequence_layout(where, x, length, bounds, padding, whole=whole)._replace(priming=priming)
+        return ClassTokenInserter(self, where, flow, () if cache is None else cache.cursors)
 
     def _pass_caches(self, cache: Any) -> tuple[Any, ...]:
         n = self.n_passes
         if cache is None:
             return (None,) * n
-        return expect_stack_cache(type(self).__name__, cache, self.CACHE, n, self._count_levels(n)).layers
+        return check_stack_cache(type(self).__name__, cache, self.CACHE, n, self._count_levels(n)).layers

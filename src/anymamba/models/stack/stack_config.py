@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 
 from anymamba.blocks.base import Block
 from anymamba.models.families import family, family_name, make_block_config, typed
-from anymamba.models.stack.class_tokens import Position, expect_positions
-from anymamba.models.stack.residual_gates import usual_bias
+from anymamba.models.stack.class_tokens import Position, check_positions
+from anymamba.models.stack.residual_gates import default_gate_bias
 
 MOST_PASSES = 2**16  # more than any real model; limits the work that one number in a config can ask for
 
@@ -53,7 +53,7 @@ PAIR_SCHEDULES: dict[str, _Schedule] = {
 }
 
 
-def layers_of_passes(
+def layer_order(
     where: str, schedule: str | list[int], real: int, passes: int | None, names: dict[str, _Schedule]
 ) -> list[int]:
     """The layer that each pass uses.
@@ -85,7 +85,7 @@ def layers_of_passes(
 
 
 # Fields that a language model's own config has; the others are in its table `stack`.
-OF_THE_MODEL = frozenset({"d_model", "n_layer", "ssm_cfg", "d_intermediate", "rms_norm", "residual_in_fp32"})
+MODEL_FIELDS = frozenset({"d_model", "n_layer", "ssm_cfg", "d_intermediate", "rms_norm", "residual_in_fp32"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,18 +134,18 @@ class StackConfig:
             raise ValueError(f"{where}: dropout must be at least 0 and below 1, got {self.dropout!r}")
         if self.gates_per not in ("layer", "pass"):
             raise ValueError(f'{where}: gates_per must be "layer" or "pass", got {self.gates_per!r}')
-        self._expect_layers(where)
-        self._expect_passes(where)
-        self._expect_class_tokens(where)
+        self._check_layers(where)
+        self._check_passes(where)
+        self._check_class_tokens(where)
 
-    def _expect_layers(self, where: str) -> None:
+    def _check_layers(self, where: str) -> None:
         if not isinstance(self.layer_cfgs, list) or len(self.layer_cfgs) not in (0, self.n_layer):
             found = len(self.layer_cfgs) if isinstance(self.layer_cfgs, list) else repr(self.layer_cfgs)
             raise ValueError(f"{where}: layer_cfgs must be a list of {self.n_layer} tables, one per layer, got {found}")
         for index in range(max(1, len(self.layer_cfgs))):
             self.block_config(index)
 
-    def _expect_passes(self, where: str) -> None:
+    def _check_passes(self, where: str) -> None:
         if max(self.n_layer, self.n_virtual or 0) > MOST_PASSES:
             raise ValueError(
                 f"{where}: at most {MOST_PASSES:,} passes are possible, got {max(self.n_layer, self.n_virtual or 0):,}"
@@ -158,14 +158,14 @@ class StackConfig:
         if self.streams:
             self.initial_gate_bias()
 
-    def _expect_class_tokens(self, where: str) -> None:
-        expect_positions(f"{where}: class_tokens", self.class_tokens)
+    def _check_class_tokens(self, where: str) -> None:
+        check_positions(f"{where}: class_tokens", self.class_tokens)
         lists, groups = self.layer_class_tokens, self.layer_groups()
         if not isinstance(lists, list) or len(lists) not in (0, groups):
             found = len(lists) if isinstance(lists, list) else repr(lists)
             raise ValueError(f"{where}: layer_class_tokens must have {groups} lists, one per {self.GROUP}, got {found}")
         for index, positions in enumerate(lists):
-            expect_positions(f"{where}: layer_class_tokens[{index}]", positions)
+            check_positions(f"{where}: layer_class_tokens[{index}]", positions)
 
     @property
     def layer(self) -> str:
@@ -193,18 +193,18 @@ class StackConfig:
             return make_block_config(where, self.layer_cfgs[index], self.d_model, f"layer_cfgs[{index}]")
         return make_block_config(where, self.ssm_cfg, self.d_model)
 
-    def layers_of_passes(self) -> list[int]:
+    def layer_order(self) -> list[int]:
         """The layer that each pass uses.
 
         Raises:
             ValueError: the schedule does not fit.
         """
         where = type(self).__name__
-        return layers_of_passes(where, self.schedule, self.n_layer, self.n_virtual, self.SCHEDULES)
+        return layer_order(where, self.schedule, self.n_layer, self.n_virtual, self.SCHEDULES)
 
     def residual_passes(self) -> int:
         """How often a result is added to the residual stream."""
-        return len(self.layers_of_passes())
+        return len(self.layer_order())
 
     def layer_groups(self) -> int:
         """How many layers class tokens can stand before."""
@@ -212,7 +212,7 @@ class StackConfig:
 
     def groups_of_passes(self) -> list[int]:
         """The layer that class tokens before each pass belong to."""
-        return self.layers_of_passes()
+        return self.layer_order()
 
     def class_tokens_of_passes(self) -> list[list[Position]]:
         """The places of the class tokens before each pass."""
@@ -225,7 +225,7 @@ class StackConfig:
 
     def gates_of_passes(self) -> list[int]:
         """The gates that follow each pass."""
-        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.layers_of_passes()
+        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.layer_order()
 
     def initial_gate_bias(self) -> list[float]:
         """The initial bias of each stream's gate.
@@ -235,7 +235,7 @@ class StackConfig:
         """
         bias = self.gate_bias
         if bias is None:
-            bias = usual_bias(type(self).__name__, self.residual_passes(), self.streams)
+            bias = default_gate_bias(type(self).__name__, self.residual_passes(), self.streams)
         return [bias + i * self.gate_bias_step for i in range(self.streams)]
 
     @classmethod

@@ -57,7 +57,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
     return value
 
 
-def expect_fields(body: dict[str, Any], known: set[str], model: str) -> None:
+def check_fields(body: dict[str, Any], known: set[str], model: str) -> None:
     """Refuse unknown fields, values that are not supported, and the name of another model.
 
     Raises:
@@ -220,7 +220,7 @@ def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model
     Raises:
         ApiError: a field is wrong.
     """
-    expect_fields(body, _COMPLETION, model)
+    check_fields(body, _COMPLETION, model)
     logprobs = whole(body, "logprobs", None, 0, 20)
     best_of = whole(body, "best_of", None, 1, limits.n)
     wanted = Wanted(
@@ -241,7 +241,7 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     Raises:
         ApiError: a field is wrong.
     """
-    expect_fields(body, _CHAT, model)
+    check_fields(body, _CHAT, model)
     if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
         raise invalid("max_tokens", "expected max_tokens or max_completion_tokens, got both")
     name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"

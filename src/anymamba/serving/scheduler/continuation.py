@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.generation.completion import UntilStop
+from anymamba.generation.completion import StopFilter
 from anymamba.generation.sampling import Sampling, choose, uniform
 from anymamba.generation.state import GenerationState
-from anymamba.generation.tokenizers import TextStream, Tokenizer
+from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
 from anymamba.models.cache import LMCache
 
 Reason = Literal["end", "stop", "length"]
@@ -80,7 +80,7 @@ class Row:
         self.plan, self._vocab = plan, vocab_size
         self._seen_v, self._key, self._count = state.seen[0].clone(), key, int(state.counts[0])
         self._given: Counter[int] = Counter()
-        self._stream, self._until = TextStream(tokenizer), UntilStop(list(plan.stops))
+        self._stream, self._until = IncrementalDecoder(tokenizer), StopFilter(list(plan.stops))
         self.pending: int | None = None
         self.reason: Reason | None = None
         self.text, self._raw = "", ""

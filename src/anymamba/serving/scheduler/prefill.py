@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anymamba.core.linear import project
+from anymamba.core.linear import apply_linear
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
 from anymamba.serving.scheduler.continuation import Scored, score
@@ -139,9 +139,11 @@ class Reader:
         ids_1t = torch.tensor([segment], device=model.device)
         hidden_1td, cache = model.backbone(ids_1t, None if before is None else before.cache)
         width = model.config.padded_vocab_size
-        logits_1v = project(model.lm_head, hidden_1td[:, -1:])[:, 0] if with_logits else hidden_1td.new_zeros(1, width)
+        logits_1v = (
+            apply_linear(model.lm_head, hidden_1td[:, -1:])[:, 0] if with_logits else hidden_1td.new_zeros(1, width)
+        )
         if reading.job.score_prompt is not None:
-            self._score(reading, project(model.lm_head, hidden_1td)[0], segment)
+            self._score(reading, apply_linear(model.lm_head, hidden_1td)[0], segment)
         seen_1v = torch.zeros(1, width, dtype=torch.bool) if before is None else before.seen.clone()
         seen_1v[0, segment] = True
         keys = torch.zeros(1, dtype=torch.int64) if before is None else before.keys

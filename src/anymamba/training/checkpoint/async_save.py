@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anymamba.core.io import bring_to_disk, digest_file
+from anymamba.core.io import digest_file, fsync
 from anymamba.training.checkpoint.run_state import (
     Facts,
     begin_checkpoint,
@@ -46,15 +46,15 @@ class Part(NamedTuple):
     tensors: dict[str, Tensors]
     others: Callable[[Path], object]
 
-    def write(self, directory: Path, expect_time: Callable[[], None] = lambda: None) -> None:
-        """Write everything; `expect_time` is called before each file of tensors, and may raise.
+    def write(self, directory: Path, check_time: Callable[[], None] = lambda: None) -> None:
+        """Write everything; `check_time` is called before each file of tensors, and may raise.
 
         Raises:
             OSError: it cannot be written.
         """
         self.others(directory)
         for name, tensors in self.tensors.items():
-            expect_time()
+            check_time()
             write_pieces(directory / name, tensors)
 
 
@@ -90,7 +90,7 @@ class _Save:
         self.end = math.inf
         self.error: Exception | None = None
 
-    def expect_time(self) -> None:
+    def check_time(self) -> None:
         """Refuse to continue after the end.
 
         Raises:
@@ -203,7 +203,7 @@ class Saver:
         try:
             try:
                 with keeping_others(checkpoint_path(self._directory, step)):
-                    part.write(temporary, save.expect_time)
+                    part.write(temporary, save.check_time)
             except OSError as error:
                 mistake = OSError(f"worker 0 of {self._workers.size}: {error}") if self._workers.size > 1 else error
             except Exception as error:
@@ -215,7 +215,7 @@ class Saver:
                     digests |= json.loads(said[1:])
             if mistake is not None:
                 raise mistake
-            save.expect_time()
+            save.check_time()
             name(digests)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -224,9 +224,9 @@ class Saver:
         """Write this worker's part, and report it."""
         try:
             with keeping_others(checkpoint_path(self._directory, step)):
-                part.write(temporary, save.expect_time)
+                part.write(temporary, save.check_time)
                 for file in part.tensors:
-                    bring_to_disk(temporary / file)
+                    fsync(temporary / file)
                 digests = {file: digest_file(temporary / file) for file in part.tensors}
         except Exception as error:
             say(f"-{error}")

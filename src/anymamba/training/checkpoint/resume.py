@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from anymamba.core.io import locked
+from anymamba.core.io import run_lock
 from anymamba.training.checkpoint.run_state import RunState, checkpoints, load_latest
 from anymamba.training.config.run_config import RunConfig
 from anymamba.training.config.sections import ScheduleSection
@@ -20,7 +20,7 @@ _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 C = TypeVar("C", bound=RunConfig)
 
 
-def expect_no_run(directory: Path) -> None:
+def check_no_run(directory: Path) -> None:
     """Refuse a directory that has a run, or a model or metrics that a run would replace.
 
     Raises:
@@ -78,7 +78,7 @@ def reopen(
     """
     workers, lock = workers or Workers(), ExitStack()
     with lock:
-        workers.together(lambda: lock.enter_context(locked(directory)) if workers.leads else None)
+        workers.together(lambda: lock.enter_context(run_lock(directory)) if workers.leads else None)
         checkpoint = load_latest(directory / "checkpoints", report, workers)
     began = kind.from_dict(checkpoint.config, str(directory))
     config, step = wanted(began), checkpoint.step

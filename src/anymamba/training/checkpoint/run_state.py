@@ -4,7 +4,7 @@ A checkpoint is written under a temporary name, brought to the disk, and renamed
 every file and of itself. Older ones are removed only after that, so there is a good one at any time.
 
     step-00000100/  model.safetensors and other files of the task (config.json: `MambaLM.from_pretrained` opens it),
-                    optimiser.safetensors, carried.safetensors (streams), training.json
+                    optimizer.safetensors, carried.safetensors (streams), training.json
 
 Workers that divide tensors between them write numbered files, each with its own rows (`pieces`).
 """
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.core.io import bring_to_disk, digest_file, read_json, write_json
+from anymamba.core.io import digest_file, fsync, read_json, write_json
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors, files_of, is_divided
 from anymamba.training.distributed.process_group import Workers
 
@@ -49,7 +49,7 @@ class RunState(NamedTuple):
         data: fingerprint of what the run learns from.
         solved: whether the task was found to be solved, which finishes a run before its last step.
         model: parameters by name, not yet read.
-        optimiser: its state by name.
+        optimizer: its state by name.
         rng: state of torch's generator.
         carried: the state of each stream, if there are any.
     """
@@ -62,13 +62,13 @@ class RunState(NamedTuple):
     data: str
     solved: bool
     model: StoredTensors
-    optimiser: StoredTensors
+    optimizer: StoredTensors
     rng: Tensor
     carried: StoredTensors | None
 
     def close(self) -> None:
         """Close the files once everything needed has been read."""
-        for tensors in (self.model, self.optimiser, self.carried):
+        for tensors in (self.model, self.optimizer, self.carried):
             if tensors is not None:
                 tensors.close()
 
@@ -129,12 +129,12 @@ def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *,
         version = _DIVIDED if is_divided(found) else _VERSION
         _write_manifest(temporary, {"version": version, **facts._asdict(), "files": files})
         for path in temporary.iterdir():
-            bring_to_disk(path)
-        bring_to_disk(temporary)
+            fsync(path)
+        fsync(temporary)
         if target.exists():  # a damaged one, or the same
             shutil.rmtree(target)
         temporary.rename(target)
-        bring_to_disk(directory)
+        fsync(directory)
     others = [path for path in checkpoints(directory) if path != target]
     good = [path for path in others if _step(path) <= before]
     for path in [path for path in others if path not in good] + good[keep - 1 :]:
@@ -175,7 +175,7 @@ def load_latest(directory: Path, report: Callable[[str], None], workers: Workers
         except ValueError as error:
             report(f"{error}; using the checkpoint before it")
             continue
-        workers.together(partial(_expect_read, state))
+        workers.together(partial(_check_read, state))
         assert isinstance(state, RunState)
         return state
     workers.together(lambda: _refuse(directory, len(found)))
@@ -190,7 +190,7 @@ def _load_or_error(path: Path, workers: Workers) -> RunState | OSError:
         return error
 
 
-def _expect_read(state: RunState | OSError) -> None:
+def _check_read(state: RunState | OSError) -> None:
     if isinstance(state, OSError):
         raise state
 
@@ -226,16 +226,16 @@ def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
         if (found := digest_file(path / name)) != files[name]:
             raise ValueError(f"{path}: damaged: {name} should have the checksum {files[name]}, got {found}")
     try:
-        model, optimiser, carried = (_stored(path, kind, list(files)) for kind in ("model", "optimiser", "carried"))
+        model, optimizer, carried = (_stored(path, kind, list(files)) for kind in ("model", "optimizer", "carried"))
     except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
-    if model is None or optimiser is None:
-        raise ValueError(f"{path}: damaged: {_MANIFEST} should list the files of model and optimiser, got {[*files]}")
-    rng, now = optimiser.pop("rng"), torch.get_rng_state()
+    if model is None or optimizer is None:
+        raise ValueError(f"{path}: damaged: {_MANIFEST} should list the files of model and optimizer, got {[*files]}")
+    rng, now = optimizer.pop("rng"), torch.get_rng_state()
     if rng is None or rng.shape != now.shape or rng.dtype != now.dtype:
-        raise ValueError(f"{path}: damaged: optimiser.safetensors should hold the state of torch's generator")
+        raise ValueError(f"{path}: damaged: optimizer.safetensors should hold the state of torch's generator")
     state = rng[...]
-    optimiser.close()
+    optimizer.close()
     return RunState(
         path,
         manifest["step"],
@@ -245,7 +245,7 @@ def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
         manifest["data"],
         manifest["solved"],
         model,
-        optimiser,
+        optimizer,
         state,
         carried,
     )
@@ -260,7 +260,7 @@ def _stored(path: Path, kind: str, names: list[str]) -> StoredTensors | None:
 def amend_checkpoint(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
     """Give a checkpoint another config, with which the run continues however often it is stopped; all or nothing."""
     _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes}, durable=True)
-    bring_to_disk(path)
+    fsync(path)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint: written whole by one worker or in pieces by several, and read by any number of them.
 
-A kind of tensors (model, optimiser, carried) is one file, `model.safetensors`, or a numbered file from each worker that
+A kind of tensors (model, optimizer, carried) is one file, `model.safetensors`, or a numbered file from each worker that
 has rows of them, `model-00001-of-00002.safetensors`. The header of a numbered file says, as JSON under "pieces", how
 many rows each of its divided tensors has in all, and which of them are here, in the order of the file.
 """
@@ -73,7 +73,7 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor | Piece]) -> None:
     pieces = {name: x for name, x in tensors.items() if isinstance(x, Piece)}
     table = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
     content = {name: x.rows if isinstance(x, Piece) else x for name, x in tensors.items()}
-    # Without metadata, a file without tensors could not be read, as that of an optimiser before its first step.
+    # Without metadata, a file without tensors could not be read, as that of an optimizer before its first step.
     write_tensors(path, content, {"pieces": json.dumps(table)} if _NUMBERED.fullmatch(path.name) else {})
 
 
@@ -98,7 +98,7 @@ class StoredTensor:
             first += end - begin
         self._runs.sort()
 
-    def expect_all_rows(self) -> None:
+    def check_all_rows(self) -> None:
         """Refuse rows that no file or more than one has.
 
         Raises:
@@ -144,7 +144,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             with open_tensors(path) as file:
                 self._add(path, file)
         for tensor in self._tensors.values():
-            tensor.expect_all_rows()
+            tensor.check_all_rows()
 
     def _add(self, path: Path, file: Any) -> None:
         table = parse_json((file.metadata() or {}).get("pieces", "{}"), path)
@@ -155,7 +155,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             shape = tuple(x.shape)
             spans: tuple[tuple[int, int], ...] = ((0, shape[0] if shape else 1),)
             if name in table:
-                total, spans = _expect_piece(path, name, table[name], shape)
+                total, spans = _check_piece(path, name, table[name], shape)
                 shape = (total, *shape[1:])
             known = self._tensors.setdefault(name, StoredTensor(self, name, shape, x.dtype))
             if (known.shape, known.dtype) != (shape, x.dtype):
@@ -197,7 +197,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return len(self._tensors)
 
 
-def _expect_piece(path: Path, name: str, entry: Any, shape: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _check_piece(path: Path, name: str, entry: Any, shape: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:
     """How many rows a tensor has in all, and which of them a file has.
 
     Raises:

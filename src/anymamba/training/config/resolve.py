@@ -8,8 +8,8 @@ from pathlib import Path
 from anymamba.checkpoints.open import open_checkpoint
 from anymamba.core.devices import find_device
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
-from anymamba.models.mamba3_activation import warn_if_undecided
-from anymamba.training.compile import expect_compiler
+from anymamba.models.mamba3_activation import warn_if_ambiguous
+from anymamba.training.compile import check_compiler
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.data.train_bpe import byte_pair_size
 from anymamba.training.distributed.process_group import Workers
@@ -51,7 +51,7 @@ def settled(config: TrainingConfig) -> TrainingConfig:
     device, name = find_device(config.device, "device ="), config.data.tokenizer
     pairs = None if name is None else byte_pair_size(name)
     if config.precision.compile:
-        expect_compiler(device)
+        check_compiler(device)
     if config.model.init is None:
         config.model.lm_config(256)
         name = name or "bytes"
@@ -66,7 +66,7 @@ def settled(config: TrainingConfig) -> TrainingConfig:
                 f"{config.model.init}: the weights are stored in {found.weights} and cannot be trained; start from the "
                 "model that they were made from"
             )
-        warn_if_undecided(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")
+        warn_if_ambiguous(config.model.init, found.config, "--block a_activation=softplus to `anymamba convert` first")
         config.model.expect(found.config)
         tokenizer = load_tokenizer(name, found.directory, found.config.padded_vocab_size)
         beside = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(found.directory / "tokenizer.json")

@@ -20,7 +20,7 @@ from anymamba.training.config.sections import (
     DataSection,
     EvaluationSection,
     ModelSection,
-    OptimiserSection,
+    OptimizerSection,
     ParallelSection,
     PrecisionSection,
     ScheduleSection,
@@ -28,7 +28,7 @@ from anymamba.training.config.sections import (
     at_least,
     option,
 )
-from anymamba.training.config.values import checked, expect_known, parse, unknown
+from anymamba.training.config.values import check_known, checked, parse, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,7 +42,7 @@ C = TypeVar("C", bound="RunConfig")
 class RunConfig:
     """The sections of every run, whatever it learns; a task adds its own in a subclass."""
 
-    optimiser: OptimiserSection = field(default_factory=OptimiserSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -73,7 +73,7 @@ class RunConfig:
         return dataclasses.asdict(self)
 
     def replaced(self: C, overrides: Mapping[str, str | Sequence[str]]) -> C:
-        """A copy with fields replaced by values as texts, by dotted name, as {"optimiser.lr": "3e-4"}.
+        """A copy with fields replaced by values as texts, by dotted name, as {"optimizer.lr": "3e-4"}.
 
         Raises:
             ValueError: an unknown name, or a value that cannot work.
@@ -89,13 +89,13 @@ class RunConfig:
         """
         found, hints = {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}, cls.hints()
         for name, text in overrides.items():
-            expect_known(name, hints, "--")
+            check_known(name, hints, "--")
             section, _, key = name.rpartition(".")
             (found.setdefault(section, {}) if section else found)[key] = parse(name, text, hints[name])
         return found
 
     def flat(self) -> dict[str, Any]:
-        """Every value by its dotted name: "optimiser.lr"."""
+        """Every value by its dotted name: "optimizer.lr"."""
         return {name: _get(self, name) for name in self.fields_by_name()}
 
     def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
@@ -144,7 +144,7 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str
 
     Args:
         path: the file.
-        overrides: texts by dotted name, as from the command line: {"optimiser.lr": "3e-4"}.
+        overrides: texts by dotted name, as from the command line: {"optimizer.lr": "3e-4"}.
 
     Raises:
         ValueError: no such file, not TOML, an unknown key, or a value that cannot work.

@@ -162,7 +162,7 @@ class DataSection:
     )
     held_out: float = option(0.02, "largest share of the text to hold out from training")
     held_out_bytes: int = option(65536, "largest number of bytes of held-out text to evaluate on")
-    shards: str | None = option(None, "directory of the tokenised text", default="data/ in the run's directory")
+    shards: str | None = option(None, "directory of the tokenized text", default="data/ in the run's directory")
     shard_tokens: int = option(2**24, "tokens in a shard, roughly")
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class DataSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimiserSection:
+class OptimizerSection:
     """AdamW, or Muon for the hidden matrices and AdamW for the rest."""
 
     kind: Literal["adamw", "muon"] = option(
@@ -192,7 +192,7 @@ class OptimiserSection:
     decay_embeddings: bool = option(False, "also decay the embedding and the head")
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
     muon_lr: float | None = option(
-        None, "the largest learning rate of Muon's matrices", default="optimiser.lr", onwards=True
+        None, "the largest learning rate of Muon's matrices", default="optimizer.lr", onwards=True
     )
     momentum: float = option(0.95, "momentum of Muon")
     muon_without: tuple[str, ...] = option(

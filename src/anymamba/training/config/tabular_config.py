@@ -64,7 +64,7 @@ class FilesSection:
     )
     labels: tuple[str, ...] = option((), "names of the classes, in order", default="those in the files, sorted")
     held_out: float = option(0.1, "share to hold out: of the sequences, or for next-value the end of each")
-    standardise: bool = option(True, "scale numbers to mean 0 and deviation 1 over the training data")
+    standardize: bool = option(True, "scale numbers to mean 0 and deviation 1 over the training data")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -96,7 +96,7 @@ class RowsSection:
 class FileConfig(RunConfig):
     """A run that learns from files."""
 
-    task: Kind = option("classification", "what is learnt")  # noqa: RUF009 (a field, as everywhere)
+    task: Kind = option("classification", "what is learned")  # noqa: RUF009 (a field, as everywhere)
     model: SequenceModelSection = field(default_factory=SequenceModelSection)
     data: FilesSection = field(default_factory=FilesSection)
     batch: RowsSection = field(default_factory=RowsSection)
@@ -120,9 +120,9 @@ class FileConfig(RunConfig):
             raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")
         if self.task == "masked-lm" and self.model.bidirectional is False:
             raise ValueError("model.bidirectional: a masked language model reads in both directions, got false")
-        self._expect_stack()
+        self._check_stack()
 
-    def _expect_stack(self) -> None:
+    def _check_stack(self) -> None:
         """Refuse a stack that cannot be, before files are read."""
         # Models import torch, for which the help and mistakes in options do not wait.
         from anymamba.models import BidirectionalConfig, StackConfig

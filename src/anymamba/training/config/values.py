@@ -14,7 +14,7 @@ else:
     import tomli as tomllib
 
 
-def expect_known(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> None:
+def check_known(name: str, names: Iterable[str], where: str, what: str = "field", otherwise: str = "") -> None:
     """Refuse a name that is not among `names`; the other arguments are those of `unknown`.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.core.context_parallel import Context, Neighbours
+from anymamba.core.context_parallel import Context, ContextParallelGroup
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.data.shards import Tokens
 
@@ -85,16 +85,16 @@ class Sequence:
                 starts.append(low - begin)
         return torch.cat(pieces), torch.tensor(starts, dtype=torch.int64)
 
-    def pack(self, spans: list[tuple[int, int]], fresh: bool, neighbours: Neighbours | None = None) -> Batch:
+    def pack(self, spans: list[tuple[int, int]], fresh: bool, neighbors: ContextParallelGroup | None = None) -> Batch:
         """Rows as a batch.
 
         Args:
             spans: begin and end of each row.
             fresh: whether no row continues from an earlier state.
-            neighbours: the workers that share the batch.
+            neighbors: the workers that share the batch.
         """
-        if neighbours is not None:
-            return self._part(spans, fresh, neighbours)
+        if neighbors is not None:
+            return self._part(spans, fresh, neighbors)
         inputs, targets, bounds, carried, last = [], [], [], [], []
         offset = 0
         for row, (begin, end) in enumerate(spans):
@@ -119,9 +119,9 @@ class Sequence:
             torch.tensor(last),
         )
 
-    def _part(self, spans: list[tuple[int, int]], fresh: bool, neighbours: Neighbours) -> Batch:
+    def _part(self, spans: list[tuple[int, int]], fresh: bool, neighbors: ContextParallelGroup) -> Batch:
         """This worker's part of rows that several share: as many tokens as the others have, and no others are read."""
-        begin, end = neighbours.part(sum(stop - start for start, stop in spans))
+        begin, end = neighbors.part(sum(stop - start for start, stop in spans))
         here, whole, offset = [], [], 0
         for row, (start, stop) in enumerate(spans):
             low, high = max(begin, offset), min(end, offset + stop - start)
@@ -142,7 +142,7 @@ class Sequence:
                 last[row] = batch.last[number]
         # A part ends within a sequence where its row continues and no document begins after it.
         after = not whole[-1][2] and not self._begins_at(here[-1][1])
-        return batch._replace(carried=carried, last=last, context=Context(neighbours, inner[0], after))
+        return batch._replace(carried=carried, last=last, context=Context(neighbors, inner[0], after))
 
     def _begins_at(self, place: int) -> bool:
         """Whether a document begins there."""
@@ -169,7 +169,7 @@ class Batches:
         seed: int,
         reader: int = 0,
         readers: int = 1,
-        neighbours: Neighbours | None = None,
+        neighbors: ContextParallelGroup | None = None,
     ) -> None:
         """Check that there is enough text.
 
@@ -182,14 +182,14 @@ class Batches:
             seed: of the order.
             reader: which of the `readers` this worker is; they divide the rows of each part.
             readers: how many there are.
-            neighbours: the workers that share the same rows.
+            neighbors: the workers that share the same rows.
 
         Raises:
             ValueError: there is less text than one row, or than one step of a stream.
         """
         self._tokens, self._mode, self._seed = tokens, mode, seed
         self._length, self._rows, self._parts = length, rows, accumulation
-        self._reader, self._readers, self._neighbours = reader, readers, neighbours
+        self._reader, self._readers, self._neighbors = reader, readers, neighbors
         self._sequence, self._epoch = Sequence(tokens), -1
         needed = length if mode == "packed" else length * rows
         if len(self._sequence) < needed:
@@ -204,7 +204,7 @@ class Batches:
         size = self._rows // self._parts
         own = size // self._readers
         begins = range(self._reader * own, self._rows, size)
-        return [self._sequence.pack(spans[i : i + own], fresh, self._neighbours) for i in begins]
+        return [self._sequence.pack(spans[i : i + own], fresh, self._neighbors) for i in begins]
 
     def _packed(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         count, t = len(self._sequence) // self._length, self._length
@@ -252,7 +252,7 @@ def permuted(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64."""
+    """The finalizer of splitmix64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Tokenised text on disk: memory-mapped shards of whole documents, and an index with their checksums.
+"""Tokenized text on disk: memory-mapped shards of whole documents, and an index with their checksums.
 
 A shard is a safetensors file: `tokens` in the narrowest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
-The index is written after every shard, so tokenising continues where it was stopped.
+The index is written after every shard, so tokenizing continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.core.io import digest_file, locked, open_tensors, read_json, write_json, write_tensors
+from anymamba.core.io import digest_file, open_tensors, read_json, run_lock, write_json, write_tensors
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.training.config.sections import DataSection
 from anymamba.training.data.documents import Document, encode, sample
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Tokenised text, ready to be trained on.
+    """Tokenized text, ready to be trained on.
 
     Attributes:
         train: the training text.
@@ -86,7 +86,7 @@ def prepare(
     report: Callable[[str], None] = lambda _: None,
     text: Text | None = None,
 ) -> Corpus:
-    """Tokenise what is not tokenised yet, and open the result.
+    """Tokenize what is not tokenized yet, and open the result.
 
     Args:
         config: names the sources.
@@ -103,17 +103,17 @@ def prepare(
     report(f"{_described(text.train, text, 'to train on')}; {_described(text.held_out, text, 'held out')}")
     if not _is_complete(_read_index(directory), key):
         directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory):
+        with run_lock(directory):
             index = _read_index(directory)
             if config.shards is not None and index.get("complete") and index.get("key") != key:
                 raise ValueError(
-                    f"data.shards = {directory}: expected tokenised text of the same sources, tokenizer and split, "
+                    f"data.shards = {directory}: expected tokenized text of the same sources, tokenizer and split, "
                     "found that of others, or of files that have changed since; name another directory, or remove it "
                     "if no run needs it"
                 )
             if not _is_complete(index, key):
-                _tokenise(config, directory, tokenizer, text, index if index.get("key") == key else {"key": key})
-                report(f"tokenised into {directory}")
+                _tokenize(config, directory, tokenizer, text, index if index.get("key") == key else {"key": key})
+                report(f"tokenized into {directory}")
     return open_corpus(directory)
 
 
@@ -137,14 +137,14 @@ def open_corpus(directory: Path) -> Corpus:
     """
     index = _read_index(directory)
     if not index.get("complete"):
-        raise ValueError(f"{directory / _INDEX}: expected the index of tokenised text, found none that is complete")
+        raise ValueError(f"{directory / _INDEX}: expected the index of tokenized text, found none that is complete")
     if wrong := [name for name, kind in _COMPLETE.items() if type(index.get(name)) is not kind or not index[name]]:
         found = reprlib.repr(index.get(wrong[0]))
         raise ValueError(f"{directory / _INDEX}: damaged: expected {wrong[0]}, got {found}")
     for name in ("train", "held_out"):
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
-                raise ValueError(f"{directory / shard['file']}: damaged; remove {directory} to tokenise again")
+                raise ValueError(f"{directory / shard['file']}: damaged; remove {directory} to tokenize again")
     ngram_bits = index.pop("ngram_bits", None)  # which other machines round differently
     checksum = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Corpus(
@@ -157,7 +157,7 @@ def open_corpus(directory: Path) -> Corpus:
     )
 
 
-def _tokenise(
+def _tokenize(
     config: DataSection,
     directory: Path,
     tokenizer: Tokenizer,

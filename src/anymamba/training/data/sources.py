@@ -149,7 +149,7 @@ def _documents_of(
     where = str(file.path or "stdin")
     try:
         if format != "text":
-            expect_unpacked(file, stdin)
+            check_unpacked(file, stdin)
         if format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES):
             yield from _lines_of(file, field, stdin, problems)
             return
@@ -207,7 +207,7 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
             yield Document(name.as_posix(), path)
 
 
-def expect_unpacked(document: Document, stdin: bytes) -> None:
+def check_unpacked(document: Document, stdin: bytes) -> None:
     """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
     if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
         raise ValueError("compressed or binary, not text; unpack it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 from anymamba.training.data.documents import sample
 from anymamba.training.data.sources import Text
 
@@ -47,5 +47,5 @@ def make_byte_pairs(text: Text, size: int, path: Path) -> None:
     )
     texts = sample(text.train, text.stdin, _READ)
     tokenizer.train_from_iterator((part.decode("utf-8", "ignore") for part in texts), trainer)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         tokenizer.save(str(temporary))

@@ -1,7 +1,7 @@
 """Weights and gradients that several workers hold: divided between them by rows, or the same on each.
 
 `fully_shard` (FSDP2) divides the rows of every parameter over the workers of a mesh, gathers those of a layer when it
-is computed, and adds up gradients where their rows lie. An optimiser moves the rows that lie here. Where it needs a
+is computed, and adds up gradients where their rows lie. An optimizer moves the rows that lie here. Where it needs a
 whole matrix, and for the finished model, the rows are gathered. A checkpoint has pieces.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from anymamba.core.cache_io import expect_names
+from anymamba.core.cache_io import check_names
 from anymamba.models.stack.residual_layer import ResidualLayer
 from anymamba.training.checkpoint.sharded_tensors import Piece
 from anymamba.training.distributed.process_group import Workers
@@ -88,7 +88,7 @@ def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
     for module in _divided(model):
         module.set_gradient_divide_factor(1.0)  # costs are already divided by the targets of all workers
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        # Lay out the memory that the first gathering makes, before the optimiser takes views of it.
+        # Lay out the memory that the first gathering makes, before the optimizer takes views of it.
         module.unshard()
         module.reshard()
 
@@ -136,7 +136,7 @@ def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
         ValueError: they belong to another model.
     """
     held = _state(model)
-    expect_names("model", stored, held)
+    check_names("model", stored, held)
     for name, x in held.items():
         if tuple(stored[name].shape) != tuple(x.shape):
             raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")

@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from anymamba.core.context_parallel import Neighbours
+from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.training.config.sections import ParallelSection
 
 T = TypeVar("T")
 _TURNS = itertools.count()
-_EVER = timedelta(days=365)  # as long as it may take to tokenise a text
+_EVER = timedelta(days=365)  # as long as it may take to tokenize a text
 _ANSWERS = 5.0  # seconds in which all live workers have noticed that one is not
 _DROPS = 0.3  # seconds in which a thread of gloo drops the last message
 _LOOKS = 5.0  # seconds between two checks whether torchrun is alive
@@ -56,7 +56,7 @@ class Workers:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         """One of `size` processes, without a mesh yet."""
         self.rank, self.size, self.shard, self.context = rank, size, 1, 1
-        self.neighbours: Neighbours | None = None
+        self.neighbors: ContextParallelGroup | None = None
         self._mesh: DeviceMesh | None = None
         self._doing, self._seconds, self._looked = "to begin", 600, monotonic()
 
@@ -109,9 +109,9 @@ class Workers:
             for row in ranks.view(-1, self.context).tolist():
                 group = dist.new_group(row, timeout=limit)
                 if self.rank in row:
-                    self.neighbours = Neighbours(row, self.rank, group)
+                    self.neighbors = ContextParallelGroup(row, self.rank, group)
 
-    def expect_alone(self) -> None:
+    def require_single_process(self) -> None:
         """Refuse several workers, for a task of one process.
 
         Raises:
@@ -229,7 +229,7 @@ class Workers:
                 raise TimeoutError(self._missing(reason)) from error
             raise ConnectionError(self._lost(reason)) from error
 
-    def expect_launcher(self) -> None:
+    def check_launcher(self) -> None:
         """Refuse to continue without torchrun, as nothing would restart a failed worker; checks every few seconds.
 
         Raises:

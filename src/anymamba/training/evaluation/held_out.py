@@ -15,7 +15,7 @@ from anymamba.training.data.batches import segments
 from anymamba.training.data.shards import Corpus, Tokens
 from anymamba.training.distributed.process_group import Workers
 from anymamba.training.evaluation.baselines import ORDER
-from anymamba.training.tasks.lm_step import batch_nats
+from anymamba.training.tasks.lm_step import batch_loss_sum
 
 _SEGMENT = 2048  # tokens that are computed at once
 _LOOKED_AT = 256  # tokens of the held-out text that a prompt is taken from
@@ -27,11 +27,11 @@ class HeldOut(NamedTuple):
 
     Attributes:
         bits_per_byte: of the model.
-        neighbours: what simpler methods need for the same bytes, by name.
+        neighbors: what simpler methods need for the same bytes, by name.
     """
 
     bits_per_byte: float
-    neighbours: dict[str, float]
+    neighbors: dict[str, float]
 
 
 @torch.no_grad()
@@ -44,20 +44,20 @@ def evaluate(model: MambaLM, corpus: Corpus, dtype: torch.dtype, workers: Worker
     workers = workers or Workers()
     shares, carried = _shares(tokens, workers.size), None
     for batch in segments(tokens, _SEGMENT, *shares[workers.rank]):
-        cost, carried = batch_nats(model, batch.to(model.device), carried, dtype)
+        cost, carried = batch_loss_sum(model, batch.to(model.device), carried, dtype)
         nats += cost.item()
     if workers.size > 1:
         counts = [-(-(end - begin) // _SEGMENT) for begin, end in shares]
         for _ in range(counts[workers.rank], max(counts)):  # all workers take part when a divided model is gathered
             (batch,) = segments(tokens, _SEGMENT, 0, min(_SEGMENT, tokens.total))
-            batch_nats(model, batch.to(model.device), None, dtype)
+            batch_loss_sum(model, batch.to(model.device), None, dtype)
         nats = workers.sum(torch.tensor(nats, dtype=torch.float64), "to add up an evaluation").item()
     nats += int((tokens.lengths > 0).sum()) * math.log(corpus.vocab_size)
     size = int(tokens.sizes.sum())
-    neighbours = {"xz -9": 8 * corpus.xz_bytes / size}
+    neighbors = {"xz -9": 8 * corpus.xz_bytes / size}
     if corpus.ngram_bits is not None:
-        neighbours = {f"byte {ORDER}-gram": corpus.ngram_bits / size, **neighbours}
-    return HeldOut(nats / math.log(2) / size, neighbours)
+        neighbors = {f"byte {ORDER}-gram": corpus.ngram_bits / size, **neighbors}
+    return HeldOut(nats / math.log(2) / size, neighbors)
 
 
 def _shares(tokens: Tokens, count: int) -> list[tuple[int, int]]:

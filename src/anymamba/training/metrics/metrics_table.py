@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from anymamba.core.io import naming, replacing
+from anymamba.core.io import atomic_write, with_filename
 
 
 class Row(NamedTuple):
@@ -55,7 +55,7 @@ class MetricsTable:
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
         if unknown := sorted({name for row in rows for name in row.evaluated} - set(names)):
             raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
-        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
         self._file = path.open("a", newline="", encoding="utf-8")
 
@@ -69,7 +69,7 @@ class MetricsTable:
             csv.writer(self._file).writerow(self._written(row))
             self._file.flush()
         except OSError as error:
-            raise naming(self._path, error) from error
+            raise with_filename(self._path, error) from error
 
     def close(self) -> None:
         """Close the file. What could not be written has been reported."""
@@ -115,7 +115,7 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_metrics(metrics: Path, target: Path, name: str, neighbours: dict[str, float]) -> None:
+def plot_metrics(metrics: Path, target: Path, name: str, neighbors: dict[str, float]) -> None:
     """Draw the training loss and, beside it, what evaluations found and what simpler methods reach."""
     from matplotlib.figure import Figure
 
@@ -126,14 +126,14 @@ def plot_metrics(metrics: Path, target: Path, name: str, neighbours: dict[str, f
     right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel=name.replace("_", " "))
     seen = [(r.step, r.evaluated[name]) for r in rows if name in r.evaluated]
     right.plot([s for s, _ in seen], [x for _, x in seen], marker="o", label="held out")
-    for (label, value), style in zip(neighbours.items(), ("--", ":"), strict=False):
-        right.axhline(value, color="grey", ls=style, label=label)
+    for (label, value), style in zip(neighbors.items(), ("--", ":"), strict=False):
+        right.axhline(value, color="gray", ls=style, label=label)
     right.legend()
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png")
 
 
-def plot_losses(metrics: Path, target: Path, neighbours: dict[str, float], bytes_per_token: float) -> None:
+def plot_losses(metrics: Path, target: Path, neighbors: dict[str, float], bytes_per_token: float) -> None:
     """Draw training and held-out bits per byte, and those of simpler methods, over the steps."""
     from matplotlib.figure import Figure
 
@@ -143,8 +143,8 @@ def plot_losses(metrics: Path, target: Path, neighbours: dict[str, float], bytes
     axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
     seen = [(r.step, r.evaluated["held_out_bits_per_byte"]) for r in rows if r.evaluated]
     axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
-    for (name, bits), style in zip(neighbours.items(), ("--", ":"), strict=False):
-        axes.axhline(bits, color="grey", ls=style, label=f"{name}, held out")
+    for (name, bits), style in zip(neighbors.items(), ("--", ":"), strict=False):
+        axes.axhline(bits, color="gray", ls=style, label=f"{name}, held out")
     axes.legend()
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png")

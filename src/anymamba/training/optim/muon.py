@@ -28,7 +28,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
 
-def orthogonalised(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+def orthogonalized(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
     """A matrix with the same singular vectors, and singular values of about one.
 
     A singular value below about a thousandth of the matrix's norm stays smaller. It is computed in float32 or wider on
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         shares: Mapping[Tensor, Share] | None = None,
         workers: Workers | None = None,
     ) -> None:
-        """As other optimisers; every parameter must be a matrix, or the rows of one that `shares` says lie here.
+        """As other optimizers; every parameter must be a matrix, or the rows of one that `shares` says lie here.
 
         Each of several `workers` makes some of the matrices orthogonal, for all of them.
 
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
             for begin in range(0, len(moved), count):
                 some = moved[begin : begin + count]
                 means = [self._momentum(p, group["momentum"]) for p in some]
-                for p, update in zip(some, by_one_each(orthogonalised, means, self._workers), strict=True):
+                for p, update in zip(some, by_one_each(orthogonalized, means, self._workers), strict=True):
                     share, largest = self._shares.get(p), max(update.shape)
                     p.mul_(1 - lr * decay)
                     p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)

@@ -1,4 +1,4 @@
-"""The optimiser: which parameters are decayed, which are made orthogonal, and the learning rate of each step."""
+"""The optimizer: which parameters are decayed, which are made orthogonal, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceModel
 from anymamba.training.checkpoint.sharded_tensors import Piece
-from anymamba.training.config.sections import OptimiserSection, ScheduleSection
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection
 from anymamba.training.distributed.fsdp import Share, local
 from anymamba.training.distributed.process_group import Workers
 from anymamba.training.optim.muon import Muon
 
-# What the optimisers keep for a parameter.
+# What the optimizers keep for a parameter.
 _ADAM_STATE, _MUON_STATE = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float = 0.1, *, decay_embeddings: bool = False
 ) -> list[dict[str, Any]]:
-    """A model's parameters in two groups for an optimiser of torch: those that are decayed, and those that are not.
+    """A model's parameters in two groups for an optimizer of torch: those that are decayed, and those that are not.
 
     The weights of projections (`nn.Linear`) are decayed. Step sizes, decay rates, skips, norms, biases, convolutions,
     the weights of MIMO and initial states are not: they have a scale of their own. The embedding and the head of a
@@ -67,7 +67,7 @@ def _embeddings(model: nn.Module) -> dict[str, Tensor]:
 
 
 class PlanRow(NamedTuple):
-    """Which optimiser moves a parameter, or a part of one.
+    """Which optimizer moves a parameter, or a part of one.
 
     Attributes:
         name: of the parameter, with the part in brackets.
@@ -84,18 +84,18 @@ class PlanRow(NamedTuple):
     share: float
 
 
-def plan(model: nn.Module, config: OptimiserSection | None = None) -> list[PlanRow]:
-    """Which optimiser moves what: a row for each parameter or part, in the order of the optimisers' groups.
+def plan(model: nn.Module, config: OptimizerSection | None = None) -> list[PlanRow]:
+    """Which optimizer moves what: a row for each parameter or part, in the order of the optimizers' groups.
 
     Args:
         model: as it will be trained.
-        config: of the optimiser; Muon's defaults if not given.
+        config: of the optimizer; Muon's defaults if not given.
     """
-    return Optimiser(model, config or OptimiserSection(kind="muon")).plan()
+    return Optimizer(model, config or OptimizerSection(kind="muon")).plan()
 
 
 def plan_table(rows: list[PlanRow]) -> str:
-    """A plan as a table: layers that are alike share a row, and the last rows add up what each optimiser moves."""
+    """A plan as a table: layers that are alike share a row, and the last rows add up what each optimizer moves."""
     merged: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         name = re.sub(r"(^|\.)\d+\.", r"\1*.", row.name)
@@ -111,14 +111,14 @@ def plan_table(rows: list[PlanRow]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-class Optimiser:
+class Optimizer:
     """AdamW; or Muon for the hidden matrices, cut into their parts, and AdamW for the rest.
 
     Make it once the parameters are where they will stay: a part is a view of its parameter, with its own gradient and
     state.
     """
 
-    def __init__(self, model: nn.Module, config: OptimiserSection, workers: Workers | None = None) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerSection, workers: Workers | None = None) -> None:
         """Sort the parameters into groups; several `workers` share Muon's work."""
         decayed, others = _by_decay(model, config.decay_embeddings)
         matrices: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ class Optimiser:
                 part = self._here(key, weight, begin, rows)
                 (matrices if is_matrix and not is_taken else decayed)[key] = part
         if config.kind == "muon":
-            _expect_named(config.muon_without, [*matrices, *decayed])
+            _check_named(config.muon_without, [*matrices, *decayed])
         self._decayed = {*decayed, *matrices} if config.weight_decay else set()
         adam = torch.optim.AdamW(
             [
@@ -149,7 +149,7 @@ class Optimiser:
             fused=next(model.parameters()).device.type in ("cpu", "cuda"),
         )
         self._model = model
-        self._optimisers: list[torch.optim.Optimizer] = [adam]
+        self._optimizers: list[torch.optim.Optimizer] = [adam]
         self._owned = {name: (x, adam.state) for name, x in {**decayed, **others}.items()}
         if matrices:
             lr = config.lr if config.muon_lr is None else config.muon_lr
@@ -162,9 +162,9 @@ class Optimiser:
                 shares=shares,
                 workers=workers,
             )
-            self._optimisers.append(muon)
+            self._optimizers.append(muon)
             self._owned |= {name: (x, muon.state) for name, x in matrices.items()}
-        self._groups = [(group, group["lr"]) for optimiser in self._optimisers for group in optimiser.param_groups]
+        self._groups = [(group, group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _here(self, name: str, weight: Tensor, begin: int, rows: int) -> Tensor:
         """The rows among these of a parameter that lie here: the parameter itself, or a view of it."""
@@ -185,8 +185,8 @@ class Optimiser:
         return tuple(shape) if share is None else (share.bounds[-1], *shape[1:])
 
     def plan(self) -> list[PlanRow]:
-        """Which optimiser moves what."""
-        sizes, adam = {name: math.prod(self._shape(name)) for name in self._owned}, self._optimisers[0].state
+        """Which optimizer moves what."""
+        sizes, adam = {name: math.prod(self._shape(name)) for name in self._owned}, self._optimizers[0].state
         total, owners = sum(sizes.values()), ("Muon", "AdamW")
         return [
             PlanRow(name, self._shape(name), owners[state is adam], name in self._decayed, sizes[name] / total)
@@ -203,8 +203,8 @@ class Optimiser:
             group["lr"] = share * largest
         for part, whole, begin in self._parts:
             part.grad = None if whole.grad is None else local(whole.grad)[begin : begin + len(part)]
-        for optimiser in self._optimisers:
-            optimiser.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         for part, _, _ in self._parts:
             part.grad = None
 
@@ -235,7 +235,7 @@ class Optimiser:
             found.setdefault(name, {})[field] = x
         for name, fields in found.items():
             tensor, states = self._owned[name]
-            expected = _ADAM_STATE if states is self._optimisers[0].state else _MUON_STATE
+            expected = _ADAM_STATE if states is self._optimizers[0].state else _MUON_STATE
             if fields.keys() != expected and fields.keys() in (_ADAM_STATE, _MUON_STATE):
                 began, now = ("AdamW", "Muon") if fields.keys() == _ADAM_STATE else ("Muon", "AdamW")
                 raise ValueError(f"{name} was moved by {began} when this run began, and is now moved by {now}")
@@ -273,12 +273,12 @@ def _is_named(key: str, chosen: str) -> bool:
     return f".{name}".endswith(f".{chosen}") or f".{name.partition('[')[0]}".endswith(f".{chosen}")
 
 
-def _expect_named(chosen: Iterable[str], keys: list[str]) -> None:
+def _check_named(chosen: Iterable[str], keys: list[str]) -> None:
     """Refuse names of parts that do not exist; the default may name those of another family."""
-    usual = OptimiserSection().muon_without
+    usual = OptimizerSection().muon_without
     if strange := [name for name in chosen if name not in usual and not any(_is_named(key, name) for key in keys)]:
         known = ", ".join(dict.fromkeys(key.replace(".weight", "").rpartition(".")[2] for key in keys))
-        raise ValueError(f"optimiser.muon_without must name projections or their parts, as {known}, got {strange[0]!r}")
+        raise ValueError(f"optimizer.muon_without must name projections or their parts, as {known}, got {strange[0]!r}")
 
 
 def clip_gradients(model: nn.Module, largest: float, workers: Workers | None = None) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anymamba.checkpoints.load import COMPANIONS, copy_companions, load_model, save_config
 from anymamba.checkpoints.open import open_checkpoint, read_config
-from anymamba.core.io import replacing
+from anymamba.core.io import atomic_write
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -25,7 +25,7 @@ from anymamba.training.data.train_bpe import byte_pair_size, make_byte_pairs
 from anymamba.training.distributed.process_group import Workers
 from anymamba.training.evaluation.held_out import HeldOut, beginning, evaluate, sample
 from anymamba.training.metrics.metrics_table import plot_losses
-from anymamba.training.tasks.lm_step import batch_nats, carried_from
+from anymamba.training.tasks.lm_step import batch_loss_sum, carried_from
 from anymamba.training.tasks.task import Evaluation, Task
 
 
@@ -74,12 +74,12 @@ class LanguageTask(Task[Batch]):
             seed=config.seed,
             reader=workers.reader,
             readers=workers.readers,
-            neighbours=workers.neighbours,
+            neighbors=workers.neighbors,
         )
 
     @property
     def fingerprint(self) -> str:
-        """The checksum of the tokenised text."""
+        """The checksum of the tokenized text."""
         return self.corpus.checksum
 
     @property
@@ -106,18 +106,18 @@ class LanguageTask(Task[Batch]):
         self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, LMCache | None]:
         """Nats, and the state after each row of a stream."""
-        return batch_nats(model, batch, carried, dtype, kept=self.config.data.mode == "stream")
+        return batch_loss_sum(model, batch, carried, dtype, kept=self.config.data.mode == "stream")
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the held-out text, and write a sample."""
         self.held_out = found = evaluate(model, self.corpus, dtype, self._workers)
-        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbours.items())
+        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbors.items())
         lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
         text = sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
         if text and self._workers.leads:
             samples = self._directory / "samples"
             samples.mkdir(exist_ok=True)
-            with replacing(samples / f"step-{step:08d}.txt") as temporary:
+            with atomic_write(samples / f"step-{step:08d}.txt") as temporary:
                 temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
             lines += [f"  | {line}" for line in text.splitlines()]
         return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
@@ -164,7 +164,7 @@ class LanguageTask(Task[Batch]):
         if self.held_out is not None:
             text = self.corpus.train
             bytes_per_token = int(text.sizes.sum()) / text.total
-            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbours, bytes_per_token)
+            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbors, bytes_per_token)
 
     def _open_tokenizer(self) -> Tokenizer:
         """The tokenizer, from the run's own file."""
@@ -180,7 +180,7 @@ class LanguageTask(Task[Batch]):
             taken = [own.name]
         elif name != "bytes":
             taken = [*copy_companions(Path(name).parent, self._directory), own.name]
-            with replacing(own) as temporary:
+            with atomic_write(own) as temporary:
                 shutil.copyfile(name, temporary)
         for other in set(COMPANIONS) - set(taken):
             (self._directory / other).unlink(missing_ok=True)

@@ -97,7 +97,7 @@ class NextValue(FileTask):
                 raise ValueError(f"{place}: expected a series of at least 3 values, got {len(x)}")
             self.cuts.append(len(x) - held)
         known = [x[:cut] for x, cut in zip(self.table.sequences, self.cuts, strict=True)]
-        self.scale = Scale.of(np.concatenate(known), c.data.standardise)
+        self.scale = Scale.of(np.concatenate(known), c.data.standardize)
         self.series = [self.scale.shrink(x) for x in self.table.sequences]
         steps = [(x[1:] - x[:-1])[cut - 1 :] for x, cut in zip(self.table.sequences, self.cuts, strict=True)]
         self.beside = {"the last value": math.sqrt((np.concatenate(steps) ** 2).mean())}

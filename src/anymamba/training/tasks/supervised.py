@@ -87,7 +87,7 @@ class Regression(FileTask):
                 raise ValueError(f"{place}: expected {len(rows[0])} numbers to predict, got {len(rows[-1])}")
         self.split_and_scale(report)
         values = np.array(rows)
-        self.target_scale = Scale.of(values[self.training], self.config.data.standardise)
+        self.target_scale = Scale.of(values[self.training], self.config.data.standardize)
         self.numbers = self.target_scale.shrink(values)
         error = values[self.held_out] - values[self.training].mean(0)
         self.beside = {"always the mean": math.sqrt((error**2).mean())}

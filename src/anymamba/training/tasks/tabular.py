@@ -68,7 +68,7 @@ class FileTask(Task[SequenceBatch]):
         self.training, self.held_out = split(self.table, c.seed, c.data.held_out)
         self.scale: Scale | None = None
         if not self.table.is_text:
-            self.scale = Scale.of(np.concatenate([self.table.sequences[i] for i in self.training]), c.data.standardise)
+            self.scale = Scale.of(np.concatenate([self.table.sequences[i] for i in self.training]), c.data.standardize)
             scaled = [self.scale.shrink(x) for x in self.table.sequences]
             self.table = self.table._replace(sequences=scaled)
         report(f"{len(self.training)} sequences to train on, {len(self.held_out)} held out")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from anymamba.core.devices import find_device
-from anymamba.core.io import locked, read_json
-from anymamba.training.checkpoint.resume import expect_no_run, reopen
+from anymamba.core.io import read_json, run_lock
+from anymamba.training.checkpoint.resume import check_no_run, reopen
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.compile import expect_compiler
+from anymamba.training.compile import check_compiler
 from anymamba.training.config.tabular_config import FileConfig
 from anymamba.training.data.tables import Table, read_tables
 from anymamba.training.tasks.self_supervised import MaskedLanguage, NextValue
@@ -61,10 +61,10 @@ def begin_files(config: FileConfig, directory: Path, report: Callable[[str], Non
     """
     device = find_device(config.device, "device =")
     if config.precision.compile:
-        expect_compiler(device)
+        check_compiler(device)
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory):
-        expect_no_run(directory)
+    with run_lock(directory):
+        check_no_run(directory)
         task = file_task(config, report)
     return Trainer(task, directory, None, report)
 

@@ -58,7 +58,7 @@ class FlushDenormals {
 #endif
 };
 
-// Memory on whole cache lines, not initialised; `get` is null where there was none to be had.
+// Memory on whole cache lines, not initialized; `get` is null where there was none to be had.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {
@@ -148,7 +148,7 @@ class Counter {
 
 // Tasks that threads take one by one. A thread that comes late finds them taken, and does not keep the others waiting.
 //
-// They are dealt out in shares of neighbouring tasks, one for each thread. It takes those of its own share first, where
+// They are dealt out in shares of neighboring tasks, one for each thread. It takes those of its own share first, where
 // it does not compete with others and reads memory in order, and then what the others have not begun.
 class Queue {
  public:
@@ -270,7 +270,7 @@ bool run_tasks(int64_t tasks, int64_t threads, size_t bytes, const Body& body) {
   run_team(team, [&](int thread) {
     char* own = static_cast<char*>(scratch.get()) + thread * bytes;
     const auto run = [&](int64_t task) { body(task, own); };
-    queue.share(tasks, 0, 1, run, [] {}, [] {});  // in order: neighbouring tasks share memory
+    queue.share(tasks, 0, 1, run, [] {}, [] {});  // in order: neighboring tasks share memory
   });
   return true;
 }

@@ -20,10 +20,10 @@ inline int64_t rotation_count(const Mamba3Phase& phase) {
 
 // Step sizes, decays, weights and rates of a row, in slot `numbers`: dt, log_decay, gamma, kappa (heads each), rates.
 template <typename T>
-void discretise_token(const Token<T>& token, const Mamba3Phase& phase, int64_t row, Arena arena) {
+void discretize_token(const Token<T>& token, const Mamba3Phase& phase, int64_t row, Arena arena) {
   const int64_t h = phase.heads, count = rate_count(phase);
   const StepLimits limits{phase.heavy_tail != 0, phase.a_floor, phase.dt_min, phase.dt_max, phase.rate_range};
-  DiscretisedRow numbers(arena, h, count);
+  DiscretizedRow numbers(arena, h, count);
   const T* bias = read_parameter(arena.take<T>(h), phase.dt_bias, 0, h);
   widen(numbers.dt, token.at(row, phase.dt), h);
   for (int64_t c = 0; c < h; ++c) numbers.dt[c] += static_cast<double>(bias[c]);
@@ -43,7 +43,7 @@ void mamba3_tokens(const Token<T>& token, const Mamba3Phase& phase) {
   const int64_t n = phase.state, rows = phase.rank * phase.groups;
   token.share(token.args.batch * 3, [&](int64_t task) {
     const int64_t row = task / 3, side = task % 3;
-    if (side == 2) return discretise_token(token, phase, row, Arena(token.scratch));
+    if (side == 2) return discretize_token(token, phase, row, Arena(token.scratch));
     const T* weight = read_parameter(static_cast<T*>(token.scratch), side ? phase.query_norm : phase.key_norm, 0, n);
     const T* source = token.at(row, side ? phase.c : phase.b);
     T* target = token.at(row, phase.keys + side * rows * n);
@@ -75,7 +75,7 @@ template <typename T>
 size_t mamba3_scratch(const Mamba3Phase& phase) {
   Arena heads, tokens;
   const Mamba3Buffers<T> buffers(heads, phase);
-  const DiscretisedRow numbers(tokens, phase.heads, rate_count(phase));
+  const DiscretizedRow numbers(tokens, phase.heads, rate_count(phase));
   tokens.take<T>(phase.heads > phase.state ? phase.heads : phase.state);
   return heads.used() > tokens.used() ? heads.used() : tokens.used();
 }

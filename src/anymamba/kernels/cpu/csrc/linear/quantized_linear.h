@@ -8,7 +8,7 @@
 namespace ANYMAMBA_ISA {
 
 template <typename T>
-bool narrow_product(const NarrowProductArgs& args) {
+bool quantized_matmul(const NarrowProductArgs& args) {
   const T* x = static_cast<const T*>(args.x);
   T* y = static_cast<T*>(args.y);
   const auto emit = [&](int64_t col, int64_t row, const T* products, int count) {

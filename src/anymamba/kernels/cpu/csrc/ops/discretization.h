@@ -13,7 +13,7 @@
 
 namespace ANYMAMBA_ISA {
 
-constexpr int64_t kDiscretiseRows = 64;  // rows of a task; it fixes the order in which the bias' gradient is summed
+constexpr int64_t kDiscretizeRows = 64;  // rows of a task; it fixes the order in which the bias' gradient is summed
 constexpr double kHalfTurn = 3.14159265358979323846;
 
 struct StepLimits {
@@ -81,7 +81,7 @@ struct Axes {
     for (int64_t j = 0; j < vectors; ++j) target[3 * j] = x[j], target[3 * j + 1] = y[j], target[3 * j + 2] = z[j];
   }
   // x, y, z become directions. No square overflows or vanishes; a vector of zero has length and direction zero.
-  void normalise() {
+  void normalize() {
     for (int64_t j = 0; j < lanes; ++j) {
       const double a = std::fabs(x[j]), b = std::fabs(y[j]), c = std::fabs(z[j]);
       const double most = a > b ? (a > c ? a : c) : (b > c ? b : c), scale = most > 1e-150 ? most : 1e-150;
@@ -94,13 +94,13 @@ struct Axes {
 };
 
 // The raw numbers of a row and what becomes of them.
-struct DiscretisedRow {
+struct DiscretizedRow {
   int64_t heads, turns;  // turns: how many numbers describe them
   double *dt, *a, *trap, *turn;
   double* results[5];  // dt, log_decay, gamma, kappa; the rates of turning
   Axes axes, daxes;    // for turns about axes
 
-  DiscretisedRow(Arena& arena, int64_t heads, int64_t turns)
+  DiscretizedRow(Arena& arena, int64_t heads, int64_t turns)
       : heads(heads), turns(turns), axes(arena, turns), daxes(arena, turns) {
     const size_t h = round_up<double>(static_cast<int>(heads)), s = round_up<double>(static_cast<int>(turns));
     dt = arena.take<double>(h), a = arena.take<double>(h), trap = arena.take<double>(h), turn = arena.take<double>(s);
@@ -123,14 +123,14 @@ struct DiscretisedRow {
   }
 
   // The rates of turning: in planes, one number each, or about axes, vectors of three.
-  void bound_turns(const StepLimits& limits, bool about_axes) {
-    if (about_axes) return bound_vectors(limits);
+  void bound_turns(const StepLimits& limits, bool quaternion) {
+    if (quaternion) return bound_vectors(limits);
     for (int64_t c = 0; c < turns; c += kLanes<double>)
       store(results[4] + c, limits.range * kHalfTurn * tanh<double>(load(turn + c)));
   }
   // The gradient `grad` on them becomes that on the raw numbers, in `out`.
-  void bound_turns_backward(const StepLimits& limits, bool about_axes, const double* grad, double* out) {
-    if (about_axes) return bound_vectors_backward(limits, grad, out);
+  void bound_turns_backward(const StepLimits& limits, bool quaternion, const double* grad, double* out) {
+    if (quaternion) return bound_vectors_backward(limits, grad, out);
     for (int64_t c = 0; c < turns; c += kLanes<double>) {
       const Vec<double> bounded = tanh<double>(load(turn + c));
       store(out + c, limits.range * kHalfTurn * load(grad + c) * ((1.0 - bounded) * (1.0 + bounded)));
@@ -140,7 +140,7 @@ struct DiscretisedRow {
  private:
   void bound_vectors(const StepLimits& limits) {
     axes.split(turn);
-    axes.normalise();
+    axes.normalize();
     for (int64_t j = 0; j < axes.lanes; j += kLanes<double>) {
       const Vec<double> size = limits.range * kHalfTurn * tanh<double>(load(axes.length + j));
       store(axes.x + j, size * load(axes.x + j));
@@ -153,7 +153,7 @@ struct DiscretisedRow {
   // Along the direction n the slope of tanh, across it tanh(length) / length.
   void bound_vectors_backward(const StepLimits& limits, const double* grad, double* out) {
     axes.split(turn);
-    axes.normalise();
+    axes.normalize();
     daxes.split(grad);
     for (int64_t j = 0; j < axes.lanes; j += kLanes<double>) {
       const Vec<double> length = load(axes.length + j), bounded = tanh<double>(length), least = broadcast(1e-150);
@@ -172,13 +172,13 @@ struct DiscretisedRow {
 
 // The rows of a sequence, read and written in their dtypes.
 template <typename T>
-struct DiscretiseRows {
-  const DiscretiseArgs& args;
+struct DiscretizeRows {
+  const DiscretizeArgs& args;
   const StepLimits limits;
-  DiscretisedRow row;
+  DiscretizedRow row;
   T* narrow;
 
-  DiscretiseRows(const DiscretiseArgs& args, Arena& arena)
+  DiscretizeRows(const DiscretizeArgs& args, Arena& arena)
       : args(args),
         limits{args.heavy_tail != 0, args.rate_floor, args.dt_min, args.dt_max, args.range},
         row(arena, args.heads, args.pairs),
@@ -213,7 +213,7 @@ struct DiscretiseRows {
       return write(args.dt, 0, index, args.heads, own_dtype<T>());
     }
     row.compute(limits, is_padding(index));
-    row.bound_turns(limits, args.about_axes != 0);
+    row.bound_turns(limits, args.quaternion != 0);
     void* const targets[4] = {args.dt, args.log_decay, args.gamma, args.kappa};
     for (int i = 0; i < 4; ++i) write(targets[i], i, index, args.heads, own_dtype<T>());
     write(args.rate, 4, index, args.pairs, own_dtype<T>());
@@ -243,7 +243,7 @@ struct DiscretiseRows {
       store(row.results[1] + c, dlog_decay * dt.value * rate.slope);
       store(row.results[2] + c, (dgamma - dkappa) * dt.value * (now * before));
     }
-    row.bound_turns_backward(limits, args.about_axes != 0, grads[4], row.results[3]);
+    row.bound_turns_backward(limits, args.quaternion != 0, grads[4], row.results[3]);
     for (int64_t c = 0; c < h; ++c) dbias[c] += row.results[0][c];
     void* const targets[3] = {args.ddt_raw, args.da_raw, args.dtrap_raw};
     for (int i = 0; i < 3; ++i) write(targets[i], i, index, h, args.dtype);
@@ -253,36 +253,36 @@ struct DiscretiseRows {
 
 // body(row) for the rows of a task.
 template <typename Body>
-void for_rows(const DiscretiseArgs& args, int64_t task, const Body& body) {
-  const int64_t first = task * kDiscretiseRows, stop = first + kDiscretiseRows < args.rows ? first + kDiscretiseRows : args.rows;
+void for_rows(const DiscretizeArgs& args, int64_t task, const Body& body) {
+  const int64_t first = task * kDiscretizeRows, stop = first + kDiscretizeRows < args.rows ? first + kDiscretizeRows : args.rows;
   for (int64_t row = first; row < stop; ++row) body(row);
 }
 
 template <typename T>
-bool discretise_forward(const DiscretiseArgs& args) {
+bool discretize_forward(const DiscretizeArgs& args) {
   Arena count;
-  DiscretiseRows<T>(args, count);
-  const int64_t tasks = (args.rows + kDiscretiseRows - 1) / kDiscretiseRows;
+  DiscretizeRows<T>(args, count);
+  const int64_t tasks = (args.rows + kDiscretizeRows - 1) / kDiscretizeRows;
   return run_tasks(tasks, args.threads, count.used(), [&](int64_t task, void* scratch) {
     Arena arena(scratch);
-    DiscretiseRows<T> rows(args, arena);
+    DiscretizeRows<T> rows(args, arena);
     for_rows(args, task, [&](int64_t row) { rows.forward(row); });
   });
 }
 
 template <typename T>
-bool discretise_backward(const DiscretiseArgs& args) {
-  const int64_t h = args.heads, tasks = (args.rows + kDiscretiseRows - 1) / kDiscretiseRows;
+bool discretize_backward(const DiscretizeArgs& args) {
+  const int64_t h = args.heads, tasks = (args.rows + kDiscretizeRows - 1) / kDiscretizeRows;
   const int widest = round_up<double>(static_cast<int>(h > args.pairs ? h : args.pairs));
   const Scratch partial((tasks + 1) * h * sizeof(double));
   if (!partial.get()) return false;
   double *total = static_cast<double*>(partial.get()), *sums = total + h;
   Arena count;
-  DiscretiseRows<T>(args, count);
+  DiscretizeRows<T>(args, count);
   count.take<double>(5 * widest);
   const bool ok = run_tasks(tasks, args.threads, count.used(), [&](int64_t task, void* scratch) {
     Arena arena(scratch);
-    DiscretiseRows<T> rows(args, arena);
+    DiscretizeRows<T> rows(args, arena);
     double *memory = arena.take<double>(5 * widest), *grads[5];
     for (int i = 0; i < 5; ++i) grads[i] = memory + i * widest;
     double* dbias = sums + task * h;

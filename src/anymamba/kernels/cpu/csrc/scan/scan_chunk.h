@@ -38,7 +38,7 @@ inline int64_t longest_sequence(const ScanArgs& args) {
   return longest;
 }
 
-// A task is one sequence and up to `block` neighbouring heads of one group, which share keys, queries and scores.
+// A task is one sequence and up to `block` neighboring heads of one group, which share keys, queries and scores.
 struct HeadBlocks {
   int64_t per_group, block, blocks_per_group;
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from anymamba import Mamba1, Mamba2, Mamba3, MambaLM
-from anymamba.core.context_parallel import Context, Neighbours
+from anymamba.core.context_parallel import Context, ContextParallelGroup
 from anymamba.models.loss import IGNORED_LABEL
 from tests.support import assert_near
 from tests.workers import run_cases
@@ -19,7 +19,7 @@ BLOCKS = {
     "mamba1": lambda: Mamba1(d_model=8, d_state=4),
     "mamba1 narrow conv": lambda: Mamba1(d_model=8, d_state=4, d_conv=1, inner_norms="plain"),
     "mamba2": lambda: Mamba2(d_model=8, d_state=4, headdim=4, ngroups=2),
-    "mamba2 learnt start": lambda: Mamba2(d_model=8, d_state=4, headdim=4, d_conv=2, learnable_init_states=True),
+    "mamba2 learned start": lambda: Mamba2(d_model=8, d_state=4, headdim=4, d_conv=2, learnable_init_states=True),
     "mamba3": lambda: Mamba3(d_model=8, d_state=8, headdim=4),
     "mamba3 mimo": lambda: Mamba3(d_model=8, d_state=8, headdim=4, is_mimo=True, mimo_rank=2, ngroups=2),
     "mamba3 quaternion": lambda: Mamba3(d_model=8, d_state=8, headdim=4, rotation="quaternion"),
@@ -45,20 +45,20 @@ LAYOUTS = {
 }
 
 
-def neighbours_of(rank):
-    return Neighbours(list(range(dist.get_world_size())), rank)
+def neighbors_of(rank):
+    return ContextParallelGroup(list(range(dist.get_world_size())), rank)
 
 
 def part_of(rank, cuts, bounds):
     """This worker's time, its boundaries, the numbers of its sequences, and its context."""
     begin, end = cuts[rank], cuts[rank + 1]
-    neighbours = neighbours_of(rank)
+    neighbors = neighbors_of(rank)
     if bounds is None:
-        return begin, end, None, None, Context(neighbours, rank > 0, rank + 1 < neighbours.size)
+        return begin, end, None, None, Context(neighbors, rank > 0, rank + 1 < neighbors.size)
     numbers = [z for z in range(len(bounds) - 1) if bounds[z] < end and bounds[z + 1] > begin]
     inner = [bounds[z] - begin for z in numbers if bounds[z] > begin]
     local = torch.tensor([0, *inner, end - begin])
-    return begin, end, local, numbers, Context(neighbours, begin not in bounds, end not in bounds)
+    return begin, end, local, numbers, Context(neighbors, begin not in bounds, end not in bounds)
 
 
 def random_cache(block, rows):
@@ -141,17 +141,17 @@ def bytes_case(rank, make):
     cache = block.init_cache(1)
     found = []
     for length in (8, 64):
-        neighbours = neighbours_of(rank)
-        context = Context(neighbours, rank > 0, rank + 1 < neighbours.size)
+        neighbors = neighbors_of(rank)
+        context = Context(neighbors, rank > 0, rank + 1 < neighbors.size)
         y, _ = block.prefill(torch.randn(1, length, 8), context=context)
         y.sum().backward()
-        found.append(neighbours.sent)
+        found.append(neighbors.sent)
     assert found == [cache.nbytes, cache.nbytes], (found, cache.nbytes)
 
 
 def refusal_case(rank):
     """Parts that are too short, and what does not go together with parts."""
-    context = Context(neighbours_of(rank), rank > 0, rank == 0)
+    context = Context(neighbors_of(rank), rank > 0, rank == 0)
     block, x = BLOCKS["mamba2"](), torch.randn(1, 8, 8)
     for words, call in {
         "must have 4 tokens or more, got 3": lambda: block.prefill(x[:, :3], context=context),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
-from anymamba.checkpoints.open import non_finite_values, open_checkpoint
+from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
 from anymamba.checkpoints.weight_files import count_non_finite, weight_file
 from anymamba.core.io import read_json
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
@@ -295,13 +295,13 @@ def test_a_loaded_model_does_not_change_with_its_file(directory, suffix, same_dt
 def test_loaded_weights_can_be_trained(directory):
     model, before = MambaLM.from_pretrained(directory), (directory / "model.safetensors").read_bytes()
     x = torch.randint(101, (2, 9))
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
         loss = model(x, labels=x).loss
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] > losses[1] > losses[2]
     assert (directory / "model.safetensors").read_bytes() == before
@@ -369,13 +369,13 @@ class TestNonFinite:
         assert len(caught) == 1
         assert not torch.isfinite(model.backbone.norm_f.weight[3])
         MambaLM.from_pretrained(directory, mapped=True)  # nobody reads those
-        assert "2 tensors hold values" in non_finite_values(open_checkpoint(directory))
+        assert "2 tensors hold values" in count_non_finite_values(open_checkpoint(directory))
 
     def test_a_number_that_is_too_large_for_the_asked_dtype_is_told_of(self, directory):
         tensors = load_file(directory / "model.safetensors")
         tensors["backbone.norm_f.weight"][3] = 1e6
         save_file(tensors, directory / "model.safetensors")
-        assert non_finite_values(open_checkpoint(directory)) == ""
+        assert count_non_finite_values(open_checkpoint(directory)) == ""
         with pytest.warns(UserWarning, match=r"1 tensor holds .* first backbone.norm_f.weight \(1 of 32\)"):
             MambaLM.from_pretrained(directory, dtype=torch.float16)
 
@@ -488,11 +488,11 @@ class TestDamage:
             (lambda x: x.to_sparse(), r"a sparse one \(torch.sparse_coo\)"),
             (lambda x: x.to_sparse_csr(), r"a sparse one \(torch.sparse_csr\)"),
             (lambda x: x.to("meta"), "one on the meta device"),
-            (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "a quantised one"),
+            (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "a quantized one"),
             (lambda x: torch.nested.nested_tensor([x, x[:1]]), "a nested one"),
             (lambda x: torch.ones(1, 1).expand(x.shape), "one that repeats its values"),
         ],
-        ids=["coo", "csr", "meta", "quantised", "nested", "expanded"],
+        ids=["coo", "csr", "meta", "quantized", "nested", "expanded"],
     )
     @pytest.mark.filterwarnings("ignore")
     def test_a_torch_file_with_a_tensor_that_is_not_plain(self, directory, odd, message):

@@ -16,7 +16,7 @@ from anymamba.training.tasks.task import Task
 IGNORED = -100  # the label of a position that is not scored
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     """A batch.
 
     Attributes:
@@ -37,9 +37,9 @@ class Labelled(NamedTuple):
         """Labels that are scored."""
         return int((self.labels != IGNORED).sum())
 
-    def to(self, device: torch.device) -> Labelled:
+    def to(self, device: torch.device) -> Labeled:
         """On another device."""
-        return Labelled(self.inputs.to(device), self.labels.to(device))
+        return Labeled(self.inputs.to(device), self.labels.to(device))
 
     def nats(self, model: nn.Module, smoothing: float = 0.0) -> Tensor:
         """The cross entropy of the labels under the model's logits (b, t, k) or (b, k), added up.
@@ -56,9 +56,9 @@ class Labelled(NamedTuple):
         return int(right.sum()) / max(1, self.counted)
 
 
-class LabelledTask(Task[Labelled]):
+class LabeledTask(Task[Labeled]):
     """Labels to predict from rows of inputs."""
 
-    def cost(self, model: nn.Module, batch: Labelled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+    def cost(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Nats."""
         return batch.nats(model), None

@@ -100,7 +100,7 @@ class TestWeightsAndBiases:
         for run, _ in runs:
             assert run.id == (directory / "wandb-id.txt").read_text().strip()
             assert (run.project, run.name) == ("my-project", "run")
-            assert (run.config["optimiser.lr"], run.config["schedule.steps"]) == (0.003, 6)
+            assert (run.config["optimizer.lr"], run.config["schedule.steps"]) == (0.003, 6)
         files = [path.stat().st_size for path in directory.glob(f"wandb/offline-run-*-{run.id}*/*.wandb")]
         assert len(files) == 2
         assert min(files) > 0

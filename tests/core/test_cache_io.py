@@ -319,7 +319,7 @@ class _OnlyStatesFields(NamedTuple):
 
 class OnlyStates(_OnlyStatesFields, SavedTree):
     __slots__ = ()
-    STATES: ClassVar[frozenset[str]] = frozenset({"mean"})
+    FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"mean"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -20,7 +20,7 @@ from anymamba.training.checkpoint.run_state import Facts, checkpoints
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors
 from anymamba.training.distributed.process_group import SharedError
 from tests.training.cases import silent
-from tests.training.test_parallel import (
+from tests.training.test_process_group import (
     MUON,
     PARTS,
     STREAM,
@@ -61,7 +61,7 @@ def replaced(owner, name, make):
 def format_case(rank):
     """Workers that divide tensors write their own rows; without anything to divide, there is one whole file."""
     _, (path, *_) = trained(rank, "divided", STREAM | MUON, {"shard": 2})
-    numbered = [f"{kind}-0000{i}-of-00002.safetensors" for kind in ("carried", "model", "optimiser") for i in (1, 2)]
+    numbered = [f"{kind}-0000{i}-of-00002.safetensors" for kind in ("carried", "model", "optimizer") for i in (1, 2)]
     assert names_in(path) == sorted([*numbered, "config.json", "training.json"])
     for name in numbered:
         rows = {key: len(x) for key, x in load_file(path / name).items() if x.ndim and key != "rng"}
@@ -74,7 +74,7 @@ def format_case(rank):
     assert all(torch.equal(final[key], whole[key]) for key in final)
     for mesh in ({}, {"context": 2}):
         _, (path, *_) = trained(rank, f"whole{'-'.join(mesh)}", {}, mesh)
-        assert names_in(path) == ["config.json", "model.safetensors", "optimiser.safetensors", "training.json"]
+        assert names_in(path) == ["config.json", "model.safetensors", "optimizer.safetensors", "training.json"]
         MambaLM.from_pretrained(path)
         _, (path, *_) = trained(rank, f"streams{'-'.join(mesh)}", STREAM, mesh)
         carried = ["carried.safetensors"] if mesh else numbered[:2]
@@ -134,7 +134,7 @@ def full_disk_case(rank, victim):
     trainer = begin(config, directory, silent, workers_of(rank))
     trainer.run([lambda row: row.step == 2], shown=False)
     again = open_run(directory, {}, silent, workers_of(rank))
-    name = f"optimiser-0000{victim + 1}-of-00002.safetensors"
+    name = f"optimizer-0000{victim + 1}-of-00002.safetensors"
     words = rf"^worker {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
     again._take_step()
     disk = replaced(Part, "write", on_a_full_disk) if rank == victim else nullcontext()

@@ -11,7 +11,7 @@ import anymamba
 from anymamba import MambaLM
 from anymamba.checkpoints.load import load_model
 from anymamba.cli.main import main
-from anymamba.generation.detect_activation import decide_activation
+from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.tokenizers import ByteTokenizer
 from tests.models.cases import small_lm
 
@@ -32,24 +32,24 @@ def activation_of(model):
 @pytest.mark.parametrize("trained", CHOICES)
 def test_a_text_finds_the_activation_that_a_model_was_trained_with(trained):
     model = load_model(silent(trained), dtype=torch.float32)
-    evidence = decide_activation(model, ByteTokenizer())
+    evidence = detect_activation(model, ByteTokenizer())
     assert evidence.taken == trained
     assert min(evidence.bits, key=evidence.bits.get) == trained
     assert activation_of(model) == model.config.ssm_cfg["a_activation"] == trained
     said = MambaLM.from_pretrained(silent(trained), dtype=torch.float32, ssm_cfg={"a_activation": trained})
     assert torch.equal(model(IDS).logits, said(IDS).logits)
-    assert decide_activation(said, ByteTokenizer()) is None
+    assert detect_activation(said, ByteTokenizer()) is None
 
 
 @pytest.mark.usefixtures("unchecked")  # of the tokenizer
-def test_a_model_that_learnt_nothing_stays_undecided_and_says_what_to_pass(tmp_path):
+def test_a_model_that_learned_nothing_stays_undecided_and_says_what_to_pass(tmp_path):
     small_lm("Mamba3").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["ssm_cfg"].pop("a_activation") == "heavy_tail"  # ours say it
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path)
     letters = type("Letters", (), {"encode": lambda self, text: [ord(c) % 29 for c in text]})()
-    evidence = decide_activation(model, letters)
+    evidence = detect_activation(model, letters)
     assert evidence.taken == ""
     assert "Choose one with --block a_activation=softplus or heavy_tail" in str(evidence)
     assert activation_of(model) == "heavy_tail"

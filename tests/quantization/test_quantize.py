@@ -11,9 +11,9 @@ from torch import nn
 from anymamba import GenerationState, MambaLM, decoder, generate
 from anymamba.core.weight_formats import FORMATS, GROUPS
 from anymamba.kernels.cpu import bindings
-from anymamba.quantization.modules import NarrowEmbedding, NarrowLinear
-from anymamba.quantization.ops import widened
-from anymamba.quantization.quantize import narrow_model, weight_format
+from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from anymamba.quantization.ops import dequantize
+from anymamba.quantization.quantize import quantize_model, weight_format
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import FLOOR, assert_near
 
@@ -27,10 +27,12 @@ def widened_lm(model):
     """The same model with plain float32 weights of the same values."""
     plain = MambaLM(model.config)
     narrow = {
-        name: module for name, module in model.named_modules() if isinstance(module, NarrowLinear | NarrowEmbedding)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding)
     }
     state = {name: x for name, x in model.state_dict().items() if not name.endswith(".scales")}
-    plain.load_state_dict({**state, **{f"{name}.weight": widened(module.stored) for name, module in narrow.items()}})
+    plain.load_state_dict({**state, **{f"{name}.weight": dequantize(module.stored) for name, module in narrow.items()}})
     return plain
 
 
@@ -38,7 +40,7 @@ def widened_lm(model):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
-    model = narrow_model(small_lm(family, tie_embeddings=format == "int8"), format)
+    model = quantize_model(small_lm(family, tie_embeddings=format == "int8"), format)
     plain = widened_lm(model)
     with torch.no_grad():
         found, expected = model(IDS, labels=IDS, logits="all"), plain.double()(IDS, labels=IDS, logits="all")
@@ -52,7 +54,7 @@ def test_a_narrow_model_computes_what_the_widened_one_does(family, format):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format, rows):
     """The sums are taken in the same order."""
-    model = narrow_model(small_lm(family), format)
+    model = quantize_model(small_lm(family), format)
     narrow, plain = decoder(model), decoder(widened_lm(model))
     cache = other = None
     for ids in (IDS.flatten()[:rows], IDS.flatten()[rows : 2 * rows]):
@@ -68,7 +70,7 @@ def test_a_compiled_token_is_to_the_bit_that_of_the_widened_model(family, format
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_token_of_whole_numbers_is_near_that_of_the_widened_model(family, format):
     """Activations are rounded to 16 bits in every product."""
-    model = narrow_model(small_lm(family), format)
+    model = quantize_model(small_lm(family), format)
     narrow, exact = decoder(model), widened_lm(model).double()
     cache = other = None
     for ids in IDS.T:
@@ -82,7 +84,7 @@ def test_a_compiled_token_of_whole_numbers_is_near_that_of_the_widened_model(fam
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_compiled_token_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
-    decode = decoder(narrow_model(small_lm(), format))
+    decode = decoder(quantize_model(small_lm(), format))
     ids = IDS.flatten()
     together, _ = decode.step(ids)
     before = torch.get_num_threads()
@@ -115,7 +117,7 @@ def test_a_saved_narrow_model_is_the_same_to_the_bit(tmp_path, format, tied):
 def test_loading_and_narrowing_in_memory_give_the_same(tmp_path):
     plain = small_lm("Mamba3")
     plain.save_pretrained(tmp_path)
-    loaded, made = MambaLM.from_pretrained(tmp_path, weights="int4"), narrow_model(copy.deepcopy(plain), "int4")
+    loaded, made = MambaLM.from_pretrained(tmp_path, weights="int4"), quantize_model(copy.deepcopy(plain), "int4")
     for name, x in loaded.state_dict().items():
         assert torch.equal(x, made.state_dict()[name]), name
 
@@ -131,7 +133,7 @@ def test_activations_may_be_narrower_than_float32(tmp_path):
 
 
 def test_an_adapter_beside_a_narrow_weight_is_called_and_trained():
-    model = narrow_model(small_lm("Mamba2"), "int8")
+    model = quantize_model(small_lm("Mamba2"), "int8")
 
     class Adapted(nn.Module):
         def __init__(self, base):
@@ -166,7 +168,7 @@ def test_a_wrapped_head_need_not_say_its_width(format):
         def forward(self, x):
             return self.base(x)
 
-    model = narrow_model(small_lm("Mamba2", tie_embeddings=False), format)
+    model = quantize_model(small_lm("Mamba2", tie_embeddings=False), format)
     tokens, loss = generate(model, IDS, 3).tokens, model(IDS, labels=IDS).loss
     model.lm_head = Wrapped(model.lm_head)
     assert "Wrapped" in decoder(model).reason
@@ -180,8 +182,8 @@ def test_a_wrapped_head_need_not_say_its_width(format):
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("of", ["float32", *FORMATS])
 def test_a_state_dict_of_another_format_is_refused_and_one_of_the_same_taken(of, to, assign, strict):
-    given = small_lm(seed=1) if of == "float32" else narrow_model(small_lm(seed=1), of)
-    model = narrow_model(small_lm(seed=2), to)
+    given = small_lm(seed=1) if of == "float32" else quantize_model(small_lm(seed=1), of)
+    model = quantize_model(small_lm(seed=2), to)
     if of == to:
         model.load_state_dict(given.state_dict(), assign=assign, strict=strict)
         with torch.no_grad():
@@ -197,7 +199,7 @@ def test_a_state_dict_of_another_format_is_refused_and_one_of_the_same_taken(of,
 @pytest.mark.parametrize("changed", ["weight", "scales"])
 def test_a_tied_head_that_differs_is_refused(tmp_path, changed):
     """Its scales count as much as its codes."""
-    model = narrow_model(small_lm(), "int8")
+    model = quantize_model(small_lm(), "int8")
     untied = copy.deepcopy(model)
     model.save_pretrained(tmp_path)
     state = {name: x.clone() for name, x in model.state_dict().items()}
@@ -227,7 +229,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path, changed):
     ],
 )
 def test_codes_and_scales_of_another_dtype_are_refused(tmp_path, format, name, stored):
-    narrow_model(small_lm(), format).save_pretrained(tmp_path)
+    quantize_model(small_lm(), format).save_pretrained(tmp_path)
     state, key = load_file(tmp_path / "model.safetensors"), f"backbone.layers.1.mixer.out_proj.{name}"
     state[key] = state[key].to(stored)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
@@ -236,7 +238,7 @@ def test_codes_and_scales_of_another_dtype_are_refused(tmp_path, format, name, s
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
-    model = narrow_model(small_lm(), "int8").double()
+    model = quantize_model(small_lm(), "int8").double()
     with pytest.raises(ValueError, match=r"up to float32, got torch.float64; model.float\(\)"):
         model.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
@@ -246,7 +248,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
 
 def test_states_of_other_weights_are_refused(tmp_path):
     plain = small_lm()
-    narrow = narrow_model(copy.deepcopy(plain), "int8")
+    narrow = quantize_model(copy.deepcopy(plain), "int8")
     generate(plain, IDS, 2, return_state=True).state.save(tmp_path / "state", plain)
     with pytest.raises(ValueError, match="expected fingerprint"):
         GenerationState.load(tmp_path / "state", narrow)
@@ -261,13 +263,13 @@ def test_what_cannot_be_is_named(tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="weights must be one of bfloat16, float16, int8, int4, got 'int3'"):
         MambaLM.from_pretrained(tmp_path / "plain", weights="int3")
-    with pytest.raises(TypeError, match="narrow_model: expected a MambaLM, got Backbone"):
-        narrow_model(plain.backbone, "int8")
+    with pytest.raises(TypeError, match="quantize_model: expected a MambaLM, got Backbone"):
+        quantize_model(plain.backbone, "int8")
     with pytest.raises(ValueError, match="for activations up to float32"):
         MambaLM.from_pretrained(tmp_path / "plain", weights="int8", dtype=torch.float64)
     narrow = MambaLM.from_pretrained(tmp_path / "plain", weights="int8")
     with pytest.raises(ValueError, match="got one in int8"):
-        narrow_model(narrow, "int4")
+        quantize_model(narrow, "int4")
     with pytest.raises(ValueError, match="the transformers format cannot hold weights in int8"):
         narrow.save_pretrained(tmp_path / "other", format="transformers")
     assert not (tmp_path / "other").exists()
@@ -277,14 +279,14 @@ def test_what_cannot_be_is_named(tmp_path):
     with torch.no_grad():
         plain.backbone.layers[0].mixer.in_proj.weight[3, 4] = torch.nan
     with pytest.raises(ValueError, match=r"backbone.layers.0.mixer.in_proj.weight: .* not finite"):
-        narrow_model(plain, "int8")
+        quantize_model(plain, "int8")
     assert weight_format(plain) is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
+        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'"),
         ({"weights": "int3"}, "must name weights in one of"),
         ({"weights": "int4"}, "do not fit the config"),
         ({"dtype": "complex64"}, "must name weights in one of"),
@@ -294,7 +296,7 @@ def test_what_cannot_be_is_named(tmp_path):
     ],
 )
 def test_a_foreign_or_changed_config_is_refused(tmp_path, change, message):
-    narrow_model(small_lm(), "int8").save_pretrained(tmp_path)
+    quantize_model(small_lm(), "int8").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     if change is None:
         del config["quantization_config"]

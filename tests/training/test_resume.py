@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from anymamba.core.io import digest_file, open_tensors, read_json, write_json
 from anymamba.training import TrainingConfig
 from anymamba.training.api import begin, open_run
-from anymamba.training.checkpoint.run_state import checkpoints, load_latest
 from anymamba.training.checkpoint import run_state as module
+from anymamba.training.checkpoint.run_state import checkpoints, load_latest
 from anymamba.training.checkpoint.sharded_tensors import StoredTensor
 from tests.training.cases import silent
-from tests.training.test_parallel import (
+from tests.training.test_async_save import names_in, replaced, trained
+from tests.training.test_process_group import (
     MUON,
     PARTS,
     STREAM,
@@ -27,14 +28,13 @@ from tests.training.test_parallel import (
     resume_case,
     workers_of,
 )
-from tests.training.test_saving import names_in, replaced, trained
 from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
 
 def cut(path):
-    file = path / "optimiser-00002-of-00002.safetensors"
+    file = path / "optimizer-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -83,7 +83,7 @@ def more_rows(path):
 
 
 DAMAGES = {
-    cut: "optimiser-00002-of-00002.safetensors should have the checksum",
+    cut: "optimizer-00002-of-00002.safetensors should have the checksum",
     flip: "carried-00001-of-00002.safetensors should have the checksum",
     remove: "model-00002-of-00002.safetensors should have the checksum .* got missing",
     of_another: "model-00001-of-00002.safetensors should have the checksum",

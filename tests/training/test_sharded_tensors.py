@@ -56,8 +56,8 @@ def test_any_rows_can_be_read(tmp_path):
 
 
 def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
-    """That is so for an optimiser before its first step."""
-    files = [tmp_path / file_name("optimiser", place, 2) for place in range(2)]
+    """That is so for an optimizer before its first step."""
+    files = [tmp_path / file_name("optimizer", place, 2) for place in range(2)]
     write_pieces(files[0], {"rng": torch.arange(3)})
     write_pieces(files[1], {})
     assert list(StoredTensors(files)) == ["rng"]
@@ -146,7 +146,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 def test_the_numbers_of_files_must_be_complete():
     numbered = [file_name("model", place, 3) for place in range(3)]
     assert files_of("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"]) == numbered
-    assert files_of("model", ["model.safetensors", "optimiser.safetensors"]) == ["model.safetensors"]
+    assert files_of("model", ["model.safetensors", "optimizer.safetensors"]) == ["model.safetensors"]
     assert files_of("carried", numbered) == []
     assert is_divided(numbered)
     assert not is_divided(["model.safetensors", "training.json"])

@@ -98,7 +98,7 @@ def test_lines_are_never_wider_than_the_terminal(terminal, width):
     assert any(line.startswith("loss 0.1") for line in lines)
 
 
-def test_colours_and_blocks_can_be_switched_off(terminal):
+def test_colors_and_blocks_can_be_switched_off(terminal):
     written = terminal(NO_COLOR="1", encoding="ascii")
     assert not re.search(r"\x1b\[\d+m", written)
     assert written.isascii()

@@ -23,7 +23,7 @@ def corpus(tmp_path):
 
 def gradients(corpus, directory, **sections):
     """The gradients of the first step, before clipping."""
-    config = tiny(corpus, optimiser={"clip": 0.0}, **sections)
+    config = tiny(corpus, optimizer={"clip": 0.0}, **sections)
     trainer = begin(config, directory, silent)
     loss, _, _ = trainer._differentiate(trainer.task.batches(0))
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
@@ -78,7 +78,7 @@ class TestTokenizers:
             assert found.end == [0]
             assert (directory / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
-    def test_an_end_token_without_other_files_is_learnt_and_exported(self, corpus, tmp_path, tokenizer):
+    def test_an_end_token_without_other_files_is_learned_and_exported(self, corpus, tmp_path, tokenizer):
         (tokenizer.parent / "tokenizer_config.json").unlink()
         tokenizer.write_text(tokenizer.read_text().replace("<end>", "<|endoftext|>"))
         told = []
@@ -154,7 +154,7 @@ def test_held_out_bits_count_every_byte(corpus, tmp_path):
     found = evaluate(trainer.model, trainer.task.corpus, torch.float64)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
     corpus = trainer.task.corpus
-    assert found.neighbours == {
+    assert found.neighbors == {
         "byte 5-gram": corpus.ngram_bits / held_out.total,
         "xz -9": 8 * corpus.xz_bytes / held_out.total,
     }
@@ -209,7 +209,7 @@ def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
 @pytest.mark.parametrize("mode", ["packed", "stream"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
-    sections = {"precision": {"dtype": dtype}, "optimiser": {"kind": kind}}
+    sections = {"precision": {"dtype": dtype}, "optimizer": {"kind": kind}}
     config = tiny(corpus, data={"mode": mode}, batch={"accumulation": 2}, **sections)
     whole = begin(config, tmp_path / "whole", silent)
     assert whole.run()
@@ -224,7 +224,7 @@ def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
     assert losses(again) == losses(whole)[3:]
     for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b), name
-    states = whole.optimiser.tensors(), again.optimiser.tensors()
+    states = whole.optimizer.tensors(), again.optimizer.tensors()
     assert states[0].keys() == states[1].keys()
     assert any(key.endswith("in_proj.weight[B].momentum") for key in states[0]) == (kind == "muon")
     for key, value in states[0].items():
@@ -247,7 +247,7 @@ def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been_stopped(co
     whole, part = (checkpoints(tmp_path / name / "checkpoints")[0] for name in ("whole", "part"))
     for file in whole.iterdir():
         assert (part / file.name).read_bytes() == file.read_bytes(), file.name
-    rng = load_file(whole / "optimiser.safetensors")["rng"]
+    rng = load_file(whole / "optimizer.safetensors")["rng"]
     torch.manual_seed(config.seed)
     begin(config, tmp_path / "fresh", silent)
     assert torch.equal(rng, torch.get_rng_state())  # a run draws its fresh weights and nothing else

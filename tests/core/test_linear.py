@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import anymamba
 from anymamba import Mamba2, MambaLM
 from anymamba.core import linear as linear_module
-from anymamba.core.linear import linear, project
+from anymamba.core.linear import apply_linear, linear
 from anymamba.core.operators import kernels_off
 from anymamba.generation.prefill import prefill
 from anymamba.kernels.cpu.bindings import missing
@@ -35,7 +35,7 @@ def computed(monkeypatch):
         found.append((tuple(x.shape), tuple(weight.shape)))
         return product(x, weight, bias)
 
-    monkeypatch.setattr(linear_module, "product_library", lambda: "onednn")
+    monkeypatch.setattr(linear_module, "matmul_library", lambda: "onednn")
     monkeypatch.setattr(linear_module, "_MOST_ROWS", {"onednn": 0})
     monkeypatch.setattr(linear_module, "_FEWEST", 1)
     monkeypatch.setattr(linear_module, "_FEWEST_PRODUCTS", 1)
@@ -120,7 +120,7 @@ class Wrapped(nn.Module):
         self.inner = inner
 
     def forward(self, x):
-        return project(self.inner, x)
+        return apply_linear(self.inner, x)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_shapes_that_do_not_fit_are_refused_as_torch_refuses_them(computed):
 def test_modules_with_hooks_and_other_modules_are_called(computed):
     x, calls = torch.randn(32, 16), []
     plain = nn.Linear(16, 8)
-    project(plain, x)
+    apply_linear(plain, x)
     assert len(computed) == 1
     handle = plain.register_forward_hook(lambda *_: calls.append("hook"))
-    project(plain, x)
+    apply_linear(plain, x)
     handle.remove()
     plain.forward = functools.partial(lambda inner, x: calls.append("own") or inner(x), plain.forward)
-    project(plain, x)
+    apply_linear(plain, x)
     del plain.forward
-    project(nn.Sequential(plain), x)
+    apply_linear(nn.Sequential(plain), x)
     assert calls == ["hook", "own"]
     assert len(computed) == 1
 
@@ -202,7 +202,7 @@ def test_a_block_and_a_language_model_run_on_it(computed):
 @pytest.fixture
 def few_rows(monkeypatch):
     """Leave sequences to torch, and let weights of any size be read by our kernels where rows are few."""
-    monkeypatch.setattr(linear_module, "product_library", lambda: "torch")
+    monkeypatch.setattr(linear_module, "matmul_library", lambda: "torch")
     monkeypatch.setattr(linear_module, "_SMALLEST", 1)
     monkeypatch.setattr(linear_module, "_MOST_ROWS", {"torch": 256})
     return 256
@@ -321,14 +321,14 @@ def test_a_sparse_weight_and_modes_see_torchs_own_product(computed):
 
 @pytest.mark.parametrize("name", ["torch", "onednn"])
 def test_the_variable_chooses_the_library(name, computed):
-    code = "from anymamba.core.linear import product_library; print(product_library())"
-    assert in_another_process(code, ANYMAMBA_PRODUCTS=name).strip() == name
+    code = "from anymamba.core.linear import matmul_library; print(matmul_library())"
+    assert in_another_process(code, ANYMAMBA_MATMUL=name).strip() == name
 
 
 def test_an_unknown_library_is_named(monkeypatch):
     monkeypatch.setattr(linear_module, "_CHOSEN", "blis")
-    with pytest.raises(ValueError, match="ANYMAMBA_PRODUCTS must be one of torch, onednn, got 'blis'"):
-        linear_module.product_library.__wrapped__()
+    with pytest.raises(ValueError, match="ANYMAMBA_MATMUL must be one of torch, onednn, got 'blis'"):
+        linear_module.matmul_library.__wrapped__()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 import anymamba
 from anymamba import MambaLM
 from anymamba.generation import ByteTokenizer, Pipeline, load_tokenizer
-from anymamba.generation.completion import UntilStop
+from anymamba.generation.completion import StopFilter
 from tests.models.cases import small_lm
 
 PROMPTS = ["Hello", "a", "A longer prompt than the others", "Hello", "zwölf"]
@@ -120,7 +120,7 @@ def test_no_prompts_give_no_completions(text):
 
 
 def test_what_may_begin_a_stop_text_is_held_back():
-    until = UntilStop(["abc", "bd"])
+    until = StopFilter(["abc", "bd"])
     assert [until.push(x) for x in ("xa", "b", "x", "ab")] == ["x", "", "abx", ""]
     assert (until.push("dx"), until.stopped) == ("a", True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anymamba import Mamba2
-from anymamba.core.io import parse_json, read_json, replacing, write_json, write_tensors
+from anymamba.core.io import atomic_write, parse_json, read_json, write_json, write_tensors
 
 LARGE = {"x": torch.zeros(2**14)}  # 64 KiB
 
@@ -39,12 +39,12 @@ def test_a_file_is_replaced_as_a_whole(write, tmp_path):
 
 
 def fail_to_write(file, number, named):
-    with replacing(file) as temporary:
+    with atomic_write(file) as temporary:
         temporary.write_bytes(b"half")
         raise OSError(number, os.strerror(number), *([str(temporary)] if named else []))
 
 
-def expect_untouched(file):
+def check_untouched(file):
     assert file.read_bytes() == b"before"
     assert list(file.parent.iterdir()) == [file]
 
@@ -59,11 +59,11 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(number, tmp_path):
             fail_to_write(file, number, named)
         assert caught.value.errno == number
         assert caught.value.filename == str(file)
-        expect_untouched(file)
+        check_untouched(file)
 
 
 def test_an_error_that_is_of_another_file_names_that_one(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "copy"):
+    with pytest.raises(FileNotFoundError) as caught, atomic_write(tmp_path / "copy"):
         (tmp_path / "source").read_bytes()
     assert caught.value.filename == str(tmp_path / "source")
 
@@ -71,7 +71,7 @@ def test_an_error_that_is_of_another_file_names_that_one(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from tests.core.test_files import WRITERS
+from tests.core.test_io import WRITERS
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))  # from here on every larger file fails as on a full disk
 for write in WRITERS.values():
     try:
@@ -89,7 +89,7 @@ def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == len(WRITERS)
     assert all(line == f"[Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '{file}'" for line in lines)
-    expect_untouched(file)
+    check_untouched(file)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(write, full_disk):
     file.write_bytes(b"before")
     with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: .*some\.file'"):
         write(file)
-    expect_untouched(file)
+    check_untouched(file)
 
 
 @pytest.mark.parametrize(

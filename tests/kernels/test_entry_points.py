@@ -15,8 +15,8 @@ from anymamba.kernels.cpu import bindings, schema
 from anymamba.ops.rank_gate import rank_gate
 from anymamba.scan import scan
 from tests.kernels.test_mamba3 import rotated_scan
-from tests.scan.test_selective import NAMES as SELECTIVE
-from tests.scan.test_selective import make_inputs as make_selective
+from tests.scan.test_selective_scan import NAMES as SELECTIVE
+from tests.scan.test_selective_scan import make_inputs as make_selective
 from tests.support import assert_near
 
 pytestmark = pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)

@@ -7,8 +7,8 @@ from anymamba.core.weight_formats import FORMATS, GROUPS, stored_parts
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu import linear_kernels as kernels_narrow
 from anymamba.kernels.cpu.step_program import MAX_ROWS
-from anymamba.quantization.modules import NarrowEmbedding, NarrowLinear
-from anymamba.quantization.ops import narrow, narrow_linear, widened
+from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from anymamba.quantization.ops import dequantize, quantize, quantized_linear
 from tests.support import FLOOR, assert_near
 
 # Largest rounding error of a weight, relative to the largest of its group: half a step, for int4 of a clipped group
@@ -20,7 +20,7 @@ SIZES = [(1, 1), (5, 7), (3, 16), (17, 33), (64, 64), (29, 129), (100, 200), (13
 
 def assert_product(y, x, stored, format, least=0.0):
     """y = x weightᵀ as in float64, but for float32's error and, of whole numbers, activations rounded to 16 bits."""
-    wide, x = widened(stored, torch.float64), x.detach().double()
+    wide, x = dequantize(stored, torch.float64), x.detach().double()
     exact = x @ wide.T
     allowed = torch.full_like(exact, 4 * FLOOR[torch.float32] * max(exact.abs().max().item() if len(x) else 0, least))
     for x_group, group in zip(*(w.split(GROUPS.get(format, x.shape[1]), 1) for w in (x, wide)), strict=True):
@@ -39,10 +39,10 @@ def weight(out, width, seed=0):
 @pytest.mark.parametrize(("out", "width"), SIZES)
 def test_a_weight_is_stored_to_within_a_step_of_its_group(format, out, width):
     plain = weight(out, width)
-    stored = narrow(plain, format)
+    stored = quantize(plain, format)
     found = {"weight": stored.codes, "scales": stored.scales}
     assert {k: (tuple(x.shape), x.dtype) for k, x in found.items() if x is not None} == stored_parts(format, out, width)
-    error = (widened(stored, torch.float64) - plain).abs()
+    error = (dequantize(stored, torch.float64) - plain).abs()
     size = GROUPS.get(format, width)
     for part, exact in zip(error.split(size, 1), plain.abs().split(size, 1), strict=True):
         least = 2**-24 if format == "float16" else 0  # below its normal numbers
@@ -54,15 +54,15 @@ def test_four_bits_leave_less_error_than_scales_that_cover_everything():
     groups = plain.unflatten(1, (-1, 32))
     scale = groups.abs().amax(-1, keepdim=True) / 7
     covered = ((groups / scale).round() * scale - groups).square().mean()
-    assert (widened(narrow(plain, "int4")) - plain).square().mean() < 0.9 * covered
+    assert (dequantize(quantize(plain, "int4")) - plain).square().mean() < 0.9 * covered
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_stay_zeros_and_widening_is_exact(format):
     zeros = torch.zeros(3, 70)
-    assert torch.equal(widened(narrow(zeros, format)), zeros)
-    stored = narrow(weight(6, 70), format)
-    assert torch.equal(widened(stored).double(), widened(stored, torch.float64))
+    assert torch.equal(dequantize(quantize(zeros, format)), zeros)
+    stored = quantize(weight(6, 70), format)
+    assert torch.equal(dequantize(stored).double(), dequantize(stored, torch.float64))
 
 
 @pytest.mark.usefixtures("each_implementation")
@@ -71,12 +71,12 @@ def test_zeros_stay_zeros_and_widening_is_exact(format):
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1])
 def test_products_and_gradients_are_those_of_the_widened_weight(format, out, width, rows):
     torch.manual_seed(0)
-    stored = narrow(weight(out, width), format)
+    stored = quantize(weight(out, width), format)
     x, bias = torch.randn(rows, width, requires_grad=True), torch.randn(out, requires_grad=True)
-    y = narrow_linear(x, stored, bias)
+    y = quantized_linear(x, stored, bias)
     head = torch.randn(rows, out)
     found = torch.autograd.grad(y, (x, bias), head)
-    wide = widened(stored, torch.float64)
+    wide = dequantize(stored, torch.float64)
     assert_product(y - bias, x, stored, format, least=1.0)
     assert_near(found[0], head.double() @ wide, FLOOR[torch.float32] * 4)
     assert_near(found[1], head.double().sum(0), FLOOR[torch.float32])
@@ -86,12 +86,12 @@ def test_products_and_gradients_are_those_of_the_widened_weight(format, out, wid
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_activations_of_other_dtypes(dtype):
     torch.manual_seed(0)
-    stored = narrow(torch.randn(9, 100), "int8")
+    stored = quantize(torch.randn(9, 100), "int8")
     x = torch.randn(2, 3, 100).to(dtype)
-    y = narrow_linear(x, stored)
+    y = quantized_linear(x, stored)
     assert y.dtype == dtype
     assert y.shape == (2, 3, 9)
-    assert_near(y, x.double() @ widened(stored, torch.float64).T, FLOOR[dtype])
+    assert_near(y, x.double() @ dequantize(stored, torch.float64).T, FLOOR[dtype])
 
 
 @pytest.mark.parametrize("format", GROUPS)
@@ -99,18 +99,18 @@ def test_activations_of_other_dtypes(dtype):
 def test_activations_that_are_whole_numbers_of_sixteen_bits_lose_nothing(format, out, width):
     """What is rounded are the activations, and nothing else but the last sums over groups."""
     generator = torch.Generator().manual_seed(width)
-    stored = narrow(torch.randn(out, width, generator=generator), format)
+    stored = quantize(torch.randn(out, width, generator=generator), format)
     x = torch.randint(-32767, 32768, (3, width), generator=generator).float()
     x[:, :: GROUPS[format]] = 32767
-    assert_near(narrow_linear(x, stored), x.double() @ widened(stored, torch.float64).T, FLOOR[torch.float32])
+    assert_near(quantized_linear(x, stored), x.double() @ dequantize(stored, torch.float64).T, FLOOR[torch.float32])
 
 
 @pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_not_finite_shows_in_its_row_alone(format):
-    stored, x = narrow(weight(9, 100), format), torch.randn(4, 100)
+    stored, x = quantize(weight(9, 100), format), torch.randn(4, 100)
     x[1, 5], x[2, 99], x[3] = torch.nan, -torch.inf, 0
-    y = narrow_linear(x, stored)
+    y = quantized_linear(x, stored)
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
     assert torch.equal(y[3], torch.zeros(9))
 
@@ -120,24 +120,24 @@ def test_what_is_not_finite_shows_in_its_row_alone(format):
 @pytest.mark.parametrize(("out", "width"), [(17, 33), (9, 96), (13, 1056)])
 def test_every_number_of_rows_gives_the_same_bits(format, out, width):
     torch.manual_seed(0)
-    stored, x = narrow(torch.randn(out, width), format), torch.randn(MAX_ROWS, width)
-    together = narrow_linear(x, stored)
+    stored, x = quantize(torch.randn(out, width), format), torch.randn(MAX_ROWS, width)
+    together = quantized_linear(x, stored)
     assert_product(together, x, stored, format)
     for rows in range(1, MAX_ROWS):
-        assert torch.equal(narrow_linear(x[:rows], stored), together[:rows])
+        assert torch.equal(quantized_linear(x[:rows], stored), together[:rows])
 
 
 @pytest.mark.skipif(bindings.LIBRARY.handle is None, reason=bindings.LIBRARY.reason)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
     torch.manual_seed(0)
-    stored, x = narrow(torch.randn(301, 333), format), torch.randn(MAX_ROWS, 333)
-    together = narrow_linear(x, stored)
+    stored, x = quantize(torch.randn(301, 333), format), torch.randn(MAX_ROWS, 333)
+    together = quantized_linear(x, stored)
     before = torch.get_num_threads()
     try:
         for threads, some in ((1, [0]), (2, [3, 4, 5]), (3, list(range(7, 40)))):
             torch.set_num_threads(threads)
-            assert torch.equal(narrow_linear(x[some], stored), together[some])
+            assert torch.equal(quantized_linear(x[some], stored), together[some])
     finally:
         torch.set_num_threads(before)
 
@@ -146,22 +146,22 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
 @pytest.mark.parametrize(("out", "width"), SIZES)
 def test_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch, rows, out, width):
     torch.manual_seed(0)
-    stored, x = narrow(torch.randn(out, width), "bfloat16"), torch.randn(rows, width).bfloat16()
+    stored, x = quantize(torch.randn(out, width), "bfloat16"), torch.randn(rows, width).bfloat16()
     bias = torch.randn(out)
     exact = x.double() @ stored.codes.double().T + bias.double()
     for has_units in (True, False):
         monkeypatch.setattr(kernels_narrow, "multiplies_bfloat16", lambda found=has_units: found)
-        y = narrow_linear(x, stored, bias)
+        y = quantized_linear(x, stored, bias)
         assert y.dtype == torch.bfloat16
         assert_near(y, exact, FLOOR[torch.bfloat16])
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_widened_rows(format):
-    table = NarrowEmbedding(format, 11, 40)
-    table.store(narrow(weight(11, 40), format))
+    table = QuantizedEmbedding(format, 11, 40)
+    table.store(quantize(weight(11, 40), format))
     ids = torch.tensor([[0, 3, 10], [2, 2, 1]])
-    assert torch.equal(table(ids), widened(table.stored)[ids])
+    assert torch.equal(table(ids), dequantize(table.stored)[ids])
     for bad in (-1, 11):
         with pytest.raises(IndexError):
             table(torch.tensor([bad]))
@@ -169,8 +169,8 @@ def test_an_embedding_returns_widened_rows(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_casts_change_what_is_computed_in_and_leave_the_weight(format):
-    linear = NarrowLinear(format, 40, 9, bias=True)
-    linear.store(narrow(weight(9, 40), format))
+    linear = QuantizedLinear(format, 40, 9, bias=True)
+    linear.store(quantize(weight(9, 40), format))
     before = {name: x.clone() for name, x in linear.state_dict().items() if name != "bias"}
     linear.to(torch.bfloat16)
     assert linear.dtype == torch.bfloat16
@@ -185,21 +185,21 @@ def test_casts_change_what_is_computed_in_and_leave_the_weight(format):
 def test_bad_weights_and_inputs_are_named():
     for format, value in (("int8", torch.nan), ("int4", torch.inf), ("bfloat16", -torch.inf), ("float16", 1e6)):
         with pytest.raises(ValueError, match="cannot hold weights that are not finite"):
-            narrow(torch.full((2, 40), value), format)
+            quantize(torch.full((2, 40), value), format)
     with pytest.raises(ValueError, match="weights must be one of bfloat16, float16, int8, int4, got 'int2'"):
-        narrow(torch.zeros(2, 2), "int2")
-    stored = narrow(torch.randn(4, 40), "int8")
+        quantize(torch.zeros(2, 2), "int2")
+    stored = quantize(torch.randn(4, 40), "int8")
     with pytest.raises(ValueError, match="x must have 40 channels"):
-        narrow_linear(torch.randn(2, 41), stored)
+        quantized_linear(torch.randn(2, 41), stored)
     for bad in (stored._replace(width=41), stored._replace(scales=None), stored._replace(codes=stored.codes[:, :3])):
         with pytest.raises(ValueError, match="must be"):
-            narrow_linear(torch.randn(2, bad.width), bad)
+            quantized_linear(torch.randn(2, bad.width), bad)
 
 
 @pytest.mark.parametrize("rows", [3, 200])
 def test_autocast_does_not_narrow_the_sums(rows):
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
-    stored = narrow(weight, "int8")
+    stored = quantize(weight, "int8")
     with torch.autocast("cpu", torch.bfloat16):
-        found = narrow_linear(x, stored)
-    assert torch.equal(found, narrow_linear(x, stored))
+        found = quantized_linear(x, stored)
+    assert torch.equal(found, quantized_linear(x, stored))

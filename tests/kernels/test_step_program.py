@@ -12,7 +12,7 @@ from anymamba.blocks.layers import CausalConv
 from anymamba.core.operators import kernels_off
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.compiled_step import Recording
-from anymamba.kernels.cpu.step_program import MAX_ROWS, OUTPUT, NotCovered, Program
+from anymamba.kernels.cpu.step_program import MAX_ROWS, OUTPUT, NotCoveredError, Program
 from tests.blocks.families import OPTIONS, make_block, random_cache
 from tests.support import FLOOR, assert_near, in_another_process
 
@@ -196,12 +196,12 @@ def test_what_only_the_modules_know_how_to_run_is_refused_with_a_reason(family, 
     block = family(16, d_state=8, headdim=8)
     program_of(block)
     change(block)
-    with pytest.raises(NotCovered, match=r"in_proj|out_proj|D|weight"):
+    with pytest.raises(NotCoveredError, match=r"in_proj|out_proj|D|weight"):
         program_of(block)
 
 
 def test_a_subclass_and_a_family_without_kernels_are_refused():
-    with pytest.raises(NotCovered, match="Quiet, not a Mamba2"):
+    with pytest.raises(NotCoveredError, match="Quiet, not a Mamba2"):
         program_of(Quiet(16, d_state=8, headdim=8))
     recording = recording_of(make_block("mamba3 fixed rotation"))
     assert "fixed rotation" in recording.reason
@@ -336,7 +336,7 @@ def test_groups_that_do_not_divide_the_channels_and_buffers_that_are_none_are_re
         (lambda program: program.buffer(module, "weight", 8), "weight must be a tensor"),
         (lambda program: program.buffer(module, "scales", 8), "scales must be contiguous, of shape"),
     ):
-        with pytest.raises(NotCovered, match=reason):
+        with pytest.raises(NotCoveredError, match=reason):
             Program(record, torch.float32, 8, torch.float32)
 
 
@@ -445,19 +445,19 @@ def test_numbers_of_half_precision_are_read_exactly():
 
 FORCED = """
 import torch
-from anymamba.kernels.cpu import library
-from tests.kernels.test_program import DTYPES, LARGE, make_large, module_steps, program_steps
+from anymamba.kernels.cpu import bindings
+from tests.kernels.test_step_program import DTYPES, LARGE, make_large, module_steps, program_steps
 from tests.support import FLOOR, assert_near
 with torch.no_grad():
     for name in LARGE:
         for dtype in DTYPES:
             block, tokens = make_large(name, dtype), torch.randn(2, 3, 102, dtype=dtype)
             assert_near(program_steps(block, tokens)[0], module_steps(block, tokens)[0], FLOOR[dtype])
-print(library.LIBRARY.isa)
+print(bindings.LIBRARY.isa)
 """
 FORKED = """
 import os, torch
-from tests.kernels.test_program import make_large, program_steps
+from tests.kernels.test_step_program import make_large, program_steps
 torch.set_num_threads(2)
 block, tokens = make_large("mamba2", torch.float32), torch.randn(2, 3, 102)
 with torch.no_grad():

@@ -42,7 +42,7 @@ def pieces(seed=0, count=60):
 
 
 def joined(fields, text, prefix=SPACE):
-    """What sentencepiece does: join the neighbours that make the piece of the highest score, the first if several."""
+    """What sentencepiece does: join the neighbors that make the piece of the highest score, the first if several."""
     ids = dict(zip(fields["ggml.tokens"], range(10**6), strict=False))
     score = dict(zip(fields["ggml.tokens"][260:], fields["ggml.scores"][260:], strict=True))
     symbols = list(prefix + text.replace(" ", SPACE))

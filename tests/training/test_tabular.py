@@ -56,7 +56,7 @@ def config_of(directory, kind, **sections):
         "model": {"d_model": 16, "d_state": 8, "headdim": 8},
         "data": {**data, "sources": [str(directory / name) for name in data["sources"]]},
         "batch": {"rows": 6, "length": 20},
-        "optimiser": {"lr": 1e-2},
+        "optimizer": {"lr": 1e-2},
         "schedule": {"steps": 4, "warmup": 2},
         "evaluation": {"every": 2},
         "checkpoints": {"every": 2, "keep": 9},

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from anymamba import MambaLM
+from tests.checkpoints.hub_server import hub
 from tests.generation.cases import bare
 from tests.models.cases import small_lm
-from tests.models.hub_server import hub
 
 pytest.importorskip("huggingface_hub")
 

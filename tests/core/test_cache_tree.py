@@ -17,7 +17,7 @@ class _LeafFields(NamedTuple):
 
 class Leaf(_LeafFields, Tree):
     __slots__ = ()
-    STATES: ClassVar[frozenset[str]] = frozenset({"state"})
+    FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"state"})
 
 
 class _RootFields(NamedTuple):
@@ -29,7 +29,7 @@ class _RootFields(NamedTuple):
 
 class Root(_RootFields, Tree):
     __slots__ = ()
-    KEPT: ClassVar[frozenset[str]] = frozenset({"counts"})
+    CPU_FIELDS: ClassVar[frozenset[str]] = frozenset({"counts"})
 
 
 NAMES = [

@@ -115,14 +115,14 @@ def test_a_gguf_file_is_the_model_it_was_made_of(name, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "error"), [("F16", 6e-3), ("BF16", 5e-2), ("Q8_0", 6e-2), ("Q4_0", 0.8)])
-def test_quantised_files_are_read(kind, error, tmp_path):
-    model, quantised = lively("mamba2"), gguf.GGMLQuantizationType[kind]
-    path = write(model, tmp_path / "model.gguf", quantised)
+def test_quantized_files_are_read(kind, error, tmp_path):
+    model, quantized = lively("mamba2"), gguf.GGMLQuantizationType[kind]
+    path = write(model, tmp_path / "model.gguf", quantized)
     weight = open_checkpoint(path).tensors["backbone.layers.0.mixer.in_proj.weight"][2]
     assert weight.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     opened = MambaLM.from_pretrained(path, dtype=torch.float32)
     wanted = model.backbone.layers[0].mixer.in_proj.weight.detach()
-    rounded = gguf.quants.dequantize(gguf.quants.quantize(wanted.numpy(), quantised), quantised)
+    rounded = gguf.quants.dequantize(gguf.quants.quantize(wanted.numpy(), quantized), quantized)
     assert np.array_equal(opened.backbone.layers[0].mixer.in_proj.weight.detach().numpy(), rounded)
     with torch.no_grad():
         assert_near(opened(IDS).logits, model(IDS).logits, error)
