@@ -1,29 +1,13 @@
 """Mamba-1, Mamba-2 and Mamba-3 for PyTorch, on any machine."""
 
-import importlib
-import importlib.abc
-import importlib.util
 import sys
 from pathlib import PurePath
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from anymamba.renamed import install_finders as _install_finders
 from anymamba.version import __version__ as __version__
 
-_ALIASES = {"anymamba.inspect": "anymamba.analysis", "anymamba.transformers": "anymamba.integrations.transformers"}
-
-
-class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a package under its second name. A directory of that name would shadow the library it is named after."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        return importlib.util.spec_from_loader(fullname, self) if fullname in _ALIASES else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(_ALIASES[module.__name__])
-
-
-sys.meta_path.append(_AliasFinder())
+_install_finders()
 
 # The `anymamba` command imports what it needs, when it needs it: its help must not wait for torch.
 _IS_COMMAND = PurePath(*sys.orig_argv[1:2]).stem == "anymamba" or sys.orig_argv[1:3] == ["-m", "anymamba"]
@@ -41,6 +25,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
     from anymamba.core.allocator import keep_freed_memory as keep_freed_memory
     from anymamba.core.anomaly import check_finite as check_finite
+    from anymamba.core.operators import kernels_off as kernels_off
     from anymamba.core.operators import portable as portable
     from anymamba.generation import GenerationState as GenerationState
     from anymamba.generation import stream as stream

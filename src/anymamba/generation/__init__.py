@@ -18,3 +18,6 @@ from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer
 from anymamba.generation.tokenizers import IncrementalDecoder as IncrementalDecoder
 from anymamba.generation.tokenizers import Tokenizer as Tokenizer
 from anymamba.generation.tokenizers import load_tokenizer as load_tokenizer
+from anymamba.renamed import renamed_attributes as _renamed_attributes
+
+__getattr__ = _renamed_attributes(__name__, {"TextStream": "IncrementalDecoder"})

@@ -3,16 +3,47 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from anymamba.training.config.run_config import RunConfig as RunConfig
 from anymamba.training.config.run_config import TrainingConfig as TrainingConfig
 from anymamba.training.config.run_config import read_config as read_config
+from anymamba.training.config.sections import CheckpointSection as CheckpointSection
+from anymamba.training.config.sections import EvaluationSection as EvaluationSection
+from anymamba.training.config.sections import OptimizerSection as OptimizerSection
+from anymamba.training.config.sections import ScheduleSection as ScheduleSection
+from anymamba.training.config.sections import at_least as at_least
+from anymamba.training.config.sections import option as option
+from anymamba.training.config.tabular_config import FileConfig as FileConfig
 
 if TYPE_CHECKING:
     from anymamba.training.api import resume as resume
     from anymamba.training.api import train as train
+    from anymamba.training.metrics.metrics_table import can_plot as can_plot
+    from anymamba.training.metrics.metrics_table import read_metrics as read_metrics
+    from anymamba.training.tasks.predict import Predictor as Predictor
+    from anymamba.training.tasks.tabular import FileTask as FileTask
+    from anymamba.training.tasks.tabular_runs import file_task as file_task
+    from anymamba.training.tasks.task import Evaluation as Evaluation
+    from anymamba.training.tasks.task import Task as Task
+    from anymamba.training.trainer import Trainer as Trainer
+    from anymamba.training.trainer import train_or_resume as train_or_resume
+
+_NEEDS_TORCH = {
+    "train": "anymamba.training.api",
+    "resume": "anymamba.training.api",
+    "can_plot": "anymamba.training.metrics.metrics_table",
+    "read_metrics": "anymamba.training.metrics.metrics_table",
+    "Predictor": "anymamba.training.tasks.predict",
+    "FileTask": "anymamba.training.tasks.tabular",
+    "file_task": "anymamba.training.tasks.tabular_runs",
+    "Evaluation": "anymamba.training.tasks.task",
+    "Task": "anymamba.training.tasks.task",
+    "Trainer": "anymamba.training.trainer",
+    "train_or_resume": "anymamba.training.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import functions that need torch on demand: the command line makes its options from the config without it."""
-    if name not in ("train", "resume"):
+    """Import a public name that needs torch on demand: the command line makes its options without torch."""
+    if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("anymamba.training.api"), name)
+    return getattr(import_module(_NEEDS_TORCH[name]), name)
