@@ -43,7 +43,7 @@ def watching(model: MambaLM) -> Iterator[list[Tensor]]:
 
     def look(block: Any, inputs: tuple[Any, ...]) -> None:
         terms = recurrence(block, inputs[0])
-        found.append(unsettled(terms.log_decay, terms.turn))
+        found.append(unsettled(terms.log_decay, terms.rotation))
 
     mixers: list[Any] = [layer.mixer for layer in model.backbone.layers]
     handles = [mixer.register_forward_pre_hook(look) for mixer in mixers]

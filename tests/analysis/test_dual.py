@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from anymamba import Mamba2, SsdPath
-from anymamba.analysis import by_rows, carried, dual_matrix, from_rows, recurrence, values
+from anymamba.analysis import dual_matrix, flatten_ranks, initial_state_term, recurrence, unflatten_ranks, values
 from anymamba.blocks.base import Block
 from tests.blocks.families import ALGORITHMS, OPTIONS, PATHWAYS, make_block, random_cache
 from tests.support import FLOOR, assert_near
@@ -11,8 +11,8 @@ from tests.support import FLOOR, assert_near
 def through_the_matrix(block, x, cache=None):
     """The block's output with its scan replaced by the matrix."""
     terms = recurrence(block, x, cache)
-    y = dual_matrix(block, x, cache) @ values(block, x, cache) + carried(block, x, cache)
-    return terms.finish(from_rows(y, terms.v.shape[2]) + terms.skip)
+    y = dual_matrix(block, x, cache) @ values(block, x, cache) + initial_state_term(block, x, cache)
+    return terms.finish(unflatten_ranks(y, terms.v.shape[2]) + terms.skip)
 
 
 @pytest.mark.parametrize("t", [1, 2, 13])
@@ -68,15 +68,17 @@ def test_a_hard_reset_leaves_the_weights_after_it_exact():
 
 def test_rows_are_pairs_of_a_token_and_a_rank():
     x = torch.randn(2, 5, 3, 4, 6)
-    rows = by_rows(x)
+    rows = flatten_ranks(x)
     assert torch.equal(rows[1, 2, 3 * 2 + 1], x[1, 2, 1, 2])
-    assert torch.equal(from_rows(rows, 3), x)
+    assert torch.equal(unflatten_ranks(rows, 3), x)
 
 
-def test_what_cannot_be_is_refused():
+def test_wrong_arguments_raise():
     block = Mamba2(d_model=16, d_state=8, headdim=8)
-    with pytest.raises(TypeError, match="must be a Mamba1, Mamba2 or Mamba3, got Block"):
+    with pytest.raises(ValueError, match=r"whose recurrence is known \(Mamba1, Mamba2, Mamba3\), got Block"):
         dual_matrix(Block(block.config), torch.randn(1, 2, 16))
+    with pytest.raises(TypeError, match=r"expected a block .*, got Linear"):
+        dual_matrix(torch.nn.Linear(16, 16), torch.randn(1, 2, 16))
     with pytest.raises(ValueError, match="x"):
         dual_matrix(block, torch.randn(1, 2, 15))
     with pytest.raises(ValueError, match="at least one step"):

@@ -5,16 +5,16 @@ import torch
 
 from anymamba import Mamba1, Mamba2, Mamba3
 from anymamba.analysis import (
-    carried,
     dual_matrix,
     effective_rank,
-    from_rows,
     half_lives,
     horizons,
+    initial_state_term,
     recurrence,
+    rotation_angles,
     state_measures,
     step_sizes,
-    turns,
+    unflatten_ranks,
     values,
 )
 from tests.blocks.families import FEW, make_block, random_cache
@@ -33,7 +33,9 @@ def block(request):
 def test_what_is_read_from_the_blocks_own_states_is_what_the_matrix_gives(block, t):
     x = torch.randn(2, t, 16, dtype=torch.float64)
     cache, ranks = random_cache(block, 2), recurrence(block, x).v.shape[2]
-    y = from_rows(dual_matrix(block, x, cache) @ values(block, x, cache) + carried(block, x, cache), ranks)
+    y = unflatten_ranks(
+        dual_matrix(block, x, cache) @ values(block, x, cache) + initial_state_term(block, x, cache), ranks
+    )
     found = state_measures(block, x, cache)
     assert_near(found.read, y.movedim(3, 2).flatten(3).norm(dim=-1), EXACT)
     last = block.prefill(x, cache)[1].ssm
@@ -77,18 +79,18 @@ def test_turns_add_up_to_the_rotation_of_the_cache(rotation):
     block = Mamba3(d_model=16, d_state=8, headdim=8, rope_fraction=1, rotation=rotation, dtype=torch.float64)
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     if rotation == "quaternion":  # turns about different axes do not add up, but the first is the rotation
-        found, angle = block.prefill(x[:, :1])[1].rotation, turns(block, x)[:, 0]
+        found, angle = block.prefill(x[:, :1])[1].rotation, rotation_angles(block, x)[:, 0]
         assert_near(found[..., 0], (angle / 2).cos(), EXACT)
         return
     found = block.prefill(x)[1].rotation
-    angle = turns(block, x).sum(1)
+    angle = rotation_angles(block, x).sum(1)
     assert_near(torch.polar(torch.ones_like(found), found).real, angle.cos(), EXACT)
     assert_near(found.sin(), angle.sin(), EXACT)
 
 
 def test_only_states_of_mamba3_turn():
-    with pytest.raises(ValueError, match="only the states of Mamba3 turn, got a Mamba2"):
-        turns(Mamba2(d_model=16, headdim=8), torch.randn(1, 2, 16))
+    with pytest.raises(ValueError, match="expected a block with rotated states, got a Mamba2"):
+        rotation_angles(Mamba2(d_model=16, headdim=8), torch.randn(1, 2, 16))
 
 
 def test_the_effective_rank_counts_equal_directions():

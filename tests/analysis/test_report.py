@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.analysis import dual_matrix, half_lives, layers, state_measures, step_sizes, turns
+from anymamba.analysis import dual_matrix, half_lives, layers, rotation_angles, state_measures, step_sizes
 from anymamba.analysis.page import page
 from anymamba.analysis.report_data import report_data, token_texts
 from anymamba.cli.main import main
@@ -67,7 +67,7 @@ def test_what_the_page_unpacks_is_what_the_functions_give(family):
                 np.testing.assert_allclose(lower_triangle(head["matrix"]), weights, atol=0.013 * largest)
             if family.startswith("Mamba3"):
                 assert head["turn"]["unit"] == ("block" if block.config.rotation == "quaternion" else "pair")
-                angles = turns(block, x)[0, :, head["number"]].T / torch.pi
+                angles = rotation_angles(block, x)[0, :, head["number"]].T / torch.pi
                 levels = np.frombuffer(base64.b64decode(head["turn"]["data"]), "i1").reshape(angles.shape) / 127
                 np.testing.assert_allclose(levels * head["turn"]["most"], angles, atol=0.005 * head["turn"]["most"])
 

@@ -74,7 +74,7 @@ def test_the_penalty_is_that_of_every_layer_and_reaches_the_loss_and_the_weights
         model.backbone(plain.inputs, cu_seqlens=plain.bounds)
     model.backbone(plain.inputs, cu_seqlens=plain.bounds)  # outside of the context nothing is collected
     terms = [recurrence(*layer) for layer in layers(model, plain.inputs)]
-    expected = [unsettled(term.log_decay, term.turn).item() for term in terms]
+    expected = [unsettled(term.log_decay, term.rotation).item() for term in terms]
     assert [value.item() for value in found] == pytest.approx(expected, rel=1e-12)
     assert min(expected) > 0.01
     without, _ = task.cost(model, plain, None, torch.float64)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from anymamba import MambaLM
-from anymamba.analysis import layers, turns
+from anymamba.analysis import layers, rotation_angles
 
 
 def bits(rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,6 +49,6 @@ if __name__ == "__main__":
             print(f"right after {length} bits: {100 * right:.1f} %")
         drawn, _ = bits(1, 64, seed=-1)
         ((block, x),) = layers(model, drawn)
-        half = turns(block, x)[0] / math.pi
+        half = rotation_angles(block, x)[0] / math.pi
         for bit in (0, 1):
             print(f"half circles at a {bit}, by head and pair:\n{half[drawn[0] == bit].mean(0)}")

@@ -9,7 +9,7 @@ from parity import bits, trained
 from style import ACCENT, DIM, MINUS, PLUS, heat, plt, save
 
 from anymamba import Mamba3, MambaLM
-from anymamba.analysis import caches, dual_matrix, layers, turns
+from anymamba.analysis import dual_matrix, layers, rotation_angles, step_caches
 
 
 def draw_rules() -> None:
@@ -41,10 +41,10 @@ def draw_parity(model: MambaLM) -> None:
     """The pair of states that counts, as it turns."""
     drawn, odd = bits(1, 24, seed=7)
     ((block, x),) = layers(model, drawn)
-    half = turns(block, x)[0] / math.pi
+    half = rotation_angles(block, x)[0] / math.pi
     at_one = half[drawn[0] == 1].mean(0)
     head, pair = divmod(int((at_one.abs() - 1).abs().argmin()), at_one.shape[1])
-    turned, states = half[:, head, pair].cumsum(0) * math.pi, [cache.ssm[0, head] for cache in caches(block, x)]
+    turned, states = half[:, head, pair].cumsum(0) * math.pi, [cache.ssm[0, head] for cache in step_caches(block, x)]
     # Keys are turned as they come, so the cache holds a state that stands still; seen from the next query it turns.
     still = torch.stack([state[:, 2 * pair : 2 * pair + 2] for state in states])
     direction = torch.linalg.svd(still.flatten(0, 1).T @ still.flatten(0, 1)).U[:, 0]

@@ -1,4 +1,4 @@
-"""Inside a language model: what each layer's block was given, and how likely each token of a text was.
+"""Inside a language model: the input of each layer's block, and how likely each token of a text was.
 
 Letters: b batch, t time, d d_model, v vocabulary, k likeliest tokens.
 """
@@ -16,34 +16,26 @@ from anymamba.models.lm import MambaLM
 
 
 class Layer(NamedTuple):
-    """A layer's block and what it was given.
+    """Block of a layer, with its input.
 
     Attributes:
-        block: the mixer.
-        x: its input, after the layer's norm.
+        block: Mixer of the layer.
+        x: Input of the mixer, after the norm of the layer.
     """
 
     block: Block
     x: Float[Tensor, "b t d"]
 
 
-def layers(model: MambaLM, input_ids: Int[Tensor, "b t"]) -> list[Layer]:
-    """Run a model from a fresh start and keep the input of every block.
-
-    `[dual_matrix(*layer) for layer in layers(model, ids)]` gives the matrices of all layers.
-    """
-    return _run(model, input_ids)[0]
-
-
 class TokenScores(NamedTuple):
-    """How likely a model finds each token of a text after those before it; the first is not predicted.
+    """Probabilities of the tokens of a text, each given those before it; the first is not predicted.
 
     Attributes:
-        logprob: of the actual token, in nats.
-        rank: how many tokens were likelier.
-        entropy: of the whole distribution, in nats.
-        best: log-probabilities of the likeliest tokens.
-        best_ids: their ids.
+        logprob: Log-probability of the actual token, in nats.
+        rank: Number of tokens that were likelier.
+        entropy: Entropy of the whole distribution, in nats.
+        best: Log-probabilities of the likeliest tokens.
+        best_ids: Ids of the likeliest tokens.
     """
 
     logprob: Float[Tensor, "b t1"]
@@ -53,42 +45,48 @@ class TokenScores(NamedTuple):
     best_ids: Int[Tensor, "b t1 k"]
 
 
+def layers(model: MambaLM, input_ids: Int[Tensor, "b t"]) -> list[Layer]:
+    """Run a model from an empty cache and return every block with its input.
+
+    `[dual_matrix(*layer) for layer in layers(model, ids)]` are the matrices of all layers.
+    """
+    return layers_and_scores(model, input_ids, likeliest=1)[0]
+
+
 def token_scores(model: MambaLM, input_ids: Int[Tensor, "b t"], likeliest: int = 5) -> TokenScores:
-    """Log-probabilities of a text's tokens from the second on, in float32 or wider, and what was likely instead.
+    """Return the log-probabilities of a text from its second token on, in float32 or wider, and the likeliest tokens.
 
     Args:
-        model: the language model.
-        input_ids: the text.
-        likeliest: how many of the likeliest tokens to return at each place.
+        model: Language model.
+        input_ids: Text, as token ids.
+        likeliest: Number of likeliest tokens to return at each position.
     """
-    return _run(model, input_ids, likeliest)[1]
+    return layers_and_scores(model, input_ids, likeliest)[1]
 
 
-def look_inside(model: MambaLM, input_ids: Int[Tensor, "b t"], likeliest: int = 5) -> tuple[list[Layer], TokenScores]:
-    """`layers` and `token_scores` of one run."""
-    return _run(model, input_ids, likeliest)
+def layers_and_scores(
+    model: MambaLM, input_ids: Int[Tensor, "b t"], likeliest: int = 5
+) -> tuple[list[Layer], TokenScores]:
+    """Return `layers` and `token_scores` from one run."""
+    layers_run: list[Layer] = []
 
-
-def _run(model: MambaLM, input_ids: Tensor, likeliest: int = 1) -> tuple[list[Layer], TokenScores]:
-    found: list[Layer] = []
-
-    def keep(block: Any, inputs: tuple[Any, ...]) -> None:
-        found.append(Layer(block, inputs[0]))
+    def keep_input(block: Any, inputs: tuple[Any, ...]) -> None:
+        layers_run.append(Layer(block, inputs[0]))
 
     mixers: list[Any] = [layer.mixer for layer in model.backbone.layers]
-    handles = [mixer.register_forward_pre_hook(keep) for mixer in mixers]
+    handles = [mixer.register_forward_pre_hook(keep_input) for mixer in mixers]
     try:
         logits = model(input_ids).logits
     finally:
         for handle in handles:
             handle.remove()
-    return found, _scores(logits[:, :-1, : model.config.vocab_size], input_ids[:, 1:], likeliest)
+    return layers_run, _score_tokens(logits[:, :-1, : model.config.vocab_size], input_ids[:, 1:], likeliest)
 
 
-def _scores(logits_btv: Tensor, wanted_bt: Tensor, likeliest: int) -> TokenScores:
-    wide = torch.float64 if logits_btv.dtype == torch.float64 else torch.float32
-    logprobs_btv = logits_btv.to(wide).log_softmax(-1)
-    logprob_bt1 = logprobs_btv.gather(-1, wanted_bt.long().unsqueeze(-1))
+def _score_tokens(logits_btv: Tensor, targets_bt: Tensor, likeliest: int) -> TokenScores:
+    acc_dtype = torch.float64 if logits_btv.dtype == torch.float64 else torch.float32
+    logprobs_btv = logits_btv.to(acc_dtype).log_softmax(-1)
+    logprob_bt1 = logprobs_btv.gather(-1, targets_bt.long().unsqueeze(-1))
     best = logprobs_btv.topk(min(likeliest, logprobs_btv.shape[-1]))
     return TokenScores(
         logprob=logprob_bt1.squeeze(-1),

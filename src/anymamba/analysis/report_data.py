@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anymamba.analysis.dual import matrix_of
-from anymamba.analysis.layer_inputs import Layer, TokenScores, look_inside
+from anymamba.analysis.layer_inputs import Layer, TokenScores, layers_and_scores
 from anymamba.analysis.measures import state_measures
 from anymamba.analysis.recurrence import Recurrence, recurrence
 from anymamba.blocks.mamba1 import Mamba1
@@ -40,7 +40,7 @@ def report_data(model: MambaLM, tokenizer: Tokenizer, ids: Sequence[int], *, nam
         name: of the model.
         whole: tokens of the text before it was cut to `ids`.
     """
-    found, scores = look_inside(model, torch.tensor([list(ids)], device=model.device))
+    found, scores = layers_and_scores(model, torch.tensor([list(ids)], device=model.device))
     shown = [_shown_heads(layer) for layer in found]
     heads = max(1, sum(len(chosen) for chosen in shown))
     side = max(16, math.isqrt(2 * _PICTURE_BYTES // heads))
@@ -146,9 +146,9 @@ def _matrix(terms: Recurrence, head: int, side: int) -> dict[str, Any]:
 
 def _turns(terms: Recurrence, head: int, rows: int, config: Any) -> dict[str, Any] | None:
     """Turns of a head's pairs, or of its blocks of four, over time in half circles, each row the strongest of some."""
-    if terms.turn is None or not terms.turn.shape[3]:
+    if terms.rotation is None or not terms.rotation.shape[3]:
         return None
-    angles = terms.turn[0, :, head].T / math.pi
+    angles = terms.rotation[0, :, head].T / math.pi
     group = -(-len(angles) // rows)
     angles = _strongest(angles, group, 0)
     most = angles.abs().max().item()

@@ -35,7 +35,7 @@ def kind_of(directory: Path) -> type[SequenceModel] | None:
     """The kind of model around a stack that a directory has; None for anything else."""
     if not (directory / "config.json").is_file():
         return None
-    return SequenceModel.KINDS.get(str(read_json(directory / "config.json").get("model_type")))
+    return SequenceModel.BY_MODEL_TYPE.get(str(read_json(directory / "config.json").get("model_type")))
 
 
 def stack_rows(config: StackConfig) -> list[tuple[str, str]]:

@@ -6,10 +6,10 @@ from anymamba.models.config import MambaLMConfig as MambaLMConfig
 from anymamba.models.lm import MambaLM as MambaLM
 from anymamba.models.outputs import LMOutput as LMOutput
 from anymamba.models.sequence.classifier import SequenceClassifier as SequenceClassifier
-from anymamba.models.sequence.classifier import SequenceRegressor as SequenceRegressor
-from anymamba.models.sequence.latent import LatentModel as LatentModel
 from anymamba.models.sequence.masked_lm import MaskedLM as MaskedLM
 from anymamba.models.sequence.masked_lm import mask_tokens as mask_tokens
+from anymamba.models.sequence.regression import LatentModel as LatentModel
+from anymamba.models.sequence.regression import SequenceRegressor as SequenceRegressor
 from anymamba.models.sequence.sequence_model import SequenceConfig as SequenceConfig
 from anymamba.models.sequence.sequence_model import SequenceModel as SequenceModel
 from anymamba.models.stack.bidirectional import BidirectionalConfig as BidirectionalConfig

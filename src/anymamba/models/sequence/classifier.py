@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.core.checks import check_tensor, values_are_cheap
+from anymamba.core.checks import values_are_cheap
 from anymamba.core.layout import Padding
 from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
 from anymamba.models.outputs import last_hidden
@@ -105,25 +105,6 @@ class SequenceClassifier(SequenceModel):
         """
         check_classes("SequenceClassifier", labels, logits.shape[:1], logits.shape[1])
         return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels.long())
-
-
-class SequenceRegressor(SequenceClassifier):
-    """Some numbers for each sequence of tokens or vectors; the loss is their mean squared error."""
-
-    MODEL_TYPE: ClassVar[str] = "anymamba_regressor"
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean squared error.
-
-        Raises:
-            TypeError: labels that are not a tensor.
-            ValueError: labels of another shape.
-        """
-        check_tensor("SequenceRegressor", "labels", labels)
-        if labels.shape != logits.shape:
-            found = tuple(labels.shape)
-            raise ValueError(f"SequenceRegressor: labels must have shape {tuple(logits.shape)}, got {found}")
-        return F.mse_loss(logits, labels.to(logits.dtype))
 
 
 def check_real_steps(where: str, padding: Padding | None) -> None:

@@ -117,12 +117,12 @@ class SequenceModel(nn.Module):
 
     MODEL_TYPE: ClassVar[str]
     TAKES_CLASS_TOKENS: ClassVar[bool] = False
-    KINDS: ClassVar[dict[str, type[SequenceModel]]] = {}
+    BY_MODEL_TYPE: ClassVar[dict[str, type[SequenceModel]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make the class known by its model type."""
         super().__init_subclass__(**kwargs)
-        SequenceModel.KINDS[cls.MODEL_TYPE] = cls
+        SequenceModel.BY_MODEL_TYPE[cls.MODEL_TYPE] = cls
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class SequenceModel(nn.Module):
     ) -> None:
         """Create and initialize the parameters."""
         if not hasattr(type(self), "MODEL_TYPE"):
-            kinds = ", ".join(kind.__name__ for kind in SequenceModel.KINDS.values())
+            kinds = ", ".join(kind.__name__ for kind in SequenceModel.BY_MODEL_TYPE.values())
             raise TypeError(f"SequenceModel has no head: make one of {kinds}, or open a file with from_pretrained")
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -161,7 +161,7 @@ class SequenceModel(nn.Module):
         """Create the parameters after the stack."""
         raise NotImplementedError
 
-    def ends(self) -> list[nn.Linear]:
+    def outer_projections(self) -> list[nn.Linear]:
         """The projections into the stack and out of it, which are no hidden ones."""
         return [m for m in self.children() if isinstance(m, nn.Linear)]
 
@@ -245,9 +245,9 @@ class SequenceModel(nn.Module):
         if not (source / "config.json").is_file():
             raise ValueError(f"{source}: expected a directory with config.json and model.safetensors")
         raw = read_json(source / "config.json")
-        kind: Any = SequenceModel.KINDS.get(str(raw.pop("model_type", None)))
+        kind: Any = SequenceModel.BY_MODEL_TYPE.get(str(raw.pop("model_type", None)))
         if kind is None or not issubclass(kind, cls):
-            names = [name for name, known in SequenceModel.KINDS.items() if issubclass(known, cls)]
+            names = [name for name, known in SequenceModel.BY_MODEL_TYPE.items() if issubclass(known, cls)]
             found = read_json(source / "config.json").get("model_type")
             raise ValueError(f"{source}: expected a model of type {' or '.join(names)}, got {found!r}")
         try:

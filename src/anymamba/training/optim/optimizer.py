@@ -42,7 +42,8 @@ def parameter_groups(
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
     """Weights of the projections between embedding and head, or between a model's first and last projection."""
-    outer = {id(m.weight) for around in model.modules() if isinstance(around, SequenceModel) for m in around.ends()}
+    parts = [part for part in model.modules() if isinstance(part, SequenceModel)]
+    outer = {id(linear.weight) for part in parts for linear in part.outer_projections()}
     return {name: p for name, p in _projections(model).items() if id(p) not in outer}
 
 

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anymamba.blocks.base import states_at
-from anymamba.core.checks import check_shape
+from anymamba.core.checks import check_shape, check_tensor
 from anymamba.models.cache import StackCache, check_stack_cache
 from anymamba.models.fingerprint import HasFingerprint
 from anymamba.models.inputs import flatten_packed_rows
+from anymamba.models.sequence.classifier import SequenceClassifier
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
 from anymamba.models.stack.class_tokens import (
     ClassTokens,
@@ -29,6 +31,25 @@ from anymamba.models.stack.class_tokens import (
     sequence_layout,
 )
 from anymamba.models.stack.layer_loop import ClassTokenInserter
+
+
+class SequenceRegressor(SequenceClassifier):
+    """Some numbers for each sequence of tokens or vectors; the loss is their mean squared error."""
+
+    MODEL_TYPE: ClassVar[str] = "anymamba_regressor"
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean squared error.
+
+        Raises:
+            TypeError: labels that are not a tensor.
+            ValueError: labels of another shape.
+        """
+        check_tensor("SequenceRegressor", "labels", labels)
+        if labels.shape != logits.shape:
+            found = tuple(labels.shape)
+            raise ValueError(f"SequenceRegressor: labels must have shape {tuple(logits.shape)}, got {found}")
+        return F.mse_loss(logits, labels.to(logits.dtype))
 
 
 class LatentModel(SequenceModel, HasFingerprint):
