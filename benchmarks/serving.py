@@ -45,9 +45,7 @@ from anymamba.generation.generate import generate
 from anymamba.generation.prefill import start
 from anymamba.generation.state import GenerationState
 from anymamba.models import MambaLM, MambaLMConfig
-from anymamba.serving.load_test.client import Target, stream
-from anymamba.serving.load_test.runner import Model, Plan, Range, Run
-from anymamba.serving.load_test.summary import summary
+from anymamba.serving.load_test import IntRange, LoadPlan, LoadTest, Target, TargetModel, stream, summarize
 from benchmarks.generation import CONFIGS, our_model
 from benchmarks.machine import describe_machine
 
@@ -79,7 +77,7 @@ def process_of(command: list[str]) -> Iterator[Target]:
             else:
                 raise RuntimeError(f"{' '.join(command)} does not listen:\n{''.join(said[-5:])}")
             threading.Thread(target=process.stdout.read, daemon=True).start()  # or a full pipe would stop it
-            yield Target.of(found[1])
+            yield Target.from_url(found[1])
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
@@ -111,23 +109,23 @@ def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -
     return rows * WRITE / (time.perf_counter() - began)
 
 
-def load(target: Target, model: Model, clients: int, waves: int, seed: int, **fields: Any) -> dict[str, Any]:
+def load(target: Target, model: TargetModel, clients: int, waves: int, seed: int, **fields: Any) -> dict[str, Any]:
     """So many clients, each of which asks `waves` times, with these fields in every request."""
-    plan = Plan(
+    plan = LoadPlan(
         requests=clients * waves,
         seconds=None,
         concurrency=clients,
         rate=None,
-        read=Range(READ, READ),
-        write=Range(WRITE, WRITE),
+        prompt_tokens=IntRange(READ, READ),
+        output_tokens=IntRange(WRITE, WRITE),
         warm_up=0,
         seed=seed,
         timeout=600.0,
         fields=fields,
     )
-    run = Run(target, plan, model)
-    asyncio.run(run.run())
-    found = summary(run.done)
+    load_test = LoadTest(target, plan, model)
+    asyncio.run(load_test.run())
+    found = summarize(load_test.results)
     if found["errors"]:
         raise RuntimeError(f"requests failed: {found['errors']}, {found['error_messages']}")
     if found["written_tokens"] != clients * waves * WRITE:
@@ -141,7 +139,7 @@ def throughput(name: str, clients: list[int], rounds: int, waves: int, tiny: boo
     print(f"| {name}: clients | server, tokens/s | generate | ratio | prompts one by one | ratio | first token, p50 |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     with saved(model) as directory, serving(directory) as target:
-        served = Model(Path(directory).name, model.config.vocab_size)
+        served = TargetModel(Path(directory).name, model.config.vocab_size)
         for count in clients:
             load(target, served, count, 1, 99)
             offline(model, count, 99)
@@ -168,8 +166,8 @@ def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int
     narrow = () if weights == "float32" else ("--weights", weights)
     with saved(model) as directory, serving(directory, *narrow) as ours, process_of(theirs) as other:
         names = {
-            ours: Model(Path(directory).name, model.config.vocab_size),
-            other: Model(file, model.config.vocab_size),
+            ours: TargetModel(Path(directory).name, model.config.vocab_size),
+            other: TargetModel(file, model.config.vocab_size),
         }
         print(f"of 8 prompts, both continue {agreement(names)} with the same token", file=sys.stderr)
         print(f"| {weights}: clients | anymamba, tokens/s | llama-server | ratio | first token, p50 | llama-server |")
@@ -193,7 +191,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def agreement(servers: dict[Target, Model]) -> int:
+def agreement(servers: dict[Target, TargetModel]) -> int:
     """How many of 8 prompts the servers continue with the same likeliest token.
 
     Raises:

@@ -12,10 +12,10 @@ from anymamba.core.operators import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import start
 from anymamba.serving.scheduler import engine as module
-from anymamba.serving.scheduler.continuation import Row, RowPlan, choose_tokens
-from anymamba.serving.scheduler.decode import Slots
+from anymamba.serving.scheduler.continuation import Continuation, ContinuationOptions, choose_tokens
+from anymamba.serving.scheduler.decode import DecodeSlots
 from anymamba.serving.scheduler.engine import Engine, prompt_key
-from anymamba.serving.scheduler.events import Began, Ended, Failed, Job, Start, Wrote
+from anymamba.serving.scheduler.events import Failed, Job, PrefillStart, PromptDone, SequenceDone, TokenEvent
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import MODEL_FLOOR, assert_near
 
@@ -46,14 +46,14 @@ def running():
 
 
 def plan(n=12, **sampling):
-    return RowPlan(sampling=Sampling(**{"seed": 1, "temperature": 1.0, **sampling}), max_tokens=n)
+    return ContinuationOptions(sampling=Sampling(**{"seed": 1, "temperature": 1.0, **sampling}), max_tokens=n)
 
 
 def job(ids, plans, state=None, **options):
     """A job and the queue of its events."""
     events = queue.Queue()
     keys = [prompt_key(ids)] * len(plans)
-    return Job(find=lambda: Start(state, ids, 0), plans=plans, keys=keys, emit=events.put, **options), events
+    return Job(find=lambda: PrefillStart(state, ids, 0), plans=plans, keys=keys, emit=events.put, **options), events
 
 
 def tokens_of(events, rows=1):
@@ -64,9 +64,9 @@ def tokens_of(events, rows=1):
         event = events.get(timeout=60)
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Wrote):
+        if isinstance(event, TokenEvent):
             written[event.row].append(event.piece.token)
-        ended += isinstance(event, Ended)
+        ended += isinstance(event, SequenceDone)
     return written
 
 
@@ -94,7 +94,7 @@ def test_without_kernels_rows_still_equal_rows_alone(running):
             engine.submit(made)
         found = [tokens_of(events)[0] for _, events in jobs]
         alone = [model.generate(torch.tensor([[i, 5, 9]]), 10, seed=i, temperature=1.0).rows()[0] for i in range(5)]
-    assert not engine._writer.slots.together
+    assert not engine._decode_loop.slots.together
     assert found == alone
 
 
@@ -102,7 +102,7 @@ def test_the_state_at_the_end_is_that_of_generate(running):
     model = byte_model()
     engine = running(model)
     kept = []
-    row = RowPlan(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_last=True)
+    row = ContinuationOptions(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_final_token=True)
     made, events = job([1, 2, 3], [row], on_end=lambda _, state: kept.append(state))
     other, others = job([4] * 40, [plan(30)])
     engine.submit(other)
@@ -117,7 +117,7 @@ def test_the_state_at_the_end_is_that_of_generate(running):
 def test_a_state_after_turns_is_a_cold_read_of_all_of_them_to_rounding(running, family):
     model = byte_model(family)
     engine, kept, ids = running(model), [], []
-    row = RowPlan(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_last=True)
+    row = ContinuationOptions(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_final_token=True)
     for new in ([3] * 20, [7, 8, 9], [5] * 18):
         made, events = job(new, [row], kept[-1] if kept else None, on_end=lambda _, state: kept.append(state))
         engine.submit(made)
@@ -133,7 +133,9 @@ def test_states_on_the_way_continue_to_the_same_bits(running):
     model, states = byte_model(), {}
     engine = running(model)
     ids = [11 * i % 256 for i in range(45)]
-    made, events = job(ids, [plan(5)], kept_at=lambda n: n == 32, on_read=lambda n, state: states.setdefault(n, state))
+    made, events = job(
+        ids, [plan(5)], should_cache_at=lambda n: n == 32, on_read=lambda n, state: states.setdefault(n, state)
+    )
     engine.submit(made)
     whole = tokens_of(events)
     assert sorted(states) == [32, 45]
@@ -170,7 +172,7 @@ def test_a_cancelled_job_leaves_and_has_no_further_events(running):
     engine = running(byte_model())
     made, events = job([1, 2], [plan(10**6)] * 3)
     engine.submit(made)
-    while not isinstance(events.get(timeout=60), Wrote):
+    while not isinstance(events.get(timeout=60), TokenEvent):
         pass
     made.cancel()
     until = time.monotonic() + 30
@@ -199,10 +201,10 @@ def test_a_long_prompt_does_not_hold_up_others(running):
     engine = running(byte_model(), stall=0.0)
     writer, events = job([1], [plan(400)])
     engine.submit(writer)
-    assert isinstance(events.get(timeout=60), Began)
+    assert isinstance(events.get(timeout=60), PromptDone)
     reader, reading = job([3] * (60 * SEGMENT), [plan(1)])
     engine.submit(reader)
-    while not isinstance(reading.get(timeout=60), Began):
+    while not isinstance(reading.get(timeout=60), PromptDone):
         pass
     # Between any two segments the writer got a token.
     assert events.qsize() >= 50
@@ -222,10 +224,13 @@ def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
                 engine.submit(made)
         return False
 
-    reader.kept_at = submit_the_others
+    reader.should_cache_at = submit_the_others
     order = []
     for i, (made, events) in enumerate([(reader, reading), *late]):
-        made.emit = lambda event, i=i, events=events: (isinstance(event, Began) and order.append(i), events.put(event))
+        made.emit = lambda event, i=i, events=events: (
+            isinstance(event, PromptDone) and order.append(i),
+            events.put(event),
+        )
     engine.submit(reader)
     for events in (reading, *(events for _, events in late)):
         tokens_of(events)
@@ -235,7 +240,7 @@ def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
 def test_closing_does_not_wait_for_a_long_prompt(running):
     engine = running(byte_model())
     begun = threading.Event()
-    made, events = job([1] * (5000 * SEGMENT), [plan(1)], kept_at=lambda _: bool(begun.set()))
+    made, events = job([1] * (5000 * SEGMENT), [plan(1)], should_cache_at=lambda _: bool(begun.set()))
     engine.submit(made)
     assert begun.wait(60)
     engine.close()
@@ -247,13 +252,13 @@ def test_closing_does_not_wait_for_a_long_prompt(running):
 def test_an_unforeseen_error_fails_the_current_jobs_and_no_other(running, monkeypatch, capsys):
     model = byte_model()
     engine = running(model)
-    seat = engine._writer.seat
-    monkeypatch.setattr(engine._writer, "seat", lambda: 1 / 0)
+    admit = engine._decode_loop.admit
+    monkeypatch.setattr(engine._decode_loop, "admit", lambda: 1 / 0)
     made, events = job([1], [plan()])
     engine.submit(made)
     with pytest.raises(ZeroDivisionError):
         tokens_of(events)
-    monkeypatch.setattr(engine._writer, "seat", seat)
+    monkeypatch.setattr(engine._decode_loop, "admit", admit)
     made, events = job([1], [plan()])
     engine.submit(made)
     assert tokens_of(events) == model.generate(torch.tensor([[1]]), 12, seed=1, temperature=1.0).rows()
@@ -286,7 +291,7 @@ def test_closing_fails_what_is_not_done(running):
     engine = running(byte_model())
     made, events = job([1], [plan(10**6)])
     engine.submit(made)
-    assert isinstance(events.get(timeout=60), Began)
+    assert isinstance(events.get(timeout=60), PromptDone)
     closing = threading.Thread(target=engine.close)
     closing.start()
     with pytest.raises(RuntimeError, match="shutting down"):
@@ -332,13 +337,13 @@ def test_jobs_that_come_while_the_engine_ends_are_told_so():
         assert not any(engine.load.values())
         for rows, events, vanishes in asked:
             heard = list(events.queue)
-            ended = sum(isinstance(event, Ended) for event in heard)
+            ended = sum(isinstance(event, SequenceDone) for event in heard)
             assert vanishes or ended == rows or isinstance(heard[-1], Failed)
 
 
 def test_slots_refuse_more_rows_than_the_kernels_have():
     with pytest.raises(ValueError, match="between 1 and 64, got 65"):
-        Slots(byte_model(), 65)
+        DecodeSlots(byte_model(), 65)
 
 
 def test_rows_choose_together_what_they_choose_alone_and_a_broken_one_breaks_no_other():
@@ -346,8 +351,8 @@ def test_rows_choose_together_what_they_choose_alone_and_a_broken_one_breaks_no_
     state = start(model, torch.tensor([[1, 2, 3]]))
     ways = [{"temperature": 0.0}, {}, {}, {"top_p": 0.9}, {"logit_bias": {7: 5.0}}, {"repetition_penalty": 1.5}, {}]
     samplings = [Sampling(**{"temperature": 1.0, "seed": i, **way}) for i, way in enumerate(ways)]
-    plans = [RowPlan(sampling=sampling, max_tokens=4) for sampling in samplings]
-    rows = [Row(plan, ByteTokenizer(), vocab, state, i) for i, plan in enumerate(plans)]
+    plans = [ContinuationOptions(sampling=sampling, max_tokens=4) for sampling in samplings]
+    rows = [Continuation(plan, ByteTokenizer(), vocab, state, i) for i, plan in enumerate(plans)]
     logits_bv = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(0))
     alone = [choose_tokens([row], logits_bv[i : i + 1])[0] for i, row in enumerate(rows)]
     assert choose_tokens(rows, logits_bv) == alone

@@ -7,28 +7,38 @@ import threading
 import pytest
 
 from anymamba.cli.main import main
-from anymamba.serving.load_test.client import Target
-from anymamba.serving.load_test.runner import Model, Plan, Range, Request, Run, bodies, find_model
-from anymamba.serving.load_test.summary import percentile, summary, table
+from anymamba.serving.load_test import (
+    IntRange,
+    LoadPlan,
+    LoadTest,
+    RequestResult,
+    Target,
+    TargetModel,
+    find_model,
+    format_table,
+    generate_bodies,
+    percentile,
+    summarize,
+)
 
 
 def plan(**fields):
-    given = {
+    defaults = {
         "requests": 12,
         "seconds": None,
         "concurrency": 3,
         "rate": None,
-        "read": Range(5, 40),
-        "write": Range(3, 9),
+        "prompt_tokens": IntRange(5, 40),
+        "output_tokens": IntRange(3, 9),
     }
-    return Plan(**{**given, "warm_up": 1, "seed": 1, "timeout": 60.0, **fields})
+    return LoadPlan(**{**defaults, "warm_up": 1, "seed": 1, "timeout": 60.0, **fields})
 
 
 def load(server, wanted):
-    target = Target.of(server.url)
+    target = Target.from_url(server.url)
 
     async def measure():
-        run = Run(target, wanted, await find_model(target, wanted.model))
+        run = LoadTest(target, wanted, await find_model(target, wanted.model))
         return await run.run()
 
     return asyncio.run(measure())
@@ -38,16 +48,18 @@ def test_every_token_of_a_closed_loop_is_counted(server):
     before = server.metrics()
     done = load(server, plan())
     after = server.metrics()
-    asked = [body for (_, body), _ in zip(bodies(plan(), Model("tiny", 256), 1), range(12), strict=False)]
-    assert sorted(len(request.tokens) for request in done) == sorted(body["max_tokens"] for body in asked)
-    assert sorted(request.read for request in done) == sorted(len(body["prompt"]) for body in asked)
-    warm_up = next(bodies(plan(), Model("tiny", 256), ~1))[1]["max_tokens"]
+    asked = [
+        body for (_, body), _ in zip(generate_bodies(plan(), TargetModel("tiny", 256), 1), range(12), strict=False)
+    ]
+    assert sorted(len(request.token_times) for request in done) == sorted(body["max_tokens"] for body in asked)
+    assert sorted(request.prompt_tokens for request in done) == sorted(len(body["prompt"]) for body in asked)
+    warm_up = next(generate_bodies(plan(), TargetModel("tiny", 256), ~1))[1]["max_tokens"]
     written = after["anymamba_written_tokens_total"] - before["anymamba_written_tokens_total"]
-    assert written == summary(done)["written_tokens"] + warm_up
+    assert written == summarize(done)["written_tokens"] + warm_up
     for request in done:
         assert request.error is None
-        assert request.due <= request.tokens[0] <= request.tokens[-1] <= request.end
-        assert request.tokens == sorted(request.tokens)
+        assert request.due <= request.token_times[0] <= request.token_times[-1] <= request.end
+        assert request.token_times == sorted(request.token_times)
     open_at = [sum(other.due <= request.due < other.end for other in done) for request in done]
     assert max(open_at) <= 3
 
@@ -58,15 +70,15 @@ def test_an_open_loop_sends_at_its_own_times(server):
         expected.append(expected[-1] + chance.expovariate(50))
     done = load(server, plan(requests=None, seconds=0.4, rate=50.0, seed=7))
     assert sorted(request.due for request in done) == expected[:-1]
-    assert not summary(done)["errors"]
+    assert not summarize(done)["errors"]
 
 
 def test_errors_are_counted_and_not_timed(server):
     done = load(server, plan(requests=3, fields={"temperature": -1}))
-    found = summary(done)
+    found = summarize(done)
     assert (found["errors"], found["written_tokens"], "first_token_seconds" in found) == ({"status 400": 3}, 0, False)
     assert "temperature must be a number from 0" in found["error_messages"][0]
-    assert "3 requests failed: status 400" in table(found)
+    assert "3 requests failed: status 400" in format_table(found)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +88,8 @@ def test_errors_are_counted_and_not_timed(server):
         (b"SSH-2.0-x\r\n\r\n", "broken off"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\ndata: {", "broken off"),
         (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", "broken off"),
-        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: [}\n\n", "answer not understood"),
-        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: {}\n\n", "answer not understood"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: [}\n\n", "invalid response"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: {}\n\n", "invalid response"),
         (b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: {"error": {"message": "x"}}\n\n', "error in the stream"),
         (b"HTTP/1.1 502 Bad\r\nContent-Length: 3\r\n\r\nbad", "status 502"),
     ],
@@ -93,8 +105,8 @@ def test_invalid_answers_are_errors_of_their_request(answer, kind):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        target = Target.of(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        (request,) = asyncio.run(Run(target, plan(requests=1, warm_up=0), Model("m", 9)).run())
+        target = Target.from_url(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        (request,) = asyncio.run(LoadTest(target, plan(requests=1, warm_up=0), TargetModel("m", 9)).run())
         thread.join()
     assert request.error == kind
 
@@ -102,8 +114,8 @@ def test_invalid_answers_are_errors_of_their_request(answer, kind):
 def test_percentiles_are_values_that_were_measured():
     values = list(map(float, range(1, 11)))
     assert [percentile(values, p) for p in (1, 50, 90, 91, 99)] == [1.0, 5.0, 9.0, 10.0, 10.0]
-    request = Request(due=1.0, read=4, tokens=[1.5, 1.75, 3.0], end=3.5)
-    found = summary([request, Request(due=0.0, read=4, end=2.0, error="timeout")])
+    request = RequestResult(due=1.0, prompt_tokens=4, token_times=[1.5, 1.75, 3.0], end=3.5)
+    found = summarize([request, RequestResult(due=0.0, prompt_tokens=4, end=2.0, error="timeout")])
     assert found["first_token_seconds"]["p50"] == 0.5
     assert found["between_tokens_seconds"]["max"] == 1.25
     assert found["request_seconds"]["mean"] == 2.5
@@ -112,11 +124,11 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def test_a_url_is_a_server_with_or_without_v1():
-    assert Target.of("http://localhost:80/v1/").base == Target.of("http://localhost").base == "/v1"
-    assert Target.of("https://a.example/b")[1:5] == (True, "a.example", 443, "/b/v1")
+    assert Target.from_url("http://localhost:80/v1/").base == Target.from_url("http://localhost").base == "/v1"
+    assert Target.from_url("https://a.example/b")[1:5] == (True, "a.example", 443, "/b/v1")
     for url in ("localhost:8080", "ftp://x", "http://", "http://x:99999", "http://x/?a=1", ""):
         with pytest.raises(ValueError, match="expected a URL such as"):
-            Target.of(url)
+            Target.from_url(url)
 
 
 def test_the_command_says_what_it_sends_and_writes_what_it_found(server, tmp_path, capsys):

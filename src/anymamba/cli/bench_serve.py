@@ -18,49 +18,56 @@ def run(args: argparse.Namespace) -> None:
     """Print what will be sent, send it, and print the figures."""
     if importlib.util.find_spec("h11") is None:
         raise ValueError("to measure a server, install h11 (pip install 'anymamba[serve]')")
-    from anymamba.serving.load_test.client import Target
-    from anymamba.serving.load_test.runner import Plan, Range, Run, find_model
-    from anymamba.serving.load_test.summary import plot, summary, table
+    from anymamba.serving.load_test import (
+        IntRange,
+        LoadPlan,
+        LoadTest,
+        Target,
+        find_model,
+        format_table,
+        plot,
+        summarize,
+    )
 
     _expect(args)
-    plan = Plan(
+    plan = LoadPlan(
         requests=args.requests if args.requests is not None or args.seconds is not None else 64,
         seconds=args.seconds,
         concurrency=args.concurrency,
         rate=args.rate,
-        read=Range(*args.prompt_tokens),
-        write=Range(*args.output_tokens),
+        prompt_tokens=IntRange(*args.prompt_tokens),
+        output_tokens=IntRange(*args.output_tokens),
         warm_up=args.warm_up,
         seed=args.seed,
         timeout=args.timeout,
         model=args.model,
         fields=dict(args.field),
     )
-    target = Target.of(args.url, args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE))
+    target = Target.from_url(args.url, args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE))
 
-    async def measure() -> tuple[str, Run]:
+    async def measure() -> tuple[str, LoadTest]:
         model = await find_model(target, plan.model)
         title = f"{model.name} at {target.url}: {_described(plan)}"
         _say(f"sending to {title}")
         if model.vocab_size is None:
             _say("the server does not report its vocabulary size: prompts are words, and replies may end early")
         progress = _Progress()
-        run = Run(target, plan, model)
-        await run.run(progress.show)
+        load_test = LoadTest(target, plan, model)
+        await load_test.run(progress.show)
         progress.end()
-        return title, run
+        return title, load_test
 
-    title, done = asyncio.run(measure())
-    found = summary(done.done)
-    print(table(found))
+    title, load_test = asyncio.run(measure())
+    figures = summarize(load_test.results)
+    print(format_table(figures))
     if args.json is not None:
         from anymamba.core.io import write_json
 
-        requests = [asdict(request) for request in done.done]
-        write_json(args.json, {"target": target.url, "plan": asdict(plan), "summary": found, "requests": requests})
+        requests = [asdict(result) for result in load_test.results]
+        write_json(args.json, {"target": target.url, "plan": asdict(plan), "summary": figures, "requests": requests})
     if args.plot is not None:
-        plot(done.done, title, Path(args.plot))
-    if done.done and sum(found["errors"].values()) == len(done.done):
+        plot(load_test.results, title, Path(args.plot))
+    if load_test.results and sum(figures["errors"].values()) == len(load_test.results):
         raise ValueError("no request succeeded")
 
 
@@ -69,7 +76,7 @@ def _described(plan: Any) -> str:
     count = "" if plan.requests is None else f"{plan.requests} requests"
     time = "" if plan.seconds is None else f"requests for {plan.seconds:g} s"
     how = f"{plan.concurrency} at a time" if plan.rate is None else f"{plan.rate:g} per second"
-    tokens = f"{plan.read} prompt tokens and {plan.write} reply tokens each"
+    tokens = f"{plan.prompt_tokens} prompt tokens and {plan.output_tokens} reply tokens each"
     warm_up = f", after {plan.warm_up} to warm up" if plan.warm_up else ""
     return f"{' or '.join(filter(None, (count, time)))}, {how}, {tokens}{warm_up}"
 
@@ -101,8 +108,8 @@ class _Progress:
 
     def show(self, run: Any) -> None:
         self._calls += 1
-        tokens = sum(len(request.tokens) for request in run.done)
-        text = f"{run.elapsed:.0f} s: {len(run.done)} requests done, {run.open} open, {tokens:,} tokens written"
+        tokens = sum(len(result.token_times) for result in run.results)
+        text = f"{run.elapsed:.0f} s: {len(run.results)} requests done, {run.open} open, {tokens:,} tokens written"
         if sys.stderr.isatty():
             print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
         elif self._calls % 10 == 0:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
     """A service that continues texts, and what to print about it."""
     from anymamba.generation.chat import ChatTemplate
-    from anymamba.serving.state_cache import StateStore
+    from anymamba.serving.state_cache import StateCache
 
     model, tokenizer = load(args)
     template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)
@@ -81,7 +81,7 @@ def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> 
         tokenizer,
         template,
         name=_name(args),
-        store=StateStore(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
+        store=StateCache(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
         limits=limits,
         stops=template.stop,
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},

@@ -23,7 +23,7 @@ _FIELDS = {"model", "input", "encoding_format", "dimensions"}
 _MOST = 2048  # texts of a request, as in OpenAI's API
 
 
-class WantedVectors(NamedTuple):
+class EmbeddingRequest(NamedTuple):
     """What a request asks for.
 
     Attributes:
@@ -74,7 +74,7 @@ class EmbeddingService:
         self._deadline = 0.0
         self._worker.shutdown(cancel_futures=True)
 
-    def read(self, body: dict[str, Any]) -> WantedVectors:
+    def read(self, body: dict[str, Any]) -> EmbeddingRequest:
         """What a body asks for.
 
         Raises:
@@ -87,7 +87,7 @@ class EmbeddingService:
         if body.get("dimensions") not in (None, self.dimensions) or isinstance(body.get("dimensions"), bool):
             message = f"dimensions must be {self.dimensions} or left out, got {shown(body['dimensions'])}"
             raise invalid("dimensions", message)
-        return WantedVectors(self._texts(body.get("input")), encoding)
+        return EmbeddingRequest(self._texts(body.get("input")), encoding)
 
     def _texts(self, given: Any) -> Any:
         one = isinstance(given, str) or (isinstance(given, list) and given and all(type(x) is int for x in given))
@@ -105,7 +105,7 @@ class EmbeddingService:
             raise invalid("input", f"token ids must be between 0 and {self.vocab_size - 1}, got {shown(wrong)}")
         return texts
 
-    async def answer(self, wanted: WantedVectors) -> dict[str, Any]:
+    async def handle(self, wanted: EmbeddingRequest) -> dict[str, Any]:
         """The answer to a request; if the task is cancelled, the worker stops at the next text.
 
         Raises:
@@ -130,7 +130,7 @@ class EmbeddingService:
         return {"object": "list", "data": data, "model": self.name, "usage": usage}
 
     @torch.no_grad()
-    def _vectors(self, wanted: WantedVectors, deadline: float, gone: Callable[[], bool]) -> tuple[list[Tensor], int]:
+    def _vectors(self, wanted: EmbeddingRequest, deadline: float, gone: Callable[[], bool]) -> tuple[list[Tensor], int]:
         texts = [self._encode(text) for text in wanted.texts]
         vectors = []
         for ids in texts:

@@ -19,7 +19,7 @@ from anymamba.serving.metrics import Metrics
 _DRAINED = 2**24
 
 
-def json_answer(value: Any) -> Response:
+def json_response(value: Any) -> Response:
     """An answer that no cache may keep."""
     return Response(json.dumps(value), media_type="application/json", headers={"Cache-Control": "no-store"})
 
@@ -48,7 +48,7 @@ class EventStream(StreamingResponse):
                 await generator.aclose()
 
 
-async def unless_gone(request: Request, work: Any, metrics: Metrics) -> Any:
+async def cancel_on_disconnect(request: Request, work: Any, metrics: Metrics) -> Any:
     """What `work` returns; None if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))

@@ -34,7 +34,7 @@ _HEADERS = (
 _PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
-class Door:
+class AccessMiddleware:
     """Admits requests that have the key, are addressed to this server, and do not come from another site's page.
 
     Args:
@@ -65,10 +65,10 @@ class Door:
         self._origins = {origin.rstrip("/") for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """ResponseBuilder a request."""
         if scope["type"] != "http":  # there are no websockets here
             return
-        answer = _Answer(send, self._cors(scope))
+        answer = _ResponseSender(send, self._cors(scope))
         try:
             self._check(scope)
             if scope["method"] == "OPTIONS":
@@ -145,7 +145,7 @@ def _preflight(cors: list[tuple[bytes, bytes]]) -> dict[str, str]:
     }
 
 
-class _Answer:
+class _ResponseSender:
     """Sends an answer with the door's headers, or an error if no answer has begun."""
 
     def __init__(self, send: Send, cors: list[tuple[bytes, bytes]]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.serving.scheduler.continuation import Row
-from anymamba.serving.scheduler.events import Start
-from anymamba.serving.state_cache import Kept, Key, StateStore, ids_key, text_key
+from anymamba.serving.scheduler.continuation import Continuation
+from anymamba.serving.scheduler.events import PrefillStart
+from anymamba.serving.state_cache import CachedState, Key, StateCache, ids_key, text_key
 
 
 class Prompt:
@@ -25,17 +25,17 @@ class Prompt:
 
     Attributes:
         fixed_key: whether the rows' identity for sampling comes from the prompt, and not from a session.
-        feeds_last: whether the state at the end has read every token.
+        feeds_final_token: whether the state at the end has read every token.
     """
 
-    fixed_key, feeds_last = True, False
+    fixed_key, feeds_final_token = True, False
 
-    def __init__(self, ids: list[int], store: StateStore, segment_len: int) -> None:
+    def __init__(self, ids: list[int], store: StateCache, segment_len: int) -> None:
         """Nothing is looked up yet."""
         self.ids, self._store, self._segment = ids, store, segment_len
         self._reused = 0
 
-    def find(self) -> Start:
+    def find(self) -> PrefillStart:
         """Where reading starts."""
         start = self._look()
         self._count(start)
@@ -45,7 +45,7 @@ class Prompt:
         """An estimate of the tokens to read: another prompt may read some of them first."""
         return len(self._look().ids)
 
-    def kept_at(self, position: int) -> bool:
+    def should_cache_at(self, position: int) -> bool:
         """Whether the state after `position` new tokens is kept: at 1, 2, 4 ... segments, and at the last whole one."""
         segments, rest = divmod(self._reused + position, self._segment)
         return not rest and (segments & (segments - 1) == 0 or segments == len(self.ids) // self._segment)
@@ -56,36 +56,36 @@ class Prompt:
         if position:
             self._store.put(state, read, *self._exact_keys(read))
 
-    def on_end(self, row: Row, state: GenerationState) -> None:
+    def on_end(self, row: Continuation, state: GenerationState) -> None:
         """Keep nothing: a completion has no next turn."""
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Finish what may take a while, once a row has ended."""
 
     @property
-    def keeps_end(self) -> bool:
+    def caches_final_state(self) -> bool:
         """Whether the state at the end is kept."""
         return False
 
-    def _look(self) -> Start:
+    def _look(self) -> PrefillStart:
         return self._find_exact()
 
-    def _find_exact(self) -> Start:
+    def _find_exact(self) -> PrefillStart:
         self._reused = 0
         found = self._store.get(ids_key("end", self.ids))
         if found is None:
             cut = self._store.longest("cut", array("i", self.ids).tobytes())
             if cut is None:
-                return Start(None, self.ids, 0)
+                return PrefillStart(None, self.ids, 0)
             found = cut[0]
         self._reused = found.tokens
-        return Start(found.state, self.ids[found.tokens :], found.tokens)
+        return PrefillStart(found.state, self.ids[found.tokens :], found.tokens)
 
     def _exact_keys(self, read: int) -> list[Key]:
         keys = [ids_key("end", self.ids)] if read == len(self.ids) else []
         return keys if read % self._segment else [*keys, ids_key("cut", self.ids[:read])]
 
-    def _count(self, start: Start) -> None:
+    def _count(self, start: PrefillStart) -> None:
         if start.reused:
             self._store.hits += 1
         else:
@@ -95,8 +95,8 @@ class Prompt:
 class ScoredPrompt(Prompt):
     """A prompt whose every token is scored, so all of it is read."""
 
-    def _look(self) -> Start:
-        return Start(None, self.ids, 0)
+    def _look(self) -> PrefillStart:
+        return PrefillStart(None, self.ids, 0)
 
 
 class ChatPrompt(Prompt):
@@ -112,7 +112,7 @@ class ChatPrompt(Prompt):
     def __init__(
         self,
         ids: list[int],
-        store: StateStore,
+        store: StateCache,
         segment_len: int,
         text: str,
         session: Key | None,
@@ -122,15 +122,15 @@ class ChatPrompt(Prompt):
         """Nothing is looked up yet."""
         super().__init__(ids, store, segment_len)
         self._text, self._session, self._tokenizer, self._render = text, session, tokenizer, render
-        self._ends: list[tuple[Row, GenerationState]] = []
+        self._ends: list[tuple[Continuation, GenerationState]] = []
         self._exact, self._tokens = True, len(ids)
 
     @property
-    def keeps_end(self) -> bool:
+    def caches_final_state(self) -> bool:
         """A conversation and a session keep it."""
         return True
 
-    def _look(self) -> Start:
+    def _look(self) -> PrefillStart:
         """The start with the fewest tokens left to read; among equals, one with the bits of a read from the start."""
         start, self._exact = self._find_exact(), True
         content = self._text.encode()
@@ -139,13 +139,13 @@ class ChatPrompt(Prompt):
             turn, length = found
             rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else []
             if len(rest) < len(start.ids):
-                start, self._exact = Start(turn.state, rest, turn.tokens), False
+                start, self._exact = PrefillStart(turn.state, rest, turn.tokens), False
         self._tokens = start.reused + len(start.ids)
         return start
 
-    def kept_at(self, position: int) -> bool:
+    def should_cache_at(self, position: int) -> bool:
         """As for any prompt, if it is read in the segments of a read from the start."""
-        return self._exact and super().kept_at(position)
+        return self._exact and super().should_cache_at(position)
 
     def on_read(self, position: int, state: GenerationState) -> None:
         """Keep a state; the one at the end also under the text."""
@@ -155,12 +155,12 @@ class ChatPrompt(Prompt):
             exact = self._exact_keys(len(self.ids)) if self._exact else []
             self._store.put(state, self._tokens, *exact, text_key(self._text))
 
-    def on_end(self, row: Row, state: GenerationState) -> None:
-        """Remember the end of the turn, for `settle`."""
+    def on_end(self, row: Continuation, state: GenerationState) -> None:
+        """Remember the end of the turn, for `finalize`."""
         if row.known_text is not None:
             self._ends.append((row, state))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Keep the ends of turns under the text so far, as it was written and as the template writes it again."""
         while self._ends:
             row, state = self._ends.pop()
@@ -193,49 +193,51 @@ class SessionPrompt(Prompt):
         earlier: its state so far, None if it begins.
     """
 
-    feeds_last = True
+    feeds_final_token = True
 
-    def __init__(self, ids: list[int], store: StateStore, segment_len: int, session: Key, earlier: Kept | None) -> None:
+    def __init__(
+        self, ids: list[int], store: StateCache, segment_len: int, session: Key, earlier: CachedState | None
+    ) -> None:
         """Continue the session."""
         super().__init__(ids, store, segment_len)
         self._session, self._earlier = session, earlier
         self._tokens = len(ids) + (0 if earlier is None else earlier.tokens)
         self.fixed_key = earlier is None
-        self._kept: Kept | None = None
+        self._kept: CachedState | None = None
 
     @property
-    def keeps_end(self) -> bool:
+    def caches_final_state(self) -> bool:
         """A conversation and a session keep it."""
         return True
 
-    def _look(self) -> Start:
+    def _look(self) -> PrefillStart:
         """The state of the session so far."""
         if self._earlier is None:
-            return Start(None, self.ids, 0)
-        return Start(self._earlier.state, self.ids, self._earlier.tokens)
+            return PrefillStart(None, self.ids, 0)
+        return PrefillStart(self._earlier.state, self.ids, self._earlier.tokens)
 
-    def kept_at(self, position: int) -> bool:
+    def should_cache_at(self, position: int) -> bool:
         """Keep nothing on the way."""
         return False
 
     def on_read(self, position: int, state: GenerationState) -> None:
         """Keep nothing before the end."""
 
-    def on_end(self, row: Row, state: GenerationState) -> None:
+    def on_end(self, row: Continuation, state: GenerationState) -> None:
         """Keep the new state."""
         self._kept = self._store.put(state, self._tokens + row.written, self._session)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Write the state to disk, if there is a directory."""
         if self._kept is not None:
             self._store.save(self._kept)
 
 
-def keep_callbacks(prompt: Prompt) -> dict[str, Any]:
+def cache_callbacks(prompt: Prompt) -> dict[str, Any]:
     """The arguments of a job that make it keep the prompt's states."""
     return {
         "find": prompt.find,
-        "kept_at": prompt.kept_at,
+        "should_cache_at": prompt.should_cache_at,
         "on_read": prompt.on_read,
-        "on_end": prompt.on_end if prompt.keeps_end else None,
+        "on_end": prompt.on_end if prompt.caches_final_state else None,
     }

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from anymamba.serving.api.errors import ApiError
-from anymamba.serving.api.requests import Limits, Wanted, read_chat, read_completion
-from anymamba.serving.api.responses import Answer
+from anymamba.serving.api.requests import GenerationRequest, Limits, read_chat, read_completion
+from anymamba.serving.api.responses import ResponseBuilder
 from anymamba.serving.embeddings import EmbeddingService
-from anymamba.serving.http_io import EventStream, as_event, json_answer, read_object, unless_gone
+from anymamba.serving.http_io import EventStream, as_event, cancel_on_disconnect, json_response, read_object
 from anymamba.serving.service import Service
 from anymamba.serving.state_cache import session_key
 from anymamba.version import __version__
@@ -40,14 +40,14 @@ class _Common:
 
     async def models(self, _: Request) -> Response:
         """The model."""
-        return json_answer({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """The model with this name."""
         if (name := request.path_params["name"]) != self._about.name:
             message = f"there is no model {name[:80]!r}; this server has {self._about.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return json_answer(self._model())
+        return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
         about = self._about
@@ -58,7 +58,7 @@ class EmbeddingRoutes(_Common):
     """What a server of embeddings answers at each path."""
 
     def __init__(self, service: EmbeddingService) -> None:
-        """Answer with this service; there is no page."""
+        """ResponseBuilder with this service; there is no page."""
         super().__init__(service)
         self._service = service
 
@@ -76,7 +76,7 @@ class EmbeddingRoutes(_Common):
 
     async def health(self, _: Request) -> Response:
         """The state of the server, and its load."""
-        return json_answer({"status": "ok", "version": __version__, "requests": self._service.open})
+        return json_response({"status": "ok", "version": __version__, "requests": self._service.open})
 
     async def metrics(self, _: Request) -> Response:
         """Numbers for Prometheus."""
@@ -88,7 +88,7 @@ class EmbeddingRoutes(_Common):
         """A vector for each text."""
         service = self._service
         wanted = service.read(await read_object(request, service.limits))
-        made = await unless_gone(request, service.answer(wanted), service.metrics)
+        made = await cancel_on_disconnect(request, service.handle(wanted), service.metrics)
         if made is None:
             return Response(status_code=499)
         content = await asyncio.to_thread(json.dumps, made)  # many numbers, which would hold up the loop
@@ -136,7 +136,7 @@ class Routes(_Common):
 
     async def health(self, _: Request) -> Response:
         """The state of the server, and its load."""
-        return json_answer(
+        return json_response(
             {"status": "ok", "version": __version__, "requests": self._service.open, **self._service.engine.load}
         )
 
@@ -180,11 +180,11 @@ class Routes(_Common):
             found = await asyncio.to_thread(self._service.store.remove, key)
             if not found:
                 raise ApiError(404, "there is no such session", code="not_found")
-            return json_answer({"object": "session", "deleted": True})
+            return json_response({"object": "session", "deleted": True})
         with suppress(ValueError):
             kept = await asyncio.to_thread(self._service.store.get, key)
             if kept is not None:
-                return json_answer({"object": "session", "tokens": kept.tokens, "bytes": kept.state.nbytes})
+                return json_response({"object": "session", "tokens": kept.tokens, "bytes": kept.state.nbytes})
         raise ApiError(404, "there is no such session", code="not_found")
 
     async def completions(self, request: Request) -> Response:
@@ -195,16 +195,18 @@ class Routes(_Common):
         """A conversation and its next message."""
         return await self._answer(request, read_chat)
 
-    async def _answer(self, request: Request, read: Callable[[dict[str, Any], Limits, int, str], Wanted]) -> Response:
+    async def _answer(
+        self, request: Request, read: Callable[[dict[str, Any], Limits, int, str], GenerationRequest]
+    ) -> Response:
         service = self._service
         wanted = read(
             await read_object(request, service.limits), service.limits, service.model.config.vocab_size, service.name
         )
-        events, answer = service.answer(wanted), Answer(service, wanted)
+        events, answer = service.handle(wanted), ResponseBuilder(service, wanted)
         if not wanted.stream:
             return await self._whole(request, events, answer)
         # An error in the prompt needs a status of its own, so the stream starts only after the first event.
-        first = await unless_gone(request, anext(events), service.metrics)
+        first = await cancel_on_disconnect(request, anext(events), service.metrics)
         if first is None:
             await events.aclose()
             return Response(status_code=499)
@@ -215,18 +217,22 @@ class Routes(_Common):
             events=events,
         )
 
-    async def _whole(self, request: Request, events: AsyncGenerator[Any, None], answer: Answer) -> Response:
+    async def _whole(self, request: Request, events: AsyncGenerator[Any, None], answer: ResponseBuilder) -> Response:
         async def collect() -> dict[str, Any]:
             async with aclosing(events) as found:
                 async for prompt, event in found:
                     answer.add(prompt, event)
             return answer.whole()
 
-        made = await unless_gone(request, collect(), self._service.metrics)
-        return Response(status_code=499) if made is None else json_answer(made)
+        made = await cancel_on_disconnect(request, collect(), self._service.metrics)
+        return Response(status_code=499) if made is None else json_response(made)
 
     async def _stream(
-        self, first: tuple[int, Any], events: AsyncGenerator[Any, None], answer: Answer, wanted: Wanted
+        self,
+        first: tuple[int, Any],
+        events: AsyncGenerator[Any, None],
+        answer: ResponseBuilder,
+        wanted: GenerationRequest,
     ) -> AsyncGenerator[bytes, None]:
         done = False
         try:

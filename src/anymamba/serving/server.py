@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from anymamba.serving.api.errors import ApiError
 from anymamba.serving.embeddings import EmbeddingService
-from anymamba.serving.middleware import Door
+from anymamba.serving.middleware import AccessMiddleware
 from anymamba.serving.routes import EmbeddingRoutes, Routes
 from anymamba.serving.service import Service
 
@@ -41,10 +41,10 @@ def make_app(
 
     Args:
         service: what answers; it must have been started.
-        key: as for `Door`.
-        hosts: as for `Door`.
-        origins: as for `Door`.
-        verbose: as for `Door`.
+        key: as for `AccessMiddleware`.
+        hosts: as for `AccessMiddleware`.
+        origins: as for `AccessMiddleware`.
+        verbose: as for `AccessMiddleware`.
     """
     routes = Routes(service) if isinstance(service, Service) else EmbeddingRoutes(service)
     app = Starlette(
@@ -52,7 +52,9 @@ def make_app(
         exception_handlers={404: _not_found, 405: _wrong_method, ApiError: _api_error, Exception: _mistake},
     )
     seconds = service.limits.seconds + 30
-    return Door(app, key=key, hosts=hosts, origins=origins, seconds=seconds, metrics=service.metrics, verbose=verbose)
+    return AccessMiddleware(
+        app, key=key, hosts=hosts, origins=origins, seconds=seconds, metrics=service.metrics, verbose=verbose
+    )
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
@@ -92,7 +94,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class PatientProtocol(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """HTTP/1.1 with limits: on connections, on the time for headers to arrive, and on the time in which a client reads
     nothing of its answer.
     """
@@ -168,7 +170,7 @@ def serve(
     connections: int = 1024,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Answer until SIGINT or SIGTERM, then finish running requests within `grace` seconds; another Ctrl-C ends at once.
+    """Respond until SIGINT or SIGTERM, then finish running requests within `grace` seconds; a second Ctrl-C exits.
 
     Args:
         service: what answers.
@@ -186,7 +188,7 @@ def serve(
     with socket.create_server((host, port), family=family, backlog=256) as listener:
         listener.setblocking(False)
         shown = f"[{host}]" if ":" in host else host
-        protocol = type("Protocol", (PatientProtocol,), {"seconds": service.limits.body_seconds, "most": connections})
+        protocol = type("Protocol", (TimeoutProtocol,), {"seconds": service.limits.body_seconds, "most": connections})
         ends = _Ends()
         # Until uvicorn handles signals, and when it raises them again after its end.
         before = {number: signal.signal(number, ends) for number in (signal.SIGINT, signal.SIGTERM)}

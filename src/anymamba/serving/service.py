@@ -13,13 +13,13 @@ from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.serving.api.errors import ApiError, invalid, too_many_requests
-from anymamba.serving.api.requests import Limits, Wanted
+from anymamba.serving.api.requests import GenerationRequest, Limits
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, keep_callbacks
-from anymamba.serving.scheduler.continuation import RowPlan
+from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, cache_callbacks
+from anymamba.serving.scheduler.continuation import ContinuationOptions
 from anymamba.serving.scheduler.engine import Engine, prompt_key
-from anymamba.serving.scheduler.events import Began, Ended, Event, Failed, Job, ShuttingDown, Wrote
-from anymamba.serving.state_cache import Key, NoRoom, StateStore, session_key
+from anymamba.serving.scheduler.events import Event, Failed, Job, PromptDone, SequenceDone, ShuttingDown, TokenEvent
+from anymamba.serving.state_cache import Key, SessionLimitError, StateCache, session_key
 
 
 @runtime_checkable
@@ -54,7 +54,7 @@ class Service:
         template: Template,
         *,
         name: str,
-        store: StateStore,
+        store: StateCache,
         limits: Limits,
         stops: tuple[str, ...] = (),
         engine: dict[str, Any] | None = None,
@@ -100,7 +100,7 @@ class Service:
         for job, event in events:
             job.emit(event)
 
-    async def answer(self, wanted: Wanted) -> AsyncGenerator[tuple[int, Event], None]:
+    async def handle(self, wanted: GenerationRequest) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of a request, each with the number of its prompt; closing the iterator cancels the request.
 
         Raises:
@@ -139,33 +139,33 @@ class Service:
             i, event = await queue.get()
             if isinstance(event, Failed):
                 raise _as_api_error(event.error)
-            if isinstance(event, Began):
+            if isinstance(event, PromptDone):
                 self.metrics.count("anymamba_reused_tokens_total", event.reused)
-            elif isinstance(event, Wrote):
+            elif isinstance(event, TokenEvent):
                 now = time.monotonic()
                 before = last.get((i, event.row))
                 self.metrics.observe("first" if before is None else "next", now - (began if before is None else before))
                 last[i, event.row] = now
-            elif isinstance(event, Ended):
+            elif isinstance(event, SequenceDone):
                 rows -= 1
-                if prompts[i].keeps_end:
-                    await asyncio.to_thread(self._settle, prompts[i])
+                if prompts[i].caches_final_state:
+                    await asyncio.to_thread(self._finalize, prompts[i])
             yield i, event
 
     @staticmethod
-    def _settle(prompt: Prompt) -> None:
+    def _finalize(prompt: Prompt) -> None:
         try:
-            prompt.settle()
+            prompt.finalize()
         except OSError as error:
             print(f"anymamba: could not write a session: {error}", file=sys.stderr, flush=True)
             message = "the session's state could not be written to disk"
             raise ApiError(507, message, param="session", code="session_not_written") from error
 
-    def _prepared(self, wanted: Wanted, session: Key | None) -> tuple[list[Prompt], list[int]]:
+    def _prepared(self, wanted: GenerationRequest, session: Key | None) -> tuple[list[Prompt], list[int]]:
         prompts = self.prepare(wanted, session)
         return prompts, [prompt.length() for prompt in prompts]
 
-    def prepare(self, wanted: Wanted, session: Key | None) -> list[Prompt]:
+    def prepare(self, wanted: GenerationRequest, session: Key | None) -> list[Prompt]:
         """Prompts as tokens, with the states of their sessions.
 
         This may take a while, so it must not run in the loop's thread.
@@ -225,7 +225,7 @@ class Service:
 
     def _jobs(
         self,
-        wanted: Wanted,
+        wanted: GenerationRequest,
         prompts: list[Prompt],
         lengths: list[int],
         queue: asyncio.Queue[tuple[int, Event]],
@@ -237,13 +237,13 @@ class Service:
         scored = wanted.logprobs if wanted.echo else None
         jobs = []
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            plan = RowPlan(
+            plan = ContinuationOptions(
                 sampling=wanted.sampling,
                 max_tokens=wanted.max_tokens,
                 ends=frozenset() if wanted.ignore_eos else self._ends,
                 stops=wanted.stops or (self._chat_stops if wanted.messages is not None else ()),
                 logprobs=wanted.logprobs,
-                feed_last=prompt.feeds_last,
+                feed_final_token=prompt.feeds_final_token,
             )
             job = Job(
                 plans=[plan] * wanted.n,
@@ -252,7 +252,7 @@ class Service:
                 deadline=deadline,
                 score_prompt=scored,
                 length=length,
-                **keep_callbacks(prompt),
+                **cache_callbacks(prompt),
             )
             jobs.append(job)
         return jobs
@@ -261,7 +261,7 @@ class Service:
 def _as_api_error(error: BaseException) -> BaseException:
     if isinstance(error, TimeoutError):
         return ApiError(408, str(error), code="timeout")
-    if isinstance(error, NoRoom):
+    if isinstance(error, SessionLimitError):
         message = "there is no room for another session; delete one"
         return ApiError(429, message, param="session", code="no_room", headers={"Retry-After": "60"})
     if isinstance(error, ShuttingDown):

@@ -1,4 +1,4 @@
-"""Kept states: what was read once is not read again.
+"""Cached states: what was read once is not read again.
 
 A state is kept under what it has read, by digest, so that its size does not depend on the length:
 
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
-from anymamba.serving.state_cache_disk import StateFiles
+from anymamba.serving.state_cache_disk import DiskStateCache
 
 Kind = Literal["cut", "end", "text", "session"]
 
@@ -48,7 +48,7 @@ class Key(NamedTuple):
     digest: str
 
 
-class Kept(NamedTuple):
+class CachedState(NamedTuple):
     """A state that was kept.
 
     Attributes:
@@ -62,7 +62,7 @@ class Kept(NamedTuple):
     keys: tuple[Key, ...]
 
 
-class NoRoom(Exception):  # noqa: N818
+class SessionLimitError(Exception):
     """There is no room for another session, and no directory to put one in."""
 
 
@@ -83,7 +83,7 @@ def session_key(name: str) -> Key:
     return Key("session", 0, _digest(b"session:" + name.encode()))
 
 
-class StateStore:
+class StateCache:
     """Keeps states, from any thread.
 
     Args:
@@ -98,33 +98,33 @@ class StateStore:
     ) -> None:
         """Open the directory, if one is given; files of other models in it are ignored."""
         self.limit, self.nbytes = limit, 0
-        self.files = None if directory is None else StateFiles(directory, model, disk_limit)
+        self.files = None if directory is None else DiskStateCache(directory, model, disk_limit)
         self._lock = threading.RLock()
-        self._kept: OrderedDict[int, Kept] = OrderedDict()  # by identity, the least recently used first
-        self._by_key: dict[Key, Kept] = {}
+        self._kept: OrderedDict[int, CachedState] = OrderedDict()  # by identity, the least recently used first
+        self._by_key: dict[Key, CachedState] = {}
         self._lengths: dict[Kind, Counter[int]] = {"cut": Counter(), "text": Counter()}
         self._writer = ThreadPoolExecutor(1, "states")
-        self._leaving: dict[Key, Kept] = {}  # left memory and not yet in files
+        self._leaving: dict[Key, CachedState] = {}  # left memory and not yet in files
         self.hits = self.misses = self.evictions = 0
 
     def __len__(self) -> int:
         """How many are in memory."""
         return len(self._kept)
 
-    def put(self, state: GenerationState, tokens: int, *keys: Key) -> Kept:
+    def put(self, state: GenerationState, tokens: int, *keys: Key) -> CachedState:
         """Keep a state of one row, in place of the states that had these keys.
 
         Raises:
-            NoRoom: it is the state of a session, and sessions alone would exceed the limit.
+            SessionLimitError: it is the state of a session, and sessions alone would exceed the limit.
         """
-        kept = Kept(_compact(state), tokens, keys)
+        kept = CachedState(_compact(state), tokens, keys)
         with self._lock:
             former = [self._by_key[key] for key in keys if key in self._by_key]
             freed = {id(other): other.state.nbytes for other in former}
             if self.files is None and _is_session(kept):
                 pinned = sum(k.state.nbytes for k in self._kept.values() if _is_session(k) and id(k) not in freed)
                 if pinned + kept.state.nbytes > self.limit:
-                    raise NoRoom(f"sessions have {pinned} of {self.limit} bytes")
+                    raise SessionLimitError(f"sessions have {pinned} of {self.limit} bytes")
             for other in former:
                 self._drop(other)
             self._add(kept)
@@ -132,7 +132,7 @@ class StateStore:
         self._write(pushed)
         return kept
 
-    def get(self, key: Key) -> Kept | None:
+    def get(self, key: Key) -> CachedState | None:
         """What is kept under a key, in memory or in a file."""
         with self._lock:
             if (found := self._by_key.get(key)) is not None:
@@ -142,7 +142,7 @@ class StateStore:
                 return found
         return self._from_file(key)
 
-    def longest(self, kind: Literal["cut", "text"], content: bytes) -> tuple[Kept, int] | None:
+    def longest(self, kind: Literal["cut", "text"], content: bytes) -> tuple[CachedState, int] | None:
         """The state that has read the longest beginning of `content`, and how many bytes that is."""
         with self._lock:
             lengths = {*self._lengths[kind], *(key.length for key in self._leaving if key.kind == kind)}
@@ -157,7 +157,7 @@ class StateStore:
                 return found, key.length
         return None
 
-    def save(self, kept: Kept) -> None:
+    def save(self, kept: CachedState) -> None:
         """Write a session's state to its file, if there is a directory."""
         if self.files is not None:
             self.files.write(kept.state, kept.tokens, kept.keys)
@@ -189,21 +189,21 @@ class StateStore:
                 return
             self.files.write(kept.state, kept.tokens, kept.keys, used=now - 1e-3 * i)
 
-    def _from_file(self, key: Key) -> Kept | None:
+    def _from_file(self, key: Key) -> CachedState | None:
         if self.files is None or (found := self.files.read(key)) is None:
             return None
-        kept = Kept(*found)
+        kept = CachedState(*found)
         with self._lock:
             if key in self._by_key:
                 return self._by_key[key]
             if any(k in self._by_key for k in kept.keys):  # a session whose text is also kept by itself
-                kept = Kept(kept.state, kept.tokens, tuple(k for k in kept.keys if k not in self._by_key))
+                kept = CachedState(kept.state, kept.tokens, tuple(k for k in kept.keys if k not in self._by_key))
             self._add(kept)
             pushed = self._shrink()
         self._write(pushed)
         return kept
 
-    def _add(self, kept: Kept) -> None:
+    def _add(self, kept: CachedState) -> None:
         self._kept[id(kept)] = kept
         self.nbytes += kept.state.nbytes
         for key in kept.keys:
@@ -211,7 +211,7 @@ class StateStore:
             if key.kind in self._lengths:
                 self._lengths[key.kind][key.length] += 1
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: CachedState) -> None:
         if self._kept.pop(id(kept), None) is None:
             return
         self.nbytes -= kept.state.nbytes
@@ -220,7 +220,7 @@ class StateStore:
             if key.kind in self._lengths:
                 self._lengths[key.kind] -= Counter({key.length: 1})
 
-    def _shrink(self) -> list[Kept]:
+    def _shrink(self) -> list[CachedState]:
         """Drop the least recently used until the rest fits; returns what was dropped. Without files, sessions stay."""
         pushed = []
         for kept in list(self._kept.values()):
@@ -233,7 +233,7 @@ class StateStore:
             pushed.append(kept)
         return pushed
 
-    def _write(self, pushed: list[Kept]) -> None:
+    def _write(self, pushed: list[CachedState]) -> None:
         """Let a thread write states to files; if it falls behind, some are dropped."""
         for kept in pushed:
             if self.files is None or _is_session(kept):  # which has been written
@@ -244,7 +244,7 @@ class StateStore:
                 self._leaving.update(dict.fromkeys(kept.keys, kept))
             self._writer.submit(self._write_one, kept)
 
-    def _write_one(self, kept: Kept) -> None:
+    def _write_one(self, kept: CachedState) -> None:
         try:
             if self.files is not None:
                 self.files.write(kept.state, kept.tokens, kept.keys)
@@ -255,7 +255,7 @@ class StateStore:
                         del self._leaving[key]
 
 
-def _is_session(kept: Kept) -> bool:
+def _is_session(kept: CachedState) -> bool:
     return any(key.kind == "session" for key in kept.keys)
 
 

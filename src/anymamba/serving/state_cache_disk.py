@@ -1,4 +1,4 @@
-"""Kept states in a directory: one file each, complete or refused; the oldest are removed to stay within a limit."""
+"""Cached states in a directory: one file each, complete or refused; the oldest are removed to stay within a limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPARE = 0.1  # share of the limit that is freed beyond what is needed, so that 
 _NAME = re.compile(r"(cut|end|text|session)-(\d+)-([0-9a-f]{32})\.safetensors")
 
 
-class StateFiles:
+class DiskStateCache:
     """States by their keys. A file is named after one key; its other keys are known once it was read.
 
     Args:

@@ -175,7 +175,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class GenerationRequest:
     """What a request asks for.
 
     Attributes:
@@ -214,7 +214,7 @@ class Wanted:
         return self.n * (1 if self.messages is not None else len(self.prompts))
 
 
-def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> Wanted:
+def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> GenerationRequest:
     """What a body of /v1/completions asks for.
 
     Raises:
@@ -223,7 +223,7 @@ def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model
     check_fields(body, _COMPLETION, model)
     logprobs = whole(body, "logprobs", None, 0, 20)
     best_of = whole(body, "best_of", None, 1, limits.n)
-    wanted = Wanted(
+    wanted = GenerationRequest(
         prompts=_prompts(body, limits, vocab_size),
         echo=truth(body, "echo"),
         logprobs=logprobs,
@@ -235,7 +235,7 @@ def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model
     return _checked(wanted, limits)
 
 
-def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> Wanted:
+def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> GenerationRequest:
     """What a body of /v1/chat/completions asks for.
 
     Raises:
@@ -249,7 +249,7 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     with_logprobs = truth(body, "logprobs")
     if top is not None and not with_logprobs:
         raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
-    wanted = Wanted(
+    wanted = GenerationRequest(
         messages=_messages(body),
         logprobs=(top or 0) if with_logprobs else None,
         max_tokens=whole(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens),
@@ -258,7 +258,7 @@ def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str)
     return _checked(wanted, limits)
 
 
-def _checked(wanted: Wanted, limits: Limits) -> Wanted:
+def _checked(wanted: GenerationRequest, limits: Limits) -> GenerationRequest:
     if wanted.rows > limits.n:
         raise invalid(
             "n", f"a request may ask for at most {limits.n} continuations (n for each prompt), got {wanted.rows}"

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from anymamba.generation.tokenizers import ByteTokenizer
-from anymamba.serving.api.requests import Wanted
-from anymamba.serving.scheduler.continuation import Scored
-from anymamba.serving.scheduler.events import Began, Ended, Event, Wrote
+from anymamba.serving.api.requests import GenerationRequest
+from anymamba.serving.scheduler.continuation import TokenScore
+from anymamba.serving.scheduler.events import Event, PromptDone, SequenceDone, TokenEvent
 from anymamba.serving.service import Service
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -21,11 +21,11 @@ class _Choice:
     def __init__(self) -> None:
         self.text = ""
         self.tokens: list[int] = []
-        self.scores: list[list[Scored]] = []
+        self.scores: list[list[TokenScore]] = []
         self.reason: str | None = None
 
 
-class Answer:
+class ResponseBuilder:
     """The answer to a request; `add` takes its events and returns the chunks that a stream sends for them.
 
     Args:
@@ -33,7 +33,7 @@ class Answer:
         wanted: what was asked for.
     """
 
-    def __init__(self, service: Service, wanted: Wanted) -> None:
+    def __init__(self, service: Service, wanted: GenerationRequest) -> None:
         """Nothing is known yet."""
         self._service, self._wanted, self._tokenizer = service, wanted, service.tokenizer
         self._chat = wanted.messages is not None
@@ -46,10 +46,10 @@ class Answer:
     def add(self, prompt: int, event: Event) -> list[dict[str, Any]]:
         """Take an event of a prompt."""
         first, n = prompt * self._wanted.n, self._wanted.n
-        if isinstance(event, Began):
+        if isinstance(event, PromptDone):
             self._read, self._reused = self._read + event.read, self._reused + event.reused
             return [chunk for i in range(first, first + n) if (chunk := self._begin(i, prompt, event))]
-        if isinstance(event, Wrote):
+        if isinstance(event, TokenEvent):
             choice, piece = self._choices[first + event.row], event.piece
             choice.text += piece.text
             choice.tokens.append(piece.token)
@@ -57,14 +57,14 @@ class Answer:
             if not piece.text and self._wanted.logprobs is None and not self._wanted.return_token_ids:
                 return []
             return [self._chunk(first + event.row, piece.text, [piece.token], [piece.scores])]
-        if isinstance(event, Ended):
+        if isinstance(event, SequenceDone):
             choice = self._choices[first + event.row]
             choice.text += event.rest
             choice.reason = "length" if event.reason == "length" else "stop"
             return [self._chunk(first + event.row, event.rest, [], [], choice.reason)]
         return []
 
-    def _begin(self, i: int, prompt: int, event: Began) -> dict[str, Any] | None:
+    def _begin(self, i: int, prompt: int, event: PromptDone) -> dict[str, Any] | None:
         """What comes before the first token: the role of a message, or the prompt if it is echoed."""
         if self._chat:
             return self._chunk(i, "", [], [], role=True)
@@ -81,7 +81,7 @@ class Answer:
         i: int,
         text: str,
         tokens: list[int],
-        scores: list[list[Scored]],
+        scores: list[list[TokenScore]],
         reason: str | None = None,
         role: bool = False,
     ) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": self._reused},
         }
 
-    def _logprobs(self, i: int, tokens: list[int], scores: list[list[Scored]]) -> dict[str, Any]:
+    def _logprobs(self, i: int, tokens: list[int], scores: list[list[TokenScore]]) -> dict[str, Any]:
         if self._chat:
             return {"content": [self._chat_entry(found) for found in scores], "refusal": None}
         texts = [self._tokenizer.decode([token]) for token in tokens]
@@ -157,18 +157,18 @@ class Answer:
             "text_offset": offsets,
         }
 
-    def _likeliest(self, scores: list[Scored]) -> dict[str, float]:
+    def _likeliest(self, scores: list[TokenScore]) -> dict[str, float]:
         """Log-probabilities by text; of two tokens with the same text, that of the likelier one."""
         return {self._tokenizer.decode([s.token]): _number(s) for s in reversed(scores[1:])}
 
-    def _chat_entry(self, scores: list[Scored]) -> dict[str, Any]:
+    def _chat_entry(self, scores: list[TokenScore]) -> dict[str, Any]:
         return {**self._entry(scores[0]), "top_logprobs": [self._entry(other) for other in scores[1:]]}
 
-    def _entry(self, scored: Scored) -> dict[str, Any]:
+    def _entry(self, scored: TokenScore) -> dict[str, Any]:
         text = self._tokenizer.decode([scored.token])
         is_byte = isinstance(self._tokenizer, ByteTokenizer) and scored.token < 256
         return {"token": text, "logprob": _number(scored), "bytes": [scored.token] if is_byte else list(text.encode())}
 
 
-def _number(scored: Scored) -> float:
+def _number(scored: TokenScore) -> float:
     return max(scored.logprob, _LEAST)

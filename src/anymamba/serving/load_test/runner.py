@@ -1,4 +1,4 @@
-"""Requests in a closed loop, so many at a time, or in an open loop, so many per second regardless of the answers."""
+"""A load test: a closed loop with a fixed number of open requests, or an open loop with a fixed request rate."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from anymamba.serving.load_test.client import Refused, Target, get, stream
+from anymamba.serving.load_test.client import RequestError, Target, get_json, stream
 
 _WORDS = ("the", "of", "and", "to", "in", "is", "it", "that", "was", "for", "on", "with", "one", "had", "not", "but")
 
 
-class Range(NamedTuple):
-    """A whole number between two others, both included."""
+class IntRange(NamedTuple):
+    """A range of integers, both ends included."""
 
     low: int
     high: int
 
     def __str__(self) -> str:
-        """As it is given on the command line."""
+        """Format the range as on the command line."""
         return f"{self.low}" if self.low == self.high else f"{self.low}-{self.high}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The load.
+class LoadPlan:
+    """The load to put on a server.
 
     Attributes:
-        requests: how many, None for no bound.
-        seconds: for how long new ones are sent, None for no bound.
-        concurrency: how many at a time in a closed loop.
-        rate: how many per second in an open loop, at random times; None for a closed loop.
-        read: tokens of a prompt.
-        write: tokens of a reply.
-        warm_up: requests before those that count.
-        seed: of prompts, lengths and times.
-        timeout: seconds for a request.
-        model: its name, if it is not the server's first.
-        fields: to add to every request.
+        requests: Number of requests, or None for no bound.
+        seconds: Duration during which new requests are sent, or None for no bound.
+        concurrency: Number of open requests in a closed loop.
+        rate: Requests per second in an open loop, at random times, or None for a closed loop.
+        prompt_tokens: Range of the prompt length.
+        output_tokens: Range of the reply length.
+        warm_up: Number of requests before those that are measured.
+        seed: Seed of prompts, lengths and times.
+        timeout: Time limit of one request in seconds.
+        model: Name of the model, or None for the server's first one.
+        fields: Fields that are added to every request.
     """
 
     requests: int | None
     seconds: float | None
     concurrency: int
     rate: float | None
-    read: Range
-    write: Range
+    prompt_tokens: IntRange
+    output_tokens: IntRange
     warm_up: int
     seed: int
     timeout: float
@@ -59,155 +59,172 @@ class Plan:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-class Model(NamedTuple):
-    """What the server reports about its model; only anymamba's own servers report the vocabulary's size."""
+class TargetModel(NamedTuple):
+    """The server's description of its model; only anymamba's own servers report the vocabulary size."""
 
     name: str
     vocab_size: int | None
 
 
 @dataclass
-class Request:
-    """What became of a request; times are seconds since the first that counts.
+class RequestResult:
+    """The outcome of a request; times are seconds since the first measured request was due.
 
     Attributes:
-        due: when it was to be sent; a delay in sending it counts as the server's time.
-        read: tokens of the prompt, by the server's count if it gives one.
-        tokens: when each token came.
-        end: when it was over.
-        error: what kind of error there was, if there was one.
-        message: what the server said about it.
+        due: Time at which the request was to be sent; a delay in sending it counts as latency.
+        prompt_tokens: Length of the prompt, as counted by the server if it reports it.
+        token_times: Arrival time of each token.
+        end: Time at which the request ended.
+        error: Kind of the error, or None.
+        message: Error message of the server, or None.
     """
 
     due: float
-    read: int
-    tokens: list[float] = field(default_factory=list)
+    prompt_tokens: int
+    token_times: list[float] = field(default_factory=list)
     end: float = 0.0
     error: str | None = None
     message: str | None = None
 
 
-async def find_model(target: Target, name: str | None) -> Model:
-    """The model that will answer.
+async def find_model(target: Target, name: str | None) -> TargetModel:
+    """Return the model that will respond.
 
     Raises:
-        ValueError: the server cannot be reached, refuses, or has no such model.
+        ValueError: The server cannot be reached, responds with an error, or has no such model.
     """
     try:
-        listed = await asyncio.wait_for(get(target, "/models"), 30)
-        entries = [entry for entry in listed["data"] if name in (None, entry["id"])]
+        listing = await asyncio.wait_for(get_json(target, "/models"), 30)
+        entries = [entry for entry in listing["data"] if name in (None, entry["id"])]
         if not entries:
             raise ValueError(f"{target.url} has no model {name!r}")
-        size = entries[0].get("vocab_size")
-        return Model(entries[0]["id"], size if isinstance(size, int) else None)
+        vocab_size = entries[0].get("vocab_size")
+        return TargetModel(entries[0]["id"], vocab_size if isinstance(vocab_size, int) else None)
     except (OSError, asyncio.TimeoutError) as error:
         raise ValueError(f"cannot reach {target.url}: {error or type(error).__name__}") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{target.url}/models does not answer as OpenAI's API does") from error
-    except Refused as error:
+        raise ValueError(f"{target.url}/models does not respond as OpenAI's API does") from error
+    except RequestError as error:
         raise ValueError(f"{target.url}/models: {error}") from error
 
 
-def bodies(plan: Plan, model: Model, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Requests without end, the same for the same seed: tokens of the prompt, and the body."""
-    chance = random.Random(seed)
+def generate_bodies(plan: LoadPlan, model: TargetModel, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield an endless, reproducible sequence of requests: the prompt's length in tokens, and the body."""
+    rng = random.Random(seed)
     while True:
-        read, write = chance.randint(*plan.read), chance.randint(*plan.write)
-        body: dict[str, Any] = {"model": model.name, "max_tokens": write, "stream_options": {"include_usage": True}}
+        prompt_tokens = rng.randint(*plan.prompt_tokens)
+        output_tokens = rng.randint(*plan.output_tokens)
+        options = {"include_usage": True}
+        body: dict[str, Any] = {"model": model.name, "max_tokens": output_tokens, "stream_options": options}
         if model.vocab_size is None:
-            body["prompt"] = " ".join(chance.choice(_WORDS) for _ in range(read))
+            body["prompt"] = " ".join(rng.choice(_WORDS) for _ in range(prompt_tokens))
         else:
-            body["prompt"] = [chance.randrange(model.vocab_size) for _ in range(read)]
-            body |= {"ignore_eos": True, "return_token_ids": True, "seed": chance.randrange(2**31)}
-        yield read, {**body, **plan.fields}
+            body["prompt"] = [rng.randrange(model.vocab_size) for _ in range(prompt_tokens)]
+            body |= {"ignore_eos": True, "return_token_ids": True, "seed": rng.randrange(2**31)}
+        yield prompt_tokens, {**body, **plan.fields}
 
 
-class Run:
-    """A load in progress; `done` lists the requests that have ended."""
+class LoadTest:
+    """A load test in progress.
 
-    def __init__(self, target: Target, plan: Plan, model: Model) -> None:
-        """Nothing was sent yet."""
-        self._target, self._plan, self._model = target, plan, model
-        self.done: list[Request] = []
+    Attributes:
+        results: Requests that have ended.
+        open: Number of open requests.
+    """
+
+    def __init__(self, target: Target, plan: LoadPlan, model: TargetModel) -> None:
+        """Prepare the test; no request is sent."""
+        self._target = target
+        self._plan = plan
+        self._model = model
+        self.results: list[RequestResult] = []
         self.open = 0
-        self._began = 0.0
+        self._start_time = 0.0
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the first request that counts was due."""
-        return time.perf_counter() - self._began
+        """Seconds since the first measured request was due."""
+        return time.perf_counter() - self._start_time
 
-    async def run(self, progress: Callable[[Run], None] = lambda _: None) -> list[Request]:
-        """Send everything, and wait for the last answer; `progress` is called about every second."""
-        for read, body in islice(bodies(self._plan, self._model, ~self._plan.seed), self._plan.warm_up):
-            await self._send(Request(0.0, read), body)
-        self._began = time.perf_counter()
-        telling = asyncio.ensure_future(self._tell(progress))
+    async def run(self, on_progress: Callable[[LoadTest], None] = lambda _: None) -> list[RequestResult]:
+        """Send all requests and wait for the last response; `on_progress` is called about every second."""
+        for prompt_tokens, body in islice(
+            generate_bodies(self._plan, self._model, ~self._plan.seed), self._plan.warm_up
+        ):
+            await self._send(RequestResult(0.0, prompt_tokens), body)
+        self._start_time = time.perf_counter()
+        reporter = asyncio.ensure_future(self._report_progress(on_progress))
         try:
-            await (self._closed() if self._plan.rate is None else self._open(self._plan.rate))
+            rate = self._plan.rate
+            await (self._run_closed_loop() if rate is None else self._run_open_loop(rate))
         finally:
-            telling.cancel()
-        return self.done
+            reporter.cancel()
+        return self.results
 
-    async def _tell(self, progress: Callable[[Run], None]) -> None:
+    async def _report_progress(self, on_progress: Callable[[LoadTest], None]) -> None:
         while True:
             await asyncio.sleep(1)
-            progress(self)
+            on_progress(self)
 
-    async def _closed(self) -> None:
-        """Workers, each of which sends its next request when the last was answered."""
-        waiting = self._wanted()
+    async def _run_closed_loop(self) -> None:
+        """Run workers that each send their next request after the response to the previous one."""
+        bodies = self._planned_bodies()
 
         async def work() -> None:
-            for read, body in waiting:
+            for prompt_tokens, body in bodies:
                 if self._is_over(self.elapsed):
                     return
-                await self._count(Request(self.elapsed, read), body)
+                await self._measure(RequestResult(self.elapsed, prompt_tokens), body)
 
         await asyncio.gather(*(work() for _ in range(self._plan.concurrency)))
 
-    async def _open(self, rate: float) -> None:
-        """Requests at the times of a Poisson process."""
-        chance, due, tasks = random.Random(self._plan.seed + 1), 0.0, []
-        for read, body in self._wanted():
+    async def _run_open_loop(self, rate: float) -> None:
+        """Send requests at the times of a Poisson process."""
+        rng = random.Random(self._plan.seed + 1)
+        due = 0.0
+        tasks = []
+        for prompt_tokens, body in self._planned_bodies():
             if self._is_over(due):
                 break
             await asyncio.sleep(max(0.0, due - self.elapsed))
-            tasks.append(asyncio.ensure_future(self._count(Request(due, read), body)))
-            due += chance.expovariate(rate)
+            tasks.append(asyncio.ensure_future(self._measure(RequestResult(due, prompt_tokens), body)))
+            due += rng.expovariate(rate)
         await asyncio.gather(*tasks)
 
-    def _wanted(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """As many requests as asked for."""
-        return islice(bodies(self._plan, self._model, self._plan.seed), self._plan.requests)
+    def _planned_bodies(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Return as many bodies as the plan allows."""
+        return islice(generate_bodies(self._plan, self._model, self._plan.seed), self._plan.requests)
 
-    def _is_over(self, moment: float) -> bool:
-        return self._plan.seconds is not None and moment >= self._plan.seconds
+    def _is_over(self, elapsed: float) -> bool:
+        return self._plan.seconds is not None and elapsed >= self._plan.seconds
 
-    async def _count(self, request: Request, body: dict[str, Any]) -> None:
+    async def _measure(self, result: RequestResult, body: dict[str, Any]) -> None:
         self.open += 1
-        await self._send(request, body)
+        await self._send(result, body)
         self.open -= 1
-        self.done.append(request)
+        self.results.append(result)
 
-    async def _send(self, request: Request, body: dict[str, Any]) -> None:
+    async def _send(self, result: RequestResult, body: dict[str, Any]) -> None:
         try:
-            await asyncio.wait_for(self._receive(request, body), self._plan.timeout)
-        except Refused as error:
-            request.error, request.message = error.kind, str(error)
+            await asyncio.wait_for(self._receive(result, body), self._plan.timeout)
+        except RequestError as error:
+            result.error = error.kind
+            result.message = str(error)
         except (asyncio.TimeoutError, TimeoutError):
-            request.error = "timeout"
+            result.error = "timeout"
         except OSError as error:
-            request.error, request.message = "connection", str(error)
+            result.error = "connection"
+            result.message = str(error)
         except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-            request.error, request.message = "answer not understood", repr(error)
-        request.end = self.elapsed
+            result.error = "invalid response"
+            result.message = repr(error)
+        result.end = self.elapsed
 
-    async def _receive(self, request: Request, body: dict[str, Any]) -> None:
-        async with aclosing(stream(self._target, "/completions", body)) as moments:
-            async for moment in moments:
-                if usage := moment.data.get("usage"):
-                    request.read = usage["prompt_tokens"]
-                for choice in moment.data["choices"]:
+    async def _receive(self, result: RequestResult, body: dict[str, Any]) -> None:
+        async with aclosing(stream(self._target, "/completions", body)) as events:
+            async for event in events:
+                if usage := event.data.get("usage"):
+                    result.prompt_tokens = usage["prompt_tokens"]
+                for choice in event.data["choices"]:
                     count = len(choice["token_ids"]) if "token_ids" in choice else bool(choice["text"])
-                    request.tokens += [moment.time - self._began] * count
+                    result.token_times += [event.time - self._start_time] * count

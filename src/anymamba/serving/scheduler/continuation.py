@@ -19,14 +19,14 @@ from anymamba.models.cache import LMCache
 Reason = Literal["end", "stop", "length"]
 
 
-class Scored(NamedTuple):
+class TokenScore(NamedTuple):
     """A token and its log-probability under the model, before temperature and filters."""
 
     token: int
     logprob: float
 
 
-class Piece(NamedTuple):
+class TokenText(NamedTuple):
     """What one token added.
 
     Attributes:
@@ -37,11 +37,11 @@ class Piece(NamedTuple):
 
     token: int
     text: str
-    scores: list[Scored]
+    scores: list[TokenScore]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPlan:
+class ContinuationOptions:
     """What is asked of a continuation.
 
     Attributes:
@@ -50,7 +50,7 @@ class RowPlan:
         ends: tokens that end it.
         stops: texts before which it ends.
         logprobs: how many of the most likely tokens are scored beside the chosen one; None for no scores.
-        feed_last: whether the state that is kept at the end has read every token, including one that ended it.
+        feed_final_token: whether the state that is kept at the end has read every token, including one that ended it.
     """
 
     sampling: Sampling
@@ -58,10 +58,10 @@ class RowPlan:
     ends: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
-    feed_last: bool = False
+    feed_final_token: bool = False
 
 
-class Row:
+class Continuation:
     """A continuation: `take` a token that `choose_tokens` has chosen, feed it to the model, tell the row that it was
     `fed`, and again.
 
@@ -75,7 +75,9 @@ class Row:
         way: equal for rows that choose tokens in the same way, apart from their seeds.
     """
 
-    def __init__(self, plan: RowPlan, tokenizer: Tokenizer, vocab_size: int, state: GenerationState, key: int) -> None:
+    def __init__(
+        self, plan: ContinuationOptions, tokenizer: Tokenizer, vocab_size: int, state: GenerationState, key: int
+    ) -> None:
         """Start after a prompt: `state` is that of one row, `key` the row's identity for sampling."""
         self.plan, self._vocab = plan, vocab_size
         self._seen_v, self._key, self._count = state.seen[0].clone(), key, int(state.counts[0])
@@ -94,13 +96,13 @@ class Row:
         assert sampling.seed is not None
         return uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
 
-    def take(self, token: int, logits_1v: Tensor) -> Piece:
+    def take(self, token: int, logits_1v: Tensor) -> TokenText:
         """Add a token, which `choose_tokens` has chosen from these logits."""
         if self.plan.sampling.counts_tokens:
             self._given[token] += 1
         scores = [] if self.plan.logprobs is None else score(logits_1v[0, : self._vocab], token, self.plan.logprobs)
         self.pending, self.written = token, self.written + 1
-        return Piece(token, self._write(token), scores)
+        return TokenText(token, self._write(token), scores)
 
     def fed(self) -> None:
         """Note that the model has read the pending token."""
@@ -116,7 +118,7 @@ class Row:
     @property
     def must_feed(self) -> bool:
         """Whether the pending token belongs in the state that is kept."""
-        return self.pending is not None and (self.plan.feed_last or self.reason == "length")
+        return self.pending is not None and (self.plan.feed_final_token or self.reason == "length")
 
     def state(self, cache: LMCache, logits_1v: Tensor) -> GenerationState:
         """The state of the row, with these tensors, which nobody else may change."""
@@ -151,7 +153,7 @@ def _way(sampling: Sampling) -> Hashable:
     return tuple(fields.items())
 
 
-def choose_tokens(rows: Sequence[Row], logits_bv: Tensor) -> list[int | ValueError]:
+def choose_tokens(rows: Sequence[Continuation], logits_bv: Tensor) -> list[int | ValueError]:
     """The next token of each row; rows that choose in the same way do so in one call.
 
     Args:
@@ -175,7 +177,7 @@ def choose_tokens(rows: Sequence[Row], logits_bv: Tensor) -> list[int | ValueErr
     return [chosen[i] for i in range(len(rows))]
 
 
-def _choose(rows: list[Row], logits_bv: Tensor) -> list[int]:
+def _choose(rows: list[Continuation], logits_bv: Tensor) -> list[int]:
     """Tokens of rows that choose in the same way."""
     sampling, vocab = rows[0].plan.sampling, rows[0]._vocab
     seen_bv = None
@@ -185,15 +187,15 @@ def _choose(rows: list[Row], logits_bv: Tensor) -> list[int]:
     return choose(logits_bv[:, :vocab], sampling, uniforms, seen_bv, [row._given for row in rows]).tolist()
 
 
-def _choose_alone(row: Row, logits_1v: Tensor) -> int | ValueError:
+def _choose_alone(row: Continuation, logits_1v: Tensor) -> int | ValueError:
     try:
         return _choose([row], logits_1v)[0]
     except ValueError as error:
         return error
 
 
-def score(logits_v: Tensor, token: int, most: int) -> list[Scored]:
+def score(logits_v: Tensor, token: int, most: int) -> list[TokenScore]:
     """A token, then the most likely ones, with their log-probabilities."""
     logprobs_v = logits_v.to("cpu", torch.float32).log_softmax(-1)
     ids = [token, *logprobs_v.topk(min(most, len(logprobs_v))).indices.tolist()]
-    return [Scored(i, logprobs_v[i].item()) for i in ids]
+    return [TokenScore(i, logprobs_v[i].item()) for i in ids]

@@ -19,11 +19,11 @@ from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.serving.scheduler.continuation import Row, choose_tokens
-from anymamba.serving.scheduler.events import Ended, Job, Outbox, Ready, Wrote
+from anymamba.serving.scheduler.continuation import Continuation, choose_tokens
+from anymamba.serving.scheduler.events import Job, Outbox, PrefilledJob, SequenceDone, TokenEvent
 
 
-class Slots:
+class DecodeSlots:
     """Places 0 to `used` - 1 of a cache, each with the state of one row.
 
     The compiled kernels compute a row the same in any batch of up to `MAX_ROWS`. Where they do not run, the last bits
@@ -102,14 +102,15 @@ class Slots:
         self._cache = self._cache.with_tensors(map(grown, self._cache.leaves()))
 
 
-class _Place:
+class ActiveRow:
     """A row that is being decoded, its job, and its number in the job."""
 
-    def __init__(self, job: Job, number: int, row: Row) -> None:
+    def __init__(self, job: Job, number: int, row: Continuation) -> None:
+        """Bind the row to its job."""
         self.job, self.number, self.row = job, number, row
 
 
-class Writer:
+class DecodeLoop:
     """Continues the rows of jobs whose prompts have been read, one token of every row at a time.
 
     Args:
@@ -125,13 +126,13 @@ class Writer:
     """
 
     def __init__(
-        self, slots: Slots, tokenizer: Tokenizer, vocab_size: int, outbox: Outbox, is_over: Callable[[Job], bool]
+        self, slots: DecodeSlots, tokenizer: Tokenizer, vocab_size: int, outbox: Outbox, is_over: Callable[[Job], bool]
     ) -> None:
         """No row is there yet."""
         self.slots, self._tokenizer, self._vocab_size = slots, tokenizer, vocab_size
         self._outbox, self._is_over = outbox, is_over
-        self._ready: deque[Ready] = deque()
-        self._places: list[_Place] = []
+        self._ready: deque[PrefilledJob] = deque()
+        self._places: list[ActiveRow] = []
         self.tokens_written = self.steps = 0
 
     @property
@@ -149,7 +150,7 @@ class Writer:
         """Whether there is no row."""
         return not (self._ready or self._places)
 
-    def add(self, ready: Ready) -> None:
+    def add(self, ready: PrefilledJob) -> None:
         """Let a job's rows wait for places."""
         self._ready.append(ready)
 
@@ -162,10 +163,10 @@ class Writer:
 
     def has_room(self) -> bool:
         """Whether every row that was ready has found a place."""
-        self.seat()
+        self.admit()
         return not self._ready
 
-    def seat(self) -> None:
+    def admit(self) -> None:
         """Let rows that are ready take their first token, and a place if they need further ones."""
         while self._ready and self.slots.used < self.slots.capacity:
             ready = self._ready[0]
@@ -181,8 +182,8 @@ class Writer:
             key = int(state.keys[0]) if job.keys is None else job.keys[number]
             if job.keys is not None:
                 state = state._replace(counts=torch.zeros_like(state.counts))
-            row = Row(job.plans[number], self._tokenizer, self._vocab_size, state, key)
-            place = _Place(job, number, row)
+            row = Continuation(job.plans[number], self._tokenizer, self._vocab_size, state, key)
+            place = ActiveRow(job, number, row)
             if row.plan.max_tokens == 0:
                 self._end(place, row.end_now(), lambda: state)
                 return
@@ -232,19 +233,19 @@ class Writer:
             self._outbox.fail(place.job, error)
         return True
 
-    def _take(self, place: _Place, token: int | ValueError, logits_1v: Tensor) -> None:
+    def _take(self, place: ActiveRow, token: int | ValueError, logits_1v: Tensor) -> None:
         if isinstance(token, ValueError):
             raise token
         piece = place.row.take(token, logits_1v)
         self.tokens_written += 1
-        self._outbox.add(place.job, Wrote(place.number, piece))
+        self._outbox.add(place.job, TokenEvent(place.number, piece))
 
-    def _end(self, place: _Place, rest: str, state: Callable[[], GenerationState]) -> None:
+    def _end(self, place: ActiveRow, rest: str, state: Callable[[], GenerationState]) -> None:
         job, row = place.job, place.row
         assert row.reason is not None
         if job.on_end is not None and not job.cancelled:
             job.on_end(row, state())
-        self._outbox.add(job, Ended(place.number, row.reason, rest))
+        self._outbox.add(job, SequenceDone(place.number, row.reason, rest))
 
     def _expire(self) -> None:
         """End rows whose time is up."""
@@ -252,7 +253,7 @@ class Writer:
         for place in (self._places[i] for i in late):
             rest = place.row.end_now() if place.row.reason is None else ""
             assert place.row.reason is not None
-            self._outbox.add(place.job, Ended(place.number, place.row.reason, rest))
+            self._outbox.add(place.job, SequenceDone(place.number, place.row.reason, rest))
         self._leave(late)
 
     def _leave(self, places: Iterable[int]) -> None:

@@ -1,8 +1,8 @@
 """One loop for all requests: rows join and leave between two tokens, and prompts are read in between.
 
 A row gives what `generate` gives alone from the same state with the same seed, bit for bit: a prompt is read by itself,
-in segments cut at multiples of `segment_len` from where reading starts (`Reader`), and rows are decoded together only
-where a row does not depend on its batch (`Writer`, `Slots`).
+in segments cut at multiples of `segment_len` from where reading starts (`PrefillQueue`), and rows are decoded together
+only where a row does not depend on its batch (`DecodeLoop`, `DecodeSlots`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from anymamba.generation.sampling import row_key
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 from anymamba.models.lm import MambaLM
-from anymamba.serving.scheduler.decode import Slots, Writer
+from anymamba.serving.scheduler.decode import DecodeLoop, DecodeSlots
 from anymamba.serving.scheduler.events import Deliver, Job, Outbox, ShuttingDown
-from anymamba.serving.scheduler.prefill import Reader
+from anymamba.serving.scheduler.prefill import PrefillQueue
 
 SEGMENT_LEN = 256
 _REST = 1.0  # seconds without work, after which freed memory is given back
@@ -38,7 +38,7 @@ class Engine:
         rows: the most rows that are decoded together.
         segment_len: tokens of a prompt that are read at once.
         stall: seconds that reading may take between two tokens of others; at least one segment is read.
-        together: as for `Slots`.
+        together: as for `DecodeSlots`.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Engine:
         """Start the thread."""
         self.model, self.tokenizer, self.segment_len = model, tokenizer, segment_len
         self._stall, self._outbox = stall, Outbox(deliver)
-        slots, vocab = Slots(model, rows, together), model.config.vocab_size
-        self._writer = Writer(slots, tokenizer, vocab, self._outbox, self._is_over)
-        self._reader = Reader(model, segment_len, self._outbox, self._is_over, self._writer.add)
+        slots, vocab = DecodeSlots(model, rows, together), model.config.vocab_size
+        self._decode_loop = DecodeLoop(slots, tokenizer, vocab, self._outbox, self._is_over)
+        self._prefill_queue = PrefillQueue(model, segment_len, self._outbox, self._is_over, self._decode_loop.add)
         self._new: deque[Job] = deque()  # shared with other threads, under the condition
         self._changed, self._closing, self._deadline = threading.Condition(threading.RLock()), False, float("inf")
         self._threads = torch.get_num_threads()
@@ -90,23 +90,23 @@ class Engine:
     @property
     def load(self) -> dict[str, int]:
         """Rows that are being decoded, rows that wait for a place, and prompts that are being read or wait for it."""
-        waiting = len(self._reader) + len(self._new)
-        return {"running": self._writer.running, "ready": self._writer.ready, "waiting": waiting}
+        waiting = len(self._prefill_queue) + len(self._new)
+        return {"running": self._decode_loop.running, "ready": self._decode_loop.ready, "waiting": waiting}
 
     @property
     def tokens_read(self) -> int:
         """Since the start."""
-        return self._reader.tokens_read
+        return self._prefill_queue.tokens_read
 
     @property
     def tokens_written(self) -> int:
         """Since the start."""
-        return self._writer.tokens_written
+        return self._decode_loop.tokens_written
 
     @property
     def steps(self) -> int:
         """Steps since the start, each of which decodes a token of every row."""
-        return self._writer.steps
+        return self._decode_loop.steps
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -123,7 +123,7 @@ class Engine:
         """Take new jobs, waiting for one if there is nothing to do; returns whether to continue."""
         with self._changed:
             rest: float | None = _REST
-            while not (self._new or len(self._reader) or not self._writer.is_idle or self._closing):
+            while not (self._new or len(self._prefill_queue) or not self._decode_loop.is_idle or self._closing):
                 if not self._changed.wait(rest):
                     rest = None
                     self._changed.release()  # whoever submits a job does not wait for this
@@ -135,17 +135,17 @@ class Engine:
     def _take_new(self) -> None:
         with self._changed:
             while self._new:
-                self._reader.add(self._new.popleft())
+                self._prefill_queue.add(self._new.popleft())
 
     def _round(self) -> None:
         """Read for a while, then write a token of every row."""
         began = time.monotonic()
-        while not self._closing and self._writer.has_room() and self._reader.read():
+        while not self._closing and self._decode_loop.has_room() and self._prefill_queue.read():
             self._take_new()
-            if self._writer.running and time.monotonic() - began >= self._stall:
+            if self._decode_loop.running and time.monotonic() - began >= self._stall:
                 break
-        self._writer.seat()
-        self._writer.step()
+        self._decode_loop.admit()
+        self._decode_loop.step()
         self._outbox.flush()
 
     def _is_over(self, job: Job) -> bool:
@@ -153,7 +153,7 @@ class Engine:
 
     def _give_up(self, error: BaseException) -> None:
         """Fail every job."""
-        for job in self._writer.clear() | self._reader.clear():
+        for job in self._decode_loop.clear() | self._prefill_queue.clear():
             self._outbox.fail(job, error)
         self._outbox.flush()
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anymamba.generation.state import GenerationState
-from anymamba.serving.scheduler.continuation import Piece, Reason, Row, RowPlan, Scored
+from anymamba.serving.scheduler.continuation import Continuation, ContinuationOptions, Reason, TokenScore, TokenText
 
 
-class Start(NamedTuple):
+class PrefillStart(NamedTuple):
     """Where reading starts.
 
     Attributes:
@@ -24,22 +24,22 @@ class Start(NamedTuple):
     reused: int
 
 
-class Began(NamedTuple):
+class PromptDone(NamedTuple):
     """The prompt was read: `read` tokens, after `reused` ones that a kept state had read; scores if asked for."""
 
     read: int
     reused: int
-    prompt_scores: list[list[Scored]]
+    prompt_scores: list[list[TokenScore]]
 
 
-class Wrote(NamedTuple):
+class TokenEvent(NamedTuple):
     """A row has a new token."""
 
     row: int
-    piece: Piece
+    piece: TokenText
 
 
-class Ended(NamedTuple):
+class SequenceDone(NamedTuple):
     """A row has ended, with the rest of its text; it has no further events."""
 
     row: int
@@ -57,7 +57,7 @@ class ShuttingDown(RuntimeError):  # noqa: N818
     """The engine was closed before a job was done."""
 
 
-Event = Began | Wrote | Ended | Failed
+Event = PromptDone | TokenEvent | SequenceDone | Failed
 
 
 class Job:
@@ -69,7 +69,7 @@ class Job:
         keys: each continuation's identity for sampling; None to continue as the state has it.
         emit: takes the events, in the thread of the engine's `deliver`.
         deadline: on the clock of `time.monotonic`.
-        kept_at: whether the state after a number of new tokens, before the end, is wanted.
+        should_cache_at: whether the state after a number of new tokens, before the end, is wanted.
         on_read: takes the states that are wanted and the one at the prompt's end, each with its number of new tokens.
         on_end: takes a row and its last state.
         score_prompt: how many most likely tokens are scored beside each token of the prompt; None for no scores.
@@ -79,20 +79,25 @@ class Job:
     def __init__(
         self,
         *,
-        find: Callable[[], Start],
-        plans: list[RowPlan],
+        find: Callable[[], PrefillStart],
+        plans: list[ContinuationOptions],
         keys: list[int] | None,
         emit: Callable[[Event], None],
         deadline: float = float("inf"),
-        kept_at: Callable[[int], bool] = lambda _: False,
+        should_cache_at: Callable[[int], bool] = lambda _: False,
         on_read: Callable[[int, GenerationState], None] | None = None,
-        on_end: Callable[[Row, GenerationState], None] | None = None,
+        on_end: Callable[[Continuation, GenerationState], None] | None = None,
         score_prompt: int | None = None,
         length: int = 0,
     ) -> None:
         """Nothing is read or written yet."""
         self.find, self.plans, self.keys, self.emit, self.deadline = find, plans, keys, emit, deadline
-        self.kept_at, self.on_read, self.on_end, self.score_prompt = kept_at, on_read, on_end, score_prompt
+        self.should_cache_at, self.on_read, self.on_end, self.score_prompt = (
+            should_cache_at,
+            on_read,
+            on_end,
+            score_prompt,
+        )
         self.length = length
         self._cancelled = threading.Event()
 
@@ -106,7 +111,7 @@ class Job:
         return self._cancelled.is_set()
 
 
-class Ready:
+class PrefilledJob:
     """A job whose prompt was read, and the number of its next continuation without a place."""
 
     def __init__(self, job: Job, state: GenerationState) -> None:

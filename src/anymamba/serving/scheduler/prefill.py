@@ -10,8 +10,8 @@ from torch import Tensor
 from anymamba.core.linear import apply_linear
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
-from anymamba.serving.scheduler.continuation import Scored, score
-from anymamba.serving.scheduler.events import Began, Failed, Job, Outbox, Ready, Start
+from anymamba.serving.scheduler.continuation import TokenScore, score
+from anymamba.serving.scheduler.events import Failed, Job, Outbox, PrefilledJob, PrefillStart, PromptDone
 
 _HALF_READ = 8  # prompts that are begun at a time: each holds a state
 
@@ -21,10 +21,10 @@ class _Reading:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.start: Start | None = None  # not asked for before the job's turn
+        self.start: PrefillStart | None = None  # not asked for before the job's turn
         self.position = 0
         self.state: GenerationState | None = None
-        self.scores: list[list[Scored]] = []
+        self.scores: list[list[TokenScore]] = []
         self.last_logits_1v: Tensor | None = None  # of the last segment, to score the first token of the next
 
     @property
@@ -33,7 +33,7 @@ class _Reading:
         return self.job.length if self.start is None else len(self.start.ids) - self.position
 
 
-class Reader:
+class PrefillQueue:
     """Reads the prompts of jobs, one segment of one prompt at a time.
 
     Args:
@@ -53,7 +53,7 @@ class Reader:
         segment_len: int,
         outbox: Outbox,
         is_over: Callable[[Job], bool],
-        done: Callable[[Ready], None],
+        done: Callable[[PrefilledJob], None],
     ) -> None:
         """Nothing waits yet."""
         if segment_len < 1:
@@ -95,7 +95,7 @@ class Reader:
         if at_end:
             self._waiting.remove(reading)
             assert reading.state is not None
-            self._done(Ready(reading.job, reading.state))
+            self._done(PrefilledJob(reading.job, reading.state))
         self._outbox.flush()
         return True
 
@@ -119,10 +119,10 @@ class Reader:
             segment = ids[begin : begin + self._segment_len]
             reading.position = begin + len(segment)
             last = reading.position == len(ids)
-            self._feed(reading, segment, last or job.kept_at(reading.position))
+            self._feed(reading, segment, last or job.should_cache_at(reading.position))
             self.tokens_read += len(segment)
             if not last:
-                if job.on_read is not None and job.kept_at(reading.position):
+                if job.on_read is not None and job.should_cache_at(reading.position):
                     assert reading.state is not None
                     job.on_read(reading.position, reading.state)
                 return False
@@ -130,7 +130,7 @@ class Reader:
             raise ValueError("a prompt must have at least one token, got none")
         if job.on_read is not None:
             job.on_read(len(ids), reading.state)
-        self._outbox.add(job, Began(len(ids), reading.start.reused, reading.scores))
+        self._outbox.add(job, PromptDone(len(ids), reading.start.reused, reading.scores))
         return True
 
     def _feed(self, reading: _Reading, segment: list[int], with_logits: bool) -> None:
@@ -156,6 +156,6 @@ class Reader:
         assert most is not None
         before = [reading.last_logits_1v, *logits_tv[:-1].split(1)]
         for logits_1v, token in zip(before, segment, strict=True):
-            scores: list[Scored] = [] if logits_1v is None else score(logits_1v[0, :vocab], token, most)
+            scores: list[TokenScore] = [] if logits_1v is None else score(logits_1v[0, :vocab], token, most)
             reading.scores.append(scores)
         reading.last_logits_1v = logits_tv[-1:].clone()
