@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 import torch
 
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from tests.support import chromium
 

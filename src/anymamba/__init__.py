@@ -25,8 +25,8 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
     from anymamba.core.allocator import keep_freed_memory as keep_freed_memory
     from anymamba.core.anomaly import check_finite as check_finite
-    from anymamba.core.operators import kernels_off as kernels_off
-    from anymamba.core.operators import portable as portable
+    from anymamba.core.registry import kernels_off as kernels_off
+    from anymamba.core.registry import portable as portable
     from anymamba.generation import GenerationState as GenerationState
     from anymamba.generation import stream as stream
     from anymamba.generation.decoder import decoder as decoder

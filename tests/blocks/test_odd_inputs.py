@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anymamba import SsdPath
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from tests.blocks.families import FEW, FEW_BY_ALGORITHM, PATHWAYS, make_block, random_cache, results, unroll
 from tests.support import FLOOR, assert_all_near
 

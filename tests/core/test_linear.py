@@ -14,7 +14,7 @@ import anymamba
 from anymamba import Mamba2, MambaLM
 from anymamba.core import linear as linear_module
 from anymamba.core.linear import apply_linear, linear
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.generation.prefill import prefill
 from anymamba.kernels.cpu.bindings import missing
 from tests.models.cases import FAMILIES, small_lm

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from anymamba import Mamba2, Mamba3, SsdPath, portable
-from anymamba.core.operators import OPERATORS, kernels_off, missing_kernel
+from anymamba.core.operators import OPERATORS
+from anymamba.core.registry import kernels_off, missing_kernel
 from anymamba.quantization.ops import quantize
 from anymamba.scan import scan
 from tests.scan.cases import HAS_KERNELS, make_inputs

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from anymamba import MambaLM, decoder
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 from tests.models.cases import FAMILIES, small_lm

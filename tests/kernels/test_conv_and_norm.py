@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from tests.support import FLOOR, assert_near
 

@@ -209,4 +209,4 @@ def test_a_mistake_in_the_environment_is_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "anymamba", "info"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "anymamba: ANYMAMBA_KERNELS must be one of on, off, got 'no'\n"
+    assert done.stderr == "anymamba: ANYMAMBA_KERNELS must be one of on, off, cpu, got 'no'\n"

@@ -14,7 +14,8 @@ import torch
 
 from anymamba import Mamba3, SsdPath
 from anymamba.blocks.layers import RMSNorm
-from anymamba.core.operators import OPERATORS, kernels_off
+from anymamba.core.operators import OPERATORS
+from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from anymamba.ops.discretization import bounded_vector
 from anymamba.ops.rank_gate import rank_gate
@@ -456,7 +457,8 @@ def test_a_second_derivative_is_refused():
 COMPARE = """
 import torch
 from anymamba import SsdPath
-from anymamba.core.operators import OPERATORS, kernels_off
+from anymamba.core.operators import OPERATORS
+from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from tests.kernels.test_mamba3 import LAYOUTS, OPTIONS, block_of, run_block
 from tests.support import FLOOR, assert_near

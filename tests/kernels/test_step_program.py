@@ -9,7 +9,7 @@ from torch import nn
 
 from anymamba import Mamba1, Mamba2, Mamba3, check_finite
 from anymamba.blocks.layers import CausalConv
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.compiled_step import Recording
 from anymamba.kernels.cpu.step_program import MAX_ROWS, OUTPUT, NotCoveredError, Program

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from anymamba import Mamba2, Mamba3, SsdPath
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.scan import scan
 from anymamba.scan.scan import scan_operator
 from tests.scan.cases import HAS_KERNELS, make_inputs

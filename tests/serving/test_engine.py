@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import start
 from anymamba.serving.scheduler import engine as module

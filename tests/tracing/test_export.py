@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba import Mamba1, Mamba2, Mamba3, MambaLM, SsdPath, portable
-from anymamba.core.operators import kernels_off
+from anymamba.core.registry import kernels_off
 from tests.support import FLOOR, assert_near, in_another_process
 
 BLOCKS = {

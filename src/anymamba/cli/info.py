@@ -19,9 +19,8 @@ from anymamba.checkpoints.weight_files import describe_non_finite
 from anymamba.cli.common import DTYPES, readable_bytes
 from anymamba.core.io import read_json
 from anymamba.core.linear import matmul_library, multiplies_bfloat16
-from anymamba.core.operators import missing_kernel
+from anymamba.core.registry import describe_kernels, missing_kernel
 from anymamba.generation.prefill import SEGMENT_LEN
-from anymamba.kernels.cpu.bindings import LIBRARY
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
 from anymamba.models.lm import MambaLM
 from anymamba.models.mamba3_activation import is_ambiguous
@@ -151,7 +150,7 @@ def _machine() -> list[tuple[str, str]]:
         ("torch", torch.__version__),
         ("python", f"{platform.python_version()} on {platform.machine()}"),
         ("threads", str(torch.get_num_threads())),
-        ("kernels", _kernels()),
+        *_kernels(),
         ("products", _products()),
         *_default_paths(),
     ]
@@ -191,11 +190,10 @@ def _default_paths() -> list[tuple[str, str]]:
     return rows
 
 
-def _kernels() -> str:
-    """Whether the compiled kernels are there, with which vector instructions, or why not."""
-    if LIBRARY.handle is None:
-        return f"none: {LIBRARY.reason}"
-    return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
+def _kernels() -> list[tuple[str, str]]:
+    """Return a row per library of kernels: whether it was built, and what it uses."""
+    descriptions = describe_kernels()
+    return [("kernels" if len(descriptions) == 1 else f"kernels/{name}", d) for name, d in descriptions.items()]
 
 
 def _model(args: argparse.Namespace) -> list[tuple[str, str]]:

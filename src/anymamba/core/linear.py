@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.core.hooks import has_no_hooks
-from anymamba.core.operators import are_dense_tensors, is_portable, is_tracing, kernel
+from anymamba.core.operators import are_dense_tensors, is_tracing
+from anymamba.core.registry import find_kernel, is_portable
 
 Library = Literal["torch", "onednn"]
 _NAMES = ("torch", "onednn")
@@ -60,8 +61,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling() or not _are_covered(inputs):
         return F.linear(x, weight, bias)
     wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    if not wants_gradient and _is_short(x, weight) and (few_rows := kernel("linear", x, weight)):
-        y: Tensor = few_rows(x, weight, bias)
+    if not wants_gradient and _is_short(x, weight) and (few_rows := find_kernel("linear", x, weight)):
+        y: Tensor = few_rows.forward(x, weight, bias)
         return y
     if matmul_library() == "torch" or not _is_large(x, weight):
         return F.linear(x, weight, bias)

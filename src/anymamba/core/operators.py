@@ -1,117 +1,29 @@
 """A computation as one operator: its contract is public, and how it is computed is decided when it runs.
 
 An operator has a *definition*, plain torch code that autograd can differentiate, and *implementations*: portable ones
-by the name of their algorithm, and those that a device's kernels bring (`implement`). A traced or exported graph holds
-one node for each call, `anymamba::name`, so it runs wherever this package does, with kernels or without.
-
-Three switches reach every operator:
-
-- by default the kernels of the device run where they cover the inputs, and the portable implementation elsewhere;
-- inside `kernels_off()`, or with ANYMAMBA_KERNELS=off, the portable implementations run;
-- inside `portable()` no operator is called: the definitions run in torch's own operators, as some tracers need.
+by the name of their algorithm, and kernels by device (`core/registry.py`, which also has the switches). A traced or
+exported graph holds one node per call, `anymamba::name`, so it runs wherever this package does, with or without
+kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from anymamba.core import anomaly
+from anymamba.core.registry import Implementation, find_kernel, is_portable, missing_kernel
 
 _ORDINARY = (Tensor, nn.Parameter)
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
-def _covers_all(*_: Any) -> str:
-    return ""
-
-
-class Implementation(NamedTuple):
-    """One way to compute an operator.
-
-    Attributes:
-        forward: inputs -> outputs.
-        backward: gradients of the outputs, then the inputs -> one gradient for each differentiable input, any tensor
-            for one that is None. If None, `forward` is plain torch code, and autograd differentiates it.
-        missing: inputs -> why it does not cover them; empty if it does.
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = None
-    missing: Callable[..., str] = _covers_all
-
-
-class _Switches:
-    """Of the process."""
-
-    kernels_off = False
-    portable = False
-
-
-_KERNELS: dict[tuple[str, str], Implementation] = {}
 OPERATORS: dict[str, Operator] = {}
-
-
-def implement(operator: str, device: str, implementation: Implementation) -> None:
-    """Register the implementation of an operator by the kernels of a device type."""
-    _KERNELS[operator, device] = implementation
-
-
-@contextmanager
-def kernels_off() -> Iterator[None]:
-    """Run the portable implementations in this context, as on a machine without compiled kernels."""
-    with _switched("kernels_off"):
-        yield
-
-
-@contextmanager
-def portable() -> Iterator[None]:
-    """Run and trace nothing but torch's own operators in this context.
-
-    For tracers and transforms that know no others: `torch.onnx.export`, `torch.func`, forward-mode and second
-    derivatives. It is a switch of the whole process, and slower and larger than what it replaces.
-    """
-    with _switched("portable"):
-        yield
-
-
-@contextmanager
-def _switched(name: str) -> Iterator[None]:
-    before = getattr(_Switches, name)
-    setattr(_Switches, name, True)
-    try:
-        yield
-    finally:
-        setattr(_Switches, name, before)
-
-
-def kernels_are_off() -> bool:
-    """Whether `kernels_off()` or `portable()` is on."""
-    return _Switches.kernels_off or _Switches.portable
-
-
-def is_portable() -> bool:
-    """Whether `portable()` is on."""
-    return _Switches.portable
-
-
-def missing_kernel(operator: str, *inputs: Any) -> str:
-    """Why no kernel covers a call of an operator; empty if one does."""
-    device = inputs[0].device.type
-    if _Switches.kernels_off:
-        return "the kernels are switched off"
-    found = _KERNELS.get((operator, device))
-    return f"there is none for device {device}" if found is None else found.missing(*inputs)
-
-
-def kernel(operator: str, *inputs: Any) -> Callable[..., Any] | None:
-    """The forward of the kernel that covers a call of an operator, or of a function of that name; None: none does."""
-    return None if missing_kernel(operator, *inputs) else _KERNELS[operator, inputs[0].device.type].forward
 
 
 class Operator:
@@ -184,10 +96,10 @@ class Operator:
         """
         algorithm = "fastest" if self._algorithm is None else inputs[self._algorithm]
         if algorithm in ("fastest", "fused"):
-            reason = missing_kernel(self.name, *inputs)
-            if not reason:
-                return _KERNELS[self.name, inputs[0].device.type]
+            if (kernel := find_kernel(self.name, *inputs)) is not None:
+                return kernel
             if algorithm == "fused" and "fused" not in self.portable:
+                reason = missing_kernel(self.name, *inputs)
                 raise RuntimeError(
                     f"{self.name}: no compiled kernel: {reason}. SsdPath() takes the fastest one available."
                 )
@@ -198,7 +110,7 @@ class Operator:
         return self.portable[algorithm]
 
     def _compute(self, inputs: tuple[Any, ...]) -> Any:
-        if _Switches.portable:
+        if is_portable():
             return self.definition(*inputs)
         if not is_tracing():
             chosen = self.choose(inputs)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.operators import Implementation, gradients
+from anymamba.core.operators import gradients
+from anymamba.core.registry import Implementation
 
 # Half a MiB of float32: with an operand or two beside it, a block stays in a core's second-level cache.
 CACHE_ELEMENTS = 2**17

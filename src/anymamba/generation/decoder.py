@@ -8,7 +8,8 @@ from torch import Tensor
 
 from anymamba.core import anomaly
 from anymamba.core.dtypes import is_autocast, state_dtype
-from anymamba.core.operators import is_tracing, kernels_are_off
+from anymamba.core.operators import is_tracing
+from anymamba.core.registry import are_kernels_off
 from anymamba.kernels.cpu.compiled_step import Recording
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -67,7 +68,7 @@ class Decoder:
         """Whether these can be tokens and a cache, and nothing traces, casts or checks the call."""
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1 or not isinstance(cache, LMCache | None):
             return False
-        return not (is_tracing() or kernels_are_off() or is_autocast(input_ids.device) or anomaly.is_checked())
+        return not (is_tracing() or are_kernels_off() or is_autocast(input_ids.device) or anomaly.is_checked())
 
 
 def decoder(model: MambaLM) -> Decoder:

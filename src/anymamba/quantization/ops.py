@@ -16,7 +16,8 @@ from torch import Tensor
 
 from anymamba.core.allocator import return_freed_memory
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.operators import Implementation, Operator
+from anymamba.core.operators import Operator
+from anymamba.core.registry import Implementation
 from anymamba.core.weight_formats import (
     CODES,
     GROUPS,

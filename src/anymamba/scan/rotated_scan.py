@@ -18,7 +18,8 @@ from torch import Tensor
 from anymamba.core.checks import check_dtypes, check_nonpositive, check_parameter, check_time_steps, checked
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.layout import first_of, last_of, where_real
-from anymamba.core.operators import Implementation, Operator
+from anymamba.core.operators import Operator
+from anymamba.core.registry import Implementation
 from anymamba.ops.rotation import Rotation, rotate, running_rotation
 from anymamba.scan.path import ALGORITHMS, SsdPath
 from anymamba.scan.scan import check_groups

@@ -17,7 +17,8 @@ from anymamba.core.checks import (
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.operators import Implementation, Operator
+from anymamba.core.operators import Operator
+from anymamba.core.registry import Implementation
 from anymamba.scan import serial_recalculated
 from anymamba.scan.minimal import scan_minimal
 from anymamba.scan.path import SsdPath

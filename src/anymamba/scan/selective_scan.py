@@ -29,8 +29,9 @@ from anymamba.core.checks import (
 )
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.layout import Span, chunks, spans
-from anymamba.core.operators import Implementation, Operator
+from anymamba.core.operators import Operator
 from anymamba.core.recompute import CACHE_ELEMENTS
+from anymamba.core.registry import Implementation
 from anymamba.scan.chunking import decay_factor
 from anymamba.scan.path import SsdPath
 from anymamba.scan.scan import fastest

@@ -21,7 +21,8 @@ from anymamba.core.checks import (
     values_are_cheap,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.operators import Implementation, Operator
+from anymamba.core.operators import Operator
+from anymamba.core.registry import Implementation
 from anymamba.scan.path import ALGORITHMS, SsdPath
 from anymamba.scan.scan import check_groups, scan_operator
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from anymamba.core.registry import missing_kernel
 from anymamba.integrations.transformers import linear_layers, mixer_step, model_step
 from anymamba.integrations.transformers.accelerate import REFUSED, mixers
 from anymamba.integrations.transformers.architectures import STACKS, own_class
 from anymamba.integrations.transformers.mixer import FALLBACKS, AcceleratedMixer
 from anymamba.integrations.transformers.model_step import AcceleratedStack
-from anymamba.kernels.cpu.bindings import LIBRARY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def _layer(name: str, mixer: nn.Module) -> LayerReport:
         )
     recorded = mixer_step.recorded(mixer)
     whole = "one call" if recorded.is_whole else "one call, projections apart"
-    operators = "compiled" if LIBRARY.handle is not None else "portable"
+    operators = "portable" if missing_kernel("causal_conv", mixer.conv1d.weight) else "compiled"
     return LayerReport(
         name=name,
         mixer=kind,

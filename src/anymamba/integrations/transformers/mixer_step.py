@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from anymamba.core import anomaly
 from anymamba.core.dtypes import is_autocast
 from anymamba.core.hooks import GLOBAL_HOOKS
-from anymamba.core.operators import is_eager_no_grad, kernels_are_off
+from anymamba.core.operators import is_eager_no_grad
+from anymamba.core.registry import are_kernels_off
 from anymamba.kernels.cpu.compiled_step import Recording
 from anymamba.kernels.cpu.step_program import Program
 
@@ -128,7 +129,7 @@ def _record(mixer: AcceleratedMixer) -> Recorded:
 
 def may_run(inputs: tuple[Tensor, ...]) -> bool:
     """Whether programs may run on these: nothing traces, casts, differentiates, checks or hooks the call."""
-    if kernels_are_off() or is_autocast(inputs[0].device) or anomaly.is_checked() or any(GLOBAL_HOOKS):
+    if are_kernels_off() or is_autocast(inputs[0].device) or anomaly.is_checked() or any(GLOBAL_HOOKS):
         return False
     return is_eager_no_grad(inputs)
 

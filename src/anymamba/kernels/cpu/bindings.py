@@ -8,7 +8,6 @@ The library has a plain C interface and is loaded with ctypes once torch is ther
 the name that the library asks for, so both share one pool of threads.
 
 Environment:
-    ANYMAMBA_KERNELS: `off` keeps the kernels out and leaves everything to the portable implementations.
     ANYMAMBA_LIBRARY: a shared object to load in place of the installed one.
     ANYMAMBA_ISA: `baseline` or `avx2` narrows the vector instructions that are used.
 """
@@ -27,11 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.core import registry
 from anymamba.core.dtypes import state_dtype
 from anymamba.kernels.cpu import schema
 
 _FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymamba_cpu.so"
-_VALUES = {"ANYMAMBA_KERNELS": ("on", "off"), "ANYMAMBA_ISA": ("baseline", "avx2", "avx512")}
+_ISAS = ("baseline", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType of csrc/dtypes.h
 WEIGHT_DTYPES = {**DTYPES, torch.int8: 4, torch.uint8: 5}  # a byte holds two weights of four bits
 
@@ -57,11 +57,10 @@ def _candidates() -> list[Path]:
 
 
 def _load() -> Library:
-    for name, known in _VALUES.items():
-        if (value := os.environ.get(name, "")) not in ("", *known):
-            return Library(None, f"{name} must be one of {', '.join(known)}, got {value!r}", mistaken=True)
-    if os.environ.get("ANYMAMBA_KERNELS") == "off":
-        return Library(None, "switched off by ANYMAMBA_KERNELS=off")
+    if (isa := os.environ.get("ANYMAMBA_ISA", "")) not in ("", *_ISAS):
+        return Library(None, f"ANYMAMBA_ISA must be one of {', '.join(_ISAS)}, got {isa!r}", mistaken=True)
+    if reason := registry.reason_off():
+        return Library(None, reason)
     path = next((place for place in _candidates() if place.exists()), None)
     if path is None and (chosen := os.environ.get("ANYMAMBA_LIBRARY")):
         return Library(None, f"ANYMAMBA_LIBRARY names {chosen}, which does not exist")
@@ -88,6 +87,13 @@ def _is_ours(handle: ctypes.CDLL) -> bool:
 
 
 LIBRARY = _load()
+
+
+def describe() -> str:
+    """Return whether the kernels were built and which vector instructions they use, or why there are none."""
+    if LIBRARY.handle is None:
+        return f"none: {LIBRARY.reason}"
+    return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
 
 
 def missing(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.operators import Implementation
+from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.bindings import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.core.linear import linear, multiplies_bfloat16, unflatten_like
-from anymamba.core.operators import Implementation
+from anymamba.core.registry import Implementation
 from anymamba.core.weight_formats import QuantizedTensor, check_stored
 from anymamba.kernels.cpu.bindings import WEIGHT_DTYPES, call, empty, missing
 from anymamba.kernels.cpu.step_program import MAX_ROWS

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anymamba.core.operators import Implementation
+from anymamba.core.registry import Implementation
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.bindings import call, checked_bounds, checked_lengths, empty, empty_like, zeros_like
 from anymamba.kernels.cpu.schema import ROTATIONS

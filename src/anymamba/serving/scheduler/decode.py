@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.core.operators import kernels_are_off
+from anymamba.core.registry import are_kernels_off
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
@@ -43,7 +43,7 @@ class DecodeSlots:
         if not 1 <= capacity <= MAX_ROWS:
             raise ValueError(f"rows must be between 1 and {MAX_ROWS}, got {capacity}")
         self.decoder, self.capacity, self.used = Decoder(model), capacity, 0
-        compiled = not self.decoder.reason and not kernels_are_off()
+        compiled = not self.decoder.reason and not are_kernels_off()
         self.together = compiled if together is None else together
         self._model, self._cache = model, model.init_cache(1)
 

@@ -1,0 +1,180 @@
+"""Which implementation computes an operator: several may be registered for a device type, in order of preference.
+
+A package of kernels (`kernels/cpu`, later `kernels/triton`) registers what it implements when it is imported:
+
+    register_library("cpu", describe)                    # its name, and a line about its state on this machine
+    register("causal_conv", "cpu", Implementation(forward, backward, missing), library="cpu")
+
+`missing` says why an implementation does not cover a call, or returns an empty string. The first registered
+implementation that covers the call runs; if none does, the operator runs its portable implementation. Switches:
+
+- inside `kernels_off()`, or with ANYMAMBA_KERNELS=off in the environment, the portable implementations run;
+- inside `portable()` operators are not called at all, and their definitions run in torch's own operators;
+- ANYMAMBA_KERNELS=<library> puts the implementations of one library first. A library that does not exist is an error,
+  and one line per operator says where it does not cover a call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+def _covers_all(*_: Any) -> str:
+    return ""
+
+
+class Implementation(NamedTuple):
+    """One way to compute an operator.
+
+    Attributes:
+        forward: Maps the inputs to the outputs.
+        backward: Maps the gradients of the outputs, followed by the inputs, to one gradient per differentiable input
+            (any tensor for an input that is None). If None, `forward` is plain torch code that autograd differentiates.
+        missing: Returns why these inputs are not covered; empty if they are.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    missing: Callable[..., str] = _covers_all
+
+
+class _Registered(NamedTuple):
+    library: str
+    implementation: Implementation
+
+
+class _Switches:
+    """Process-wide switches."""
+
+    kernels_off = False
+    portable = False
+    requested = os.environ.get("ANYMAMBA_KERNELS", "")
+    is_checked = False  # whether `requested` is known to be a valid value
+
+
+_IMPLEMENTATIONS: dict[tuple[str, str], list[_Registered]] = {}
+_LIBRARIES: dict[str, Callable[[], str]] = {}
+_REPORTED: set[tuple[str, str]] = set()
+
+
+def register_library(name: str, describe: Callable[[], str]) -> None:
+    """Register a library of kernels.
+
+    Args:
+        name: Name for ANYMAMBA_KERNELS.
+        describe: Returns one line about its state on this machine: "built, using avx2", or "none: " and the reason.
+    """
+    _LIBRARIES[name] = describe
+
+
+def register(operator: str, device: str, implementation: Implementation, *, library: str) -> None:
+    """Register an implementation of an operator, after those that are registered for the same device type.
+
+    Args:
+        operator: Name of the operator, or of a plain function that asks `find_kernel`.
+        device: Device type, such as "cpu".
+        implementation: The implementation.
+        library: Name of the registered library that it belongs to. A library's implementations come first if
+            ANYMAMBA_KERNELS names it.
+    """
+    entries = _IMPLEMENTATIONS.setdefault((operator, device), [])
+    entries[:] = [entry for entry in entries if entry.library != library]
+    position = 0 if library == _Switches.requested else len(entries)
+    entries.insert(position, _Registered(library, implementation))
+
+
+def describe_kernels() -> dict[str, str]:
+    """Return one line per library of kernels about its state on this machine."""
+    check_request()
+    return {name: describe() for name, describe in _LIBRARIES.items()}
+
+
+def check_request() -> None:
+    """Raise `ValueError` if ANYMAMBA_KERNELS names a library that does not exist."""
+    if (requested := _Switches.requested) not in ("", "on", "off", *_LIBRARIES):
+        raise ValueError(f"ANYMAMBA_KERNELS must be one of on, off, {', '.join(_LIBRARIES)}, got {requested!r}")
+    _Switches.is_checked = True
+
+
+def reason_off() -> str:
+    """Return why no kernel may run in this process now; empty if they may."""
+    if _Switches.requested == "off":
+        return "switched off by ANYMAMBA_KERNELS=off"
+    return "the kernels are switched off" if _Switches.kernels_off else ""
+
+
+def find_kernel(operator: str, *inputs: Any) -> Implementation | None:
+    """Return the registered implementation that covers a call; None if no kernel does."""
+    return _find(operator, inputs)[0]
+
+
+def missing_kernel(operator: str, *inputs: Any) -> str:
+    """Return why no kernel covers a call of an operator; empty if one does."""
+    return _find(operator, inputs)[1]
+
+
+def _find(operator: str, inputs: tuple[Any, ...]) -> tuple[Implementation | None, str]:
+    """Return the first implementation that covers a call, or None and the reasons."""
+    if reason := reason_off():
+        return None, reason
+    if not _Switches.is_checked:
+        check_request()
+    device = inputs[0].device.type
+    reasons = []
+    for library, implementation in _IMPLEMENTATIONS.get((operator, device), ()):
+        reason = implementation.missing(*inputs)
+        if not reason:
+            return implementation, ""
+        reasons.append(reason)
+        if library == _Switches.requested:
+            report_unmet(operator, reason)
+    return None, "; ".join(reasons) or f"there is none for device {device}"
+
+
+def report_unmet(operator: str, reason: str) -> None:
+    """Print, once per operator and reason, that the requested library does not cover a call."""
+    if (operator, reason) not in _REPORTED:
+        _REPORTED.add((operator, reason))
+        print(f"anymamba: ANYMAMBA_KERNELS={_Switches.requested}: {operator}: {reason}", file=sys.stderr)
+
+
+@contextmanager
+def kernels_off() -> Iterator[None]:
+    """Run the portable implementations in this context, as on a machine without compiled kernels."""
+    with _switched("kernels_off"):
+        yield
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Run and trace nothing but torch's own operators in this context.
+
+    For tracers and transforms that know no others: `torch.onnx.export`, `torch.func`, forward-mode and second
+    derivatives. It is a process-wide switch, and slower and larger than what it replaces.
+    """
+    with _switched("portable"):
+        yield
+
+
+@contextmanager
+def _switched(name: str) -> Iterator[None]:
+    before = getattr(_Switches, name)
+    setattr(_Switches, name, True)
+    try:
+        yield
+    finally:
+        setattr(_Switches, name, before)
+
+
+def are_kernels_off() -> bool:
+    """Return whether `kernels_off()` or `portable()` is on."""
+    return _Switches.kernels_off or _Switches.portable
+
+
+def is_portable() -> bool:
+    """Return whether `portable()` is on."""
+    return _Switches.portable
