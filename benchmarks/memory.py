@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anymamba.core.allocator import return_freed_memory
+from anymamba.core.process import trim_freed_memory
 from benchmarks.harness import Contender
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def measure_here(contender: Contender) -> int:
     contender.tiny()()
     call = contender.setup()
     gc.collect()
-    return_freed_memory()  # so that the call cannot use it uncounted
+    trim_freed_memory()  # so that the call cannot use it uncounted
     reset_high_water_mark()
     before = high_water_mark()
     call()

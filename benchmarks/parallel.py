@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported, as in __main__.py
 
-from anymamba.core.allocator import keep_freed_memory
 from anymamba.core.context_parallel import ContextParallelGroup
+from anymamba.core.process import keep_freed_memory
 from anymamba.training.api import begin
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.distributed.process_group import Workers, joined
@@ -81,14 +81,14 @@ class Found(NamedTuple):
 class TimedNeighbors:
     """Counts the time in which a worker waits for its neighbors."""
 
-    def __init__(self, neighbors: ContextParallelGroup) -> None:
+    def __init__(self, cp_group: ContextParallelGroup) -> None:
         """Stand between the workers and their messages."""
         self.seconds = 0.0
-        self._send, self._receive = neighbors.send, neighbors.receive
-        vars(neighbors).update(send=self._sending, receive=self._receiving)
+        self._send, self._receive = cp_group.send, cp_group.receive
+        vars(cp_group).update(send=self._sending, receive=self._receiving)
 
-    def _sending(self, *args: Any) -> tuple[TimedNeighbors, Any]:
-        self._work, message = self._send(*args)
+    def _sending(self, values: Any, *, to_next: bool) -> tuple[TimedNeighbors, Any]:
+        self._work, message = self._send(values, to_next=to_next)
         return self, message
 
     def wait(self) -> None:
@@ -97,9 +97,9 @@ class TimedNeighbors:
         self._work.wait()
         self.seconds += perf_counter() - began
 
-    def _receiving(self, *args: Any) -> Any:
+    def _receiving(self, like: Any, *, from_prev: bool) -> Any:
         began = perf_counter()
-        found = self._receive(*args)
+        found = self._receive(like, from_prev=from_prev)
         self.seconds += perf_counter() - began
         return found
 
@@ -129,18 +129,18 @@ def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None
     reset_high_water_mark()
     before = high_water_mark()
     trainer = start(directory, plan, sizes, workers)
-    neighbors = workers.neighbors
-    timed = TimedNeighbors(neighbors) if neighbors else None
+    cp_group = workers.cp_group
+    timed = TimedNeighbors(cp_group) if cp_group else None
     loss = trainer._take_step()[0].loss
     reset_high_water_mark()
-    sent, waited = (neighbors.sent, timed.seconds) if neighbors and timed else (0, 0.0)
+    sent, waited = (cp_group.sent, timed.seconds) if cp_group and timed else (0, 0.0)
     seconds = []
     for _ in range(steps):
         began = perf_counter()
         trainer._take_step()
         seconds.append(perf_counter() - began)
-    if neighbors and timed:
-        sent, waited = (neighbors.sent - sent) // steps, (timed.seconds - waited) / steps
+    if cp_group and timed:
+        sent, waited = (cp_group.sent - sent) // steps, (timed.seconds - waited) / steps
     found = Found(seconds, loss, high_water_mark() - before, sent, waited)
     (directory / f"found-{workers.rank}.json").write_text(json.dumps(found))
 

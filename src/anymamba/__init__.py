@@ -23,8 +23,8 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from anymamba.blocks.mamba3 import Mamba3 as Mamba3
     from anymamba.blocks.mamba3 import Mamba3Cache as Mamba3Cache
     from anymamba.blocks.mamba3 import Mamba3Config as Mamba3Config
-    from anymamba.core.allocator import keep_freed_memory as keep_freed_memory
     from anymamba.core.anomaly import check_finite as check_finite
+    from anymamba.core.process import keep_freed_memory as keep_freed_memory
     from anymamba.core.registry import kernels_off as kernels_off
     from anymamba.core.registry import portable as portable
     from anymamba.generation import GenerationState as GenerationState

@@ -254,7 +254,7 @@ def test_running_products_equal_the_loop_and_pass_gradcheck(t):
 
 @pytest.mark.parametrize("options", ["mamba3", "mamba3 quaternion", "mamba3 no rotation", "mamba3 mimo 2"])
 def test_rotation_and_gate_pass_gradcheck_across_cache_blocks(options, monkeypatch):
-    monkeypatch.setattr("anymamba.core.recompute.CACHE_ELEMENTS", 64)
+    monkeypatch.setattr("anymamba.core.recompute.CACHE_BLOCK_NUMEL", 64)
     block = make_block(options)
     x = torch.randn(1, 4, 16, dtype=D, requires_grad=True)
     assert torch.autograd.gradcheck(block, (x,), atol=1e-6)

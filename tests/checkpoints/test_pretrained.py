@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
 from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
-from anymamba.checkpoints.weight_files import count_non_finite, weight_file
+from anymamba.checkpoints.weight_files import count_non_finite, open_weight_file
 from anymamba.core.io import read_json
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
 from tests.support import MODEL_FLOOR, assert_near
@@ -257,14 +257,14 @@ def test_the_parts_of_a_tensor_are_its_rows(directory, suffix, rows):
         file = directory / "pytorch_model.bin"
         torch.save(tensors, file, _use_new_zipfile_serialization=suffix == "bin")
     name = next(name for name, x in tensors.items() if x.ndim == 2)
-    with weight_file(file) as opened:
+    with open_weight_file(file) as opened:
         parts = [part.clone() for part in opened.parts(name, torch.float64, None, rows)]
     assert [len(part) for part in parts[:-1]] == [rows] * (len(parts) - 1)
     assert torch.equal(torch.cat(parts), tensors[name].double())
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
-    with weight_file(directory / "model.safetensors") as file:
+    with open_weight_file(directory / "model.safetensors") as file:
         os.truncate(file.path, file.path.stat().st_size - 1)
         for name, stored in file.entries().items():
             last, dtype = name, stored.dtype

@@ -99,12 +99,12 @@ def likelihood_case(rank, family):
     """The costs of the workers' parts add up to that of the text, however it is cut, and every worker has a part."""
     model = small_lm(family, dtype=torch.float64)
     size = dist.get_world_size()
-    neighbors = ContextParallelGroup(list(range(size)), rank)
+    cp_group = ContextParallelGroup(list(range(size)), rank)
     for length in (1, 2, 3 * size, 97):
         ids = torch.randint(61, (length,)).tolist()
         *_, expected = likelihood(model, [ids])
         for segment_len in (5, 20):
-            *_, found = likelihood(model, [ids[:9], ids[9:]], segment_len, neighbors)
+            *_, found = likelihood(model, [ids[:9], ids[9:]], segment_len, cp_group)
             assert (found.predicted, found.read) == (length - 1, length)
             nats = torch.tensor([found.nats, float(found.nats > 0)], dtype=torch.float64)
             dist.all_reduce(nats)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from anymamba import GenerationState, LMCache, Mamba2Cache, Mamba3
-from anymamba.core.cache_io import SavedTree
+from anymamba.core.cache_io import SavableTree
 from tests.models.cases import small_lm
 
 KINDS = ["Mamba2Cache", "LMCache", "GenerationState"]
@@ -317,7 +317,7 @@ class _OnlyStatesFields(NamedTuple):
     mean: torch.Tensor
 
 
-class OnlyStates(_OnlyStatesFields, SavedTree):
+class OnlyStates(_OnlyStatesFields, SavableTree):
     __slots__ = ()
     FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"mean"})
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from anymamba import Mamba1, Mamba2, Mamba3, MambaLM
-from anymamba.core.context_parallel import Context, ContextParallelGroup
+from anymamba.core.context_parallel import ContextParallelGroup, SequencePart
 from anymamba.models.loss import IGNORED_LABEL
 from tests.support import assert_near
 from tests.workers import run_cases
@@ -45,20 +45,20 @@ LAYOUTS = {
 }
 
 
-def neighbors_of(rank):
+def cp_group_of(rank):
     return ContextParallelGroup(list(range(dist.get_world_size())), rank)
 
 
 def part_of(rank, cuts, bounds):
     """This worker's time, its boundaries, the numbers of its sequences, and its context."""
     begin, end = cuts[rank], cuts[rank + 1]
-    neighbors = neighbors_of(rank)
+    cp_group = cp_group_of(rank)
     if bounds is None:
-        return begin, end, None, None, Context(neighbors, rank > 0, rank + 1 < neighbors.size)
+        return begin, end, None, None, SequencePart(cp_group, rank > 0, rank + 1 < cp_group.size)
     numbers = [z for z in range(len(bounds) - 1) if bounds[z] < end and bounds[z + 1] > begin]
     inner = [bounds[z] - begin for z in numbers if bounds[z] > begin]
     local = torch.tensor([0, *inner, end - begin])
-    return begin, end, local, numbers, Context(neighbors, begin not in bounds, end not in bounds)
+    return begin, end, local, numbers, SequencePart(cp_group, begin not in bounds, end not in bounds)
 
 
 def random_cache(block, rows):
@@ -90,7 +90,7 @@ def block_case(rank, make, cuts, bounds, carried):
     (y_here * weight[:, begin:end]).sum().backward()
     assert_near(y_here, y[:, begin:end], 1e-10, "y")
     last = new_here.rows(slice(-1, None) if numbers else slice(None))
-    if not context.after:
+    if not context.continues_to_next:
         for name, found in last.tensors().items():
             wanted = new.tensors()[name][slice(numbers[-1], numbers[-1] + 1) if numbers else slice(None)]
             assert_near(found, wanted, 1e-10, name)
@@ -141,17 +141,17 @@ def bytes_case(rank, make):
     cache = block.init_cache(1)
     found = []
     for length in (8, 64):
-        neighbors = neighbors_of(rank)
-        context = Context(neighbors, rank > 0, rank + 1 < neighbors.size)
+        cp_group = cp_group_of(rank)
+        context = SequencePart(cp_group, rank > 0, rank + 1 < cp_group.size)
         y, _ = block.prefill(torch.randn(1, length, 8), context=context)
         y.sum().backward()
-        found.append(neighbors.sent)
+        found.append(cp_group.sent)
     assert found == [cache.nbytes, cache.nbytes], (found, cache.nbytes)
 
 
 def refusal_case(rank):
     """Parts that are too short, and what does not go together with parts."""
-    context = Context(neighbors_of(rank), rank > 0, rank == 0)
+    context = SequencePart(cp_group_of(rank), rank > 0, rank == 0)
     block, x = BLOCKS["mamba2"](), torch.randn(1, 8, 8)
     for words, call in {
         "must have 4 tokens or more, got 3": lambda: block.prefill(x[:, :3], context=context),

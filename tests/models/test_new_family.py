@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anymamba import MambaLM, decoder
 from anymamba.blocks.base import Block
 from anymamba.blocks.config import make_config
-from anymamba.core.cache_io import SavedTree
+from anymamba.core.cache_io import SavableTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan
 from anymamba.training import resume, train
@@ -30,7 +30,7 @@ class _Fields(NamedTuple):
     mean: Tensor
 
 
-class LeakyCache(_Fields, SavedTree):
+class LeakyCache(_Fields, SavableTree):
     """The average so far, (b, d, 1, 1)."""
 
     __slots__ = ()

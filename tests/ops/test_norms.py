@@ -20,7 +20,7 @@ def reference(x, z, norm):
 @pytest.mark.parametrize("group_size", [None, 4, 1])
 @pytest.mark.parametrize("norm_before_gate", [False, True])
 def test_it_equals_the_definition_in_values_and_gradients(norm_before_gate, group_size, elements, monkeypatch):
-    monkeypatch.setattr("anymamba.core.recompute.CACHE_ELEMENTS", elements)
+    monkeypatch.setattr("anymamba.core.recompute.CACHE_BLOCK_NUMEL", elements)
     norm = GatedRMSNorm(8, group_size=group_size, norm_before_gate=norm_before_gate, dtype=torch.float64)
     norm.weight.data.normal_()
     x, z = (torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))

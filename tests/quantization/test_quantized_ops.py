@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anymamba.core.weight_formats import FORMATS, GROUPS, stored_parts
+from anymamba.core.weight_formats import FORMATS, GROUPS, storage_layout
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu import linear_kernels as kernels_narrow
 from anymamba.kernels.cpu.step_program import MAX_ROWS
@@ -41,7 +41,9 @@ def test_a_weight_is_stored_to_within_a_step_of_its_group(format, out, width):
     plain = weight(out, width)
     stored = quantize(plain, format)
     found = {"weight": stored.codes, "scales": stored.scales}
-    assert {k: (tuple(x.shape), x.dtype) for k, x in found.items() if x is not None} == stored_parts(format, out, width)
+    assert {k: (tuple(x.shape), x.dtype) for k, x in found.items() if x is not None} == storage_layout(
+        format, out, width
+    )
     error = (dequantize(stored, torch.float64) - plain).abs()
     size = GROUPS.get(format, width)
     for part, exact in zip(error.split(size, 1), plain.abs().split(size, 1), strict=True):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anymamba.analysis.recurrence import Recurrence, recurrence
 from anymamba.blocks.base import Block
-from anymamba.core.layout import next_in_sequence
+from anymamba.core.layout import shift_earlier
 from anymamba.scan.chunking import causal_decay, cumulative_decay, decay_factor
 
 
@@ -93,7 +93,7 @@ def matrix_of(terms: Recurrence, heads: Sequence[int] | None = None) -> Float[Te
         for n, (q_bhi, k_bhi) in enumerate(zip(q_bhin.unbind(-1), k_bhin.unbind(-1), strict=True)):
             decay_bhij = causal_decay(total_decay[..., n].mT, acc_dtype)
             matrix_bhij = matrix_bhij + decay_bhij * q_bhi.unsqueeze(3) * k_bhi.unsqueeze(2)
-    gamma_bth, ahead_bth = terms.gamma[:, :, chosen], next_in_sequence(terms.kappa[:, :, chosen], None)
+    gamma_bth, ahead_bth = terms.gamma[:, :, chosen], shift_earlier(terms.kappa[:, :, chosen], None)
     is_same_token = torch.eye(gamma_bth.shape[1], dtype=torch.bool, device=gamma_bth.device)
     weight_bhts = torch.where(is_same_token, gamma_bth.mT.unsqueeze(2), (gamma_bth + ahead_bth).mT.unsqueeze(2))
     return matrix_bhij * _repeat_for_ranks(weight_bhts, ranks)

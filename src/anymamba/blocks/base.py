@@ -17,13 +17,13 @@ from anymamba.blocks.recorded import compiled_step
 from anymamba.core import anomaly
 from anymamba.core.checks import (
     check_cu_seqlens,
-    check_like,
+    check_dtype_and_device,
     check_memory,
     check_mutually_exclusive,
     check_shape,
     check_time_steps,
 )
-from anymamba.core.context_parallel import Context
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import is_autocast, state_dtype
 from anymamba.core.layout import Padding, cu_seqlens_from_seq_idx
 from anymamba.core.operators import is_tracing
@@ -110,7 +110,7 @@ class Block(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
         return_cache: bool = False,
     ) -> Any:
         """`prefill` without the new cache.
@@ -140,7 +140,7 @@ class Block(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """Run the block over a sequence of any length, from any cache to a new one.
 
@@ -181,7 +181,7 @@ class Block(nn.Module):
             check_cu_seqlens(where, cu_seqlens, b, t, x.device)
             rows = cu_seqlens.shape[0] - 1
         elif mask is not None:
-            padding = Padding.of(where, mask, b, t, x.device)
+            padding = Padding.from_mask(where, mask, b, t, x.device)
             x = padding.compact(x)
         cache = self._check_cache(where, cache, rows, x)
         return self._run(where, x, cache, path, padding, cu_seqlens, context)
@@ -242,7 +242,7 @@ class Block(nn.Module):
         path: SsdPath,
         lengths: Int[Tensor, " b"] | None,
         cu_seqlens: Int[Tensor, " z1"] | None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
         """What the family computes: `prefill` on checked inputs, whose rows are padded after their `lengths`."""
         raise NotImplementedError
@@ -303,7 +303,7 @@ class Block(nn.Module):
         check_shape(where, "x", x, letters, sizes)
         check_time_steps(where, sizes.get("t", 1))
         like = self.reference_tensor()
-        check_like(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+        check_dtype_and_device(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
         if not is_tracing():
             self._check_memory(where)
 
@@ -315,21 +315,24 @@ class Block(nn.Module):
         path: SsdPath | None,
         padding: Padding | None,
         cu_seqlens: Tensor | None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[Tensor, Any]:
         """`mix` of checked inputs."""
         path = SsdPath.or_default(path)
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
         lengths = None if padding is None else padding.lengths
-        checked, fields = anomaly.is_checked() and not is_tracing(), tuple(f"cache.{name}" for name in cache._fields)
-        with anomaly.within(where):
+        checked, fields = (
+            anomaly.is_check_finite_on() and not is_tracing(),
+            tuple(f"cache.{name}" for name in cache._fields),
+        )
+        with anomaly.named_location(where):
             if checked:
-                anomaly.raise_if_not_finite("input", ("x", *fields), (x, *cache))
+                anomaly.check_tensors_finite("input", ("x", *fields), (x, *cache))
             shared = {} if context is None else {"context": context}  # families without support for it do not get it
             y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
             if checked:
-                anomaly.raise_if_not_finite("result", ("y", *fields), (y, *new))
+                anomaly.check_tensors_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
 
     def _check_part(self, where: str, t: int) -> None:
@@ -363,7 +366,7 @@ class Block(nn.Module):
                 raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {found}")
             # Under autocast, activations have the dtype that the projection gives, which the operators look at.
             is_free = is_autocast(x.device) and name not in self.CACHE.FP32_FIELDS
-            check_like(
+            check_dtype_and_device(
                 where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
             )
         return cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, TypeVar
+
+from anymamba.core.config_fields import suggest
 
 # Options of the official blocks that tune kernels or place them on several devices; they do not change results.
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
@@ -42,8 +43,7 @@ def make_config(
         fields = {"d_model": config, **fields}
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     if unknown := sorted(fields.keys() - set(known)):
-        near = difflib.get_close_matches(unknown[0], known)
-        raise TypeError(f"{name} has no field {unknown[0]!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        raise TypeError(f"{name} has no field {unknown[0]!r}{suggest(unknown[0], known)}")
     if "d_model" not in fields:
         raise TypeError(f"{name}: d_model must be given")
     return kind(**fields)

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from anymamba.blocks.base import Block, ProjectionPart
 from anymamba.blocks.config import check_sizes, make_config
 from anymamba.blocks.layers import CausalConv, RMSNorm, initial_dt_bias
-from anymamba.core.cache_io import SavedTree
-from anymamba.core.context_parallel import Context
+from anymamba.core.cache_io import SavableTree
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.layout import is_padding, last_sequence
+from anymamba.core.layout import is_padding, last_sequence_time
 from anymamba.core.linear import apply_linear, linear
 from anymamba.ops.conv import shared_window
 from anymamba.ops.discretization import stationary_weight
@@ -104,7 +104,7 @@ class _Mamba1CacheFields(NamedTuple):
     ssm: Float[Tensor, "b i n"]
 
 
-class Mamba1Cache(_Mamba1CacheFields, SavedTree):
+class Mamba1Cache(_Mamba1CacheFields, SavableTree):
     """What a block carries from one token to the next.
 
     Attributes:
@@ -215,7 +215,7 @@ class Mamba1(Block):
         path: SsdPath,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[Tensor, Mamba1Cache]:
         """The formulas at the top of this file."""
         inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
@@ -224,16 +224,16 @@ class Mamba1(Block):
         return apply_linear(self.out_proj, y_bti), Mamba1Cache(window, ssm)
 
     def _shared_start(
-        self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: Context
+        self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: SequencePart
     ) -> Tensor:
         """The states that the scan starts from, (z, i, n), given the worker before.
 
         The state at the end of the part is a whole scan: each state of a channel has its own decay, so it is not the
         matrix product that Mamba-2 has. One scan would do if each worker waited for the scan of the one before it.
         """
-        tail = last_sequence(cu_seqlens)
+        tail = last_sequence_time(cu_seqlens)
         x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
-        _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.after else (None, starts[-1:])
+        _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.continues_to_next else (None, starts[-1:])
         kept = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
         (found,) = context.exchange_boundary_state((starts,), cu_seqlens, (kept, own), carried_state)
         return found
@@ -245,7 +245,7 @@ class Mamba1(Block):
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[SelectiveInputs, Tensor]:
         """The inputs of the scan, and the window after the last token; arguments as for `mix`."""
         x_bti, z_bti = apply_linear(self.in_proj, x).chunk(2, dim=-1)

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from anymamba.blocks.base import Block, ProjectionPart
 from anymamba.blocks.config import check_sizes, make_config
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm, initial_dt_bias
-from anymamba.core.cache_io import SavedTree
-from anymamba.core.context_parallel import Context
+from anymamba.core.cache_io import SavableTree
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.layout import last_sequence
+from anymamba.core.layout import last_sequence_time
 from anymamba.core.linear import apply_linear
 from anymamba.ops.conv import shared_window
 from anymamba.ops.discretization import stationary_weight, step_sizes
@@ -113,7 +113,7 @@ class _Mamba2CacheFields(NamedTuple):
     ssm: Float[Tensor, "b h p n"]
 
 
-class Mamba2Cache(_Mamba2CacheFields, SavedTree):
+class Mamba2Cache(_Mamba2CacheFields, SavableTree):
     """What a block carries from one token to the next.
 
     Attributes:
@@ -230,7 +230,7 @@ class Mamba2(Block):
         path: SsdPath,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[Tensor, Mamba2Cache]:
         """The formulas at the top of this file."""
         inputs, gates, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
@@ -238,12 +238,14 @@ class Mamba2(Block):
         y_bthp, ssm = ssd(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return self.output(y_bthp, gates), Mamba2Cache(window, ssm)
 
-    def _shared_start(self, inputs: SsdInputs, starts: Tensor, cu_seqlens: Tensor | None, context: Context) -> Tensor:
+    def _shared_start(
+        self, inputs: SsdInputs, starts: Tensor, cu_seqlens: Tensor | None, context: SequencePart
+    ) -> Tensor:
         """The states that the scan starts from, (z, h, p, n), with that of the worker before."""
-        tail = last_sequence(cu_seqlens)
+        tail = last_sequence_time(cu_seqlens)
         x, dt, b = inputs.x[:, tail], inputs.dt[:, tail], inputs.B[:, tail]
         decay, own = dt * inputs.A, starts[-1:]
-        if context.after:
+        if context.continues_to_next:
             own = final_state((x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2), b.unsqueeze(2), decay)
         (found,) = context.exchange_boundary_state(
             (starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carried_state
@@ -257,7 +259,7 @@ class Mamba2(Block):
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
         """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(apply_linear(self.in_proj, x))

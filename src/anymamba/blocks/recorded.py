@@ -30,7 +30,7 @@ def compiled_step(block: Block, x: Any, cache: Any, *, record: bool = False) -> 
         cache: likewise.
         record: record a program if there is none for the current block; x must have been checked.
     """
-    if torch.is_grad_enabled() or are_kernels_off() or anomaly.is_checked() or torch.is_autocast_enabled("cpu"):
+    if torch.is_grad_enabled() or are_kernels_off() or anomaly.is_check_finite_on() or torch.is_autocast_enabled("cpu"):
         return None
     if not isinstance(cache, block.CACHE) or is_tracing() or not are_dense_tensors((x, *cache)):
         return None

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from anymamba.checkpoints.empty_model import SkipInitialization, empty_model, expected_tensors
-from anymamba.checkpoints.formats import FORMATS, Format, default_format, format_named, gguf
-from anymamba.checkpoints.open import Checkpoint, match_tensors, open_checkpoint, read_each, read_named
+from anymamba.checkpoints.formats import FORMATS, Format, default_format, get_format, gguf
+from anymamba.checkpoints.open import Checkpoint, iter_tensors, match_tensors, open_checkpoint, read_tensors_by_name
 from anymamba.checkpoints.weight_files import (
     SafetensorsFile,
-    Stored,
+    StoredTensor,
     describe_mismatch,
     describe_non_finite,
 )
@@ -30,12 +30,12 @@ from anymamba.models.weight_tying import EMBEDDING, HEAD, PARTS, has_another_hea
 from anymamba.quantization.quantize import (
     quantizable_names,
     quantization_config,
-    scales_of,
+    scales_name,
     weight_format,
 )
 
 # Files that go with the weights, whatever the format.
-COMPANIONS = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -57,11 +57,11 @@ def load_model(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"from_pretrained: dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     checkpoint = open_checkpoint(source, ssm_cfg)
-    format = check_weights(checkpoint, weights, dtype)
+    format = resolve_weight_format(checkpoint, weights, dtype)
     asked = dtype or checkpoint.dtype
     model = empty_model(checkpoint.config, asked, format)
     narrowed = quantizable_names(model) if format is not None and checkpoint.weights is None else []
-    made = set(map(scales_of, narrowed))
+    made = set(map(scales_name, narrowed))
     targets = {name: x.dtype for name, x in model.state_dict().items() if name not in made}
     targets |= dict.fromkeys(narrowed, torch.float32)
     if dtype is None:
@@ -69,9 +69,9 @@ def load_model(
     if checkpoint.config.tie_embeddings:
         _check_tied(checkpoint)
         targets.pop(HEAD)
-        targets.pop(scales_of(HEAD), None)
+        targets.pop(scales_name(HEAD), None)
     where = torch.device(device)
-    state = dict(read_each(checkpoint, targets, mapped=mapped, device=where, narrowed=set(narrowed), format=format))
+    state = dict(iter_tensors(checkpoint, targets, mapped=mapped, device=where, narrowed=set(narrowed), format=format))
     if not mapped:
         warn_of_non_finite(checkpoint.directory, state)
     model.load_state_dict(state, assign=True)
@@ -79,7 +79,7 @@ def load_model(
     return model.to(device).eval()
 
 
-def check_weights(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype | None) -> WeightFormat | None:
+def resolve_weight_format(checkpoint: Checkpoint, asked: str | None, dtype: torch.dtype | None) -> WeightFormat | None:
     """The narrow format to load a checkpoint in: the one that is asked for, or that it is stored in.
 
     Raises:
@@ -102,10 +102,10 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | 
 
     The config comes last, so that a directory with a config is complete.
     """
-    adapter, target = format_named(format or default_format(model.config)), Path(directory)
+    adapter, target = get_format(format or default_format(model.config)), Path(directory)
     tensors = {adapter.foreign_key(name): x for name, x in _stored_state(model, adapter).items()}
     raw = _written_config(model, adapter)
-    check_no_other(target, adapter)
+    check_no_other_format(target, adapter)
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target / adapter.weight_files[0], {key: x.cpu() for key, x in tensors.items()}, {"format": "pt"})
     write_json(target / adapter.config_files[0], raw)
@@ -113,7 +113,7 @@ def save_model(model: MambaLM, directory: str | os.PathLike[str], format: str | 
 
 def save_config(model: MambaLM, directory: Path) -> None:
     """Write the config alone, for weights that are written in another way."""
-    adapter = format_named(default_format(model.config))
+    adapter = get_format(default_format(model.config))
     write_json(directory / adapter.config_files[0], _written_config(model, adapter))
 
 
@@ -145,8 +145,8 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
                 "tie_embeddings=False); to keep the embedding alone, call model.tie_weights()"
             )
         del state[HEAD]
-        state.pop(scales_of(HEAD), None)
-    entries = [(Path(), adapter.foreign_key(name), Stored(tuple(x.shape), x.dtype)) for name, x in state.items()]
+        state.pop(scales_name(HEAD), None)
+    entries = [(Path(), adapter.foreign_key(name), StoredTensor(tuple(x.shape), x.dtype)) for name, x in state.items()]
     _, problems = match_tensors(adapter, model.config, expected_tensors(model.config, None, weights), entries)
     if problems:
         raise ValueError(
@@ -156,7 +156,7 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
     return state
 
 
-def check_no_other(directory: Path, adapter: Format) -> None:
+def check_no_other_format(directory: Path, adapter: Format) -> None:
     """Refuse a directory with a model under names other than those `adapter` writes: it would remain there.
 
     Raises:
@@ -174,7 +174,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer's files, and others that belong to the weights; returns their names."""
     if source.suffix == gguf.SUFFIX and source.is_file():
         return _write_tokenizer(source, target)
-    copied = [name for name in COMPANIONS if (source / name).is_file()]
+    copied = [name for name in COMPANION_FILES if (source / name).is_file()]
     for name in copied:
         with atomic_write(target / name) as temporary:
             shutil.copyfile(source / name, temporary)
@@ -215,7 +215,7 @@ def _check_tied(checkpoint: Checkpoint) -> None:
     """Raise if a model whose head is its embedding was stored with a head that differs."""
     named = [name for head, embedding in PARTS.items() if head in checkpoint.tensors for name in (head, embedding)]
     stored = {name: checkpoint.tensors[name][2].dtype for name in named}
-    if has_another_head(read_named(checkpoint, stored, mapped=True)):
+    if has_another_head(read_tensors_by_name(checkpoint, stored, mapped=True)):
         raise ValueError(
             f"{checkpoint.directory}: the config says that head and embedding are one (tied), "
             "but the weights hold two different ones"

@@ -17,12 +17,12 @@ from anymamba.checkpoints.formats import FORMATS, Format, gguf
 from anymamba.checkpoints.hub import fetch, is_repository_id
 from anymamba.checkpoints.weight_files import (
     DTYPES,
-    Stored,
+    StoredTensor,
     describe_mismatch,
     describe_non_finite,
     find_weights,
+    open_weight_file,
     read_entries,
-    weight_file,
 )
 from anymamba.core.io import read_json
 from anymamba.core.weight_formats import WeightFormat
@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
     format: Format
     config: MambaLMConfig
     files: list[Path]
-    tensors: dict[str, tuple[Path, str, Stored]]
+    tensors: dict[str, tuple[Path, str, StoredTensor]]
     weights: WeightFormat | None = None
     computed_in: str | None = None
 
@@ -74,7 +74,7 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
     Raises:
         ValueError: there is no checkpoint, its format is unknown, or its tensors do not fit its config.
     """
-    directory = resolve(source)
+    directory = resolve_source(source)
     adapter, config = _read_config(directory)
     is_single = directory.suffix == gguf.SUFFIX and directory.is_file()
     if ssm_cfg:
@@ -109,7 +109,7 @@ def read_config(directory: Path) -> MambaLMConfig:
 
 
 def _expected(
-    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, Stored]], weights: WeightFormat | None
+    directory: Path, config: MambaLMConfig, entries: list[tuple[Path, str, StoredTensor]], weights: WeightFormat | None
 ) -> dict[str, Expected]:
     """The tensors that a config asks for, unless it asks for more than the files can hold: that is refused at once."""
     if config.n_layer > max(_FEW_LAYERS, len(entries)):
@@ -125,7 +125,7 @@ def _expected(
         raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
 
 
-def resolve(source: str | os.PathLike[str]) -> Path:
+def resolve_source(source: str | os.PathLike[str]) -> Path:
     """A directory or GGUF file as it is; "owner/name" through `huggingface_hub`, which keeps what it fetched.
 
     Raises:
@@ -197,14 +197,14 @@ def match_tensors(
     adapter: Format,
     config: MambaLMConfig,
     expected: dict[str, Expected],
-    entries: Iterable[tuple[Path, str, Stored]],
-) -> tuple[dict[str, tuple[Path, str, Stored]], str]:
+    entries: Iterable[tuple[Path, str, StoredTensor]],
+) -> tuple[dict[str, tuple[Path, str, StoredTensor]], str]:
     """Match stored tensors with the `expected` ones of the model, one to one, by name, shape and dtype.
 
     Returns:
         The tensors by our names, and a description of what does not fit, empty if all do.
     """
-    tensors: dict[str, tuple[Path, str, Stored]] = {}
+    tensors: dict[str, tuple[Path, str, StoredTensor]] = {}
     unexpected, twice, misshapen, foreign = [], [], [], []
     for path, key, stored in entries:
         name = adapter.our_key(key)
@@ -236,10 +236,10 @@ def match_tensors(
 def count_non_finite_values(checkpoint: Checkpoint) -> str:
     """Which of the stored tensors hold values that are not finite, empty if none does. All are read, and not kept."""
     dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
-    return describe_non_finite(read_each(checkpoint, dtypes, mapped=True, device=None))
+    return describe_non_finite(iter_tensors(checkpoint, dtypes, mapped=True, device=None))
 
 
-def read_named(
+def read_tensors_by_name(
     checkpoint: Checkpoint,
     dtypes: dict[str, torch.dtype],
     *,
@@ -247,10 +247,10 @@ def read_named(
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
     """The tensors that `dtypes` names, by our names and in its dtypes."""
-    return dict(read_each(checkpoint, dtypes, mapped=mapped, device=device))
+    return dict(iter_tensors(checkpoint, dtypes, mapped=mapped, device=device))
 
 
-def read_each(
+def iter_tensors(
     checkpoint: Checkpoint,
     dtypes: dict[str, torch.dtype],
     *,
@@ -261,7 +261,7 @@ def read_each(
 ) -> Iterator[tuple[str, Tensor]]:
     """One after another, file by file; those of `narrowed` as codes and scales of `format`, read rows by rows."""
     for path in checkpoint.files:
-        with weight_file(path) as file:
+        with open_weight_file(path) as file:
             for name, dtype in dtypes.items():
                 where, key, (shape, _) = checkpoint.tensors[name]
                 if where != path:

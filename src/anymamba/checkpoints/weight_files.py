@@ -29,7 +29,7 @@ _CODES = {"I8": torch.int8, "U8": torch.uint8}  # of narrow formats
 _READABLE = {**DTYPES, **_CODES}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class SafetensorsFile:
         self._kept = None
         self._stack.close()
 
-    def entries(self) -> dict[str, Stored]:
+    def entries(self) -> dict[str, StoredTensor]:
         """Shape and dtype by name, from the header alone.
 
         Raises:
@@ -70,7 +70,7 @@ class SafetensorsFile:
             part = self._file.get_slice(name)
             if part.get_dtype() not in _READABLE:
                 raise ValueError(f"{self.path}: {name} must be one of {list(_READABLE)}, got {part.get_dtype()}")
-            found[name] = Stored(tuple(part.get_shape()), _READABLE[part.get_dtype()])
+            found[name] = StoredTensor(tuple(part.get_shape()), _READABLE[part.get_dtype()])
         return found
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
@@ -168,9 +168,9 @@ class PickleFile:
         """Drop the tensors."""
         self._tensors = {}
 
-    def entries(self) -> dict[str, Stored]:
+    def entries(self) -> dict[str, StoredTensor]:
         """Shape and dtype by name."""
-        return {name: Stored(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
+        return {name: StoredTensor(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
         """One tensor: a copy, or if `mapped` a view of the file where it is already as asked for."""
@@ -225,12 +225,12 @@ class GgufWeights(gguf.GgufFile):
         super().__enter__()
         return self
 
-    def entries(self) -> dict[str, Stored]:
+    def entries(self) -> dict[str, StoredTensor]:
         """Shape and dtype by name."""
-        return {name: Stored(*described) for name, described in self.shapes().items()}
+        return {name: StoredTensor(*described) for name, described in self.shapes().items()}
 
 
-def weight_file(path: Path) -> SafetensorsFile | PickleFile | GgufWeights:
+def open_weight_file(path: Path) -> SafetensorsFile | PickleFile | GgufWeights:
     """The reader for a file, by its suffix."""
     if path.suffix == gguf.SUFFIX:
         return GgufWeights(path)
@@ -297,10 +297,10 @@ def describe_non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return f"{several} values that are not finite, first {name} ({count:,} of {size:,})"
 
 
-def read_entries(files: list[Path]) -> Iterator[tuple[Path, str, Stored]]:
+def read_entries(files: list[Path]) -> Iterator[tuple[Path, str, StoredTensor]]:
     """Every tensor of the files, from their headers."""
     for path in files:
-        with weight_file(path) as file:
+        with open_weight_file(path) as file:
             for name, stored in file.entries().items():
                 yield path, name, stored
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from anymamba.checkpoints.load import load_model
-from anymamba.checkpoints.open import resolve
+from anymamba.checkpoints.open import resolve_source
 from anymamba.cli import options
-from anymamba.core.devices import find_device
+from anymamba.core.dtypes import parse_device
 from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
@@ -27,7 +27,7 @@ DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     """The model and tokenizer that the arguments name."""
     set_threads(args)
-    directory, device = resolve(args.model), find_device(args.device, "--device")
+    directory, device = resolve_source(args.model), parse_device(args.device, "--device")
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, **options)
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
@@ -66,7 +66,7 @@ def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplat
     wanted = args.chat if args.chat is not None else None if args.interactive and not args.load_state else False
     template = None
     if wanted is not False:
-        where = tokenizer.path if isinstance(tokenizer, FileTokenizer) else resolve(args.model)
+        where = tokenizer.path if isinstance(tokenizer, FileTokenizer) else resolve_source(args.model)
         template = ChatTemplate.from_directory(where)
     if template is None or (template.is_plain and not wanted):
         if args.system is not None:

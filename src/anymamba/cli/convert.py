@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 from anymamba.checkpoints.empty_model import parameter_count
-from anymamba.checkpoints.formats import format_named
-from anymamba.checkpoints.load import check_no_other, copy_companions, load_model, save_model, warn_of_non_finite
-from anymamba.checkpoints.open import open_checkpoint, resolve
+from anymamba.checkpoints.formats import get_format
+from anymamba.checkpoints.load import check_no_other_format, copy_companions, load_model, save_model, warn_of_non_finite
+from anymamba.checkpoints.open import open_checkpoint, resolve_source
 from anymamba.cli.common import DTYPES, name_end, report_activation
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM
@@ -19,12 +19,12 @@ from anymamba.quantization.quantize import weight_format
 
 def run(args: argparse.Namespace) -> None:
     """Convert in a directory beside the target, then move what is complete."""
-    source, target = resolve(args.source), Path(args.target)
+    source, target = resolve_source(args.source), Path(args.target)
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target}: expected a directory, got a file")
     if target.is_dir() and any(target.iterdir()) and not args.force:
         raise ValueError(f"{target}: the directory is not empty; pass --force to write into it")
-    check_no_other(target, format_named(args.format))
+    check_no_other_format(target, get_format(args.format))
     checkpoint = open_checkpoint(source, dict(args.block))
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, **options)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anymamba.checkpoints.open import resolve
+from anymamba.checkpoints.open import resolve_source
 from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.core.io import digest_file
@@ -101,7 +101,7 @@ def _load(args: argparse.Namespace, workers: Workers) -> tuple[MambaLM, Tokenize
     """The model and tokenizer, on every worker; the first one fetches them and speaks."""
     if workers.size == 1:
         return load(args)
-    source, device = workers.first(lambda: str(resolve(args.model))), workers.device_name(args.device)
+    source, device = workers.first(lambda: str(resolve_source(args.model))), workers.device_name(args.device)
     with nullcontext() if workers.leads else redirect_stderr(io.StringIO()):
         found = workers.together(lambda: load(argparse.Namespace(**{**vars(args), "model": source, "device": device})))
     # Workers take as long as their texts: one that is lost closes its connections, and is noticed at once.
@@ -121,19 +121,19 @@ def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: b
     progress, done = Progress(sum(sizes) if all(sizes) and workers.leads else 0), 0
     found = torch.zeros(len(texts), len(_Score._fields), dtype=torch.float64)
 
-    def score(numbers: list[int], neighbors: ContextParallelGroup | None) -> None:
+    def score(numbers: list[int], cp_group: ContextParallelGroup | None) -> None:
         nonlocal done
         for number in numbers:
             path, size = texts[number]
             with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
-                cost = _score(_named(path), file, model, tokenizer, special, progress, done, neighbors)
+                cost = _score(_named(path), file, model, tokenizer, special, progress, done, cp_group)
             done += size
             # What all workers count of a text that they share is counted once.
-            once = 1 if neighbors is None or workers.leads else 0
+            once = 1 if cp_group is None or workers.leads else 0
             found[number] = torch.tensor([*(once * count for count in cost[:-1]), cost.nats], dtype=torch.float64)
 
     workers.together(lambda: score(own, None))
-    workers.together(lambda: score(shared, workers.neighbors))
+    workers.together(lambda: score(shared, workers.cp_group))
     progress.close()
     rows = workers.sum(found, "to add up what the texts cost").tolist()
     return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
@@ -233,11 +233,11 @@ def _score(
     special: bool,
     progress: Progress,
     done: int,
-    neighbors: ContextParallelGroup | None = None,
+    cp_group: ContextParallelGroup | None = None,
 ) -> _Score:
     """Score a text, after special tokens if asked for; `done` bytes of others have been scored before it.
 
-    With `neighbors` who share it, the nats are those of the part here.
+    With `cp_group` who share it, the nats are those of the part here.
     """
     size, first_bytes, begin = 0, 0, True
     leads = special and bool(tokenizer.encode("", add_special_tokens=True))  # a token without bytes stands before it
@@ -253,7 +253,7 @@ def _score(
             yield ids
 
     found = Likelihood(0.0, 0, 0)
-    for found in likelihood(model, pieces(), neighbors=neighbors):
+    for found in likelihood(model, pieces(), cp_group=cp_group):
         progress.at(done + size, f"{_bits(found.nats, max(1, size)):.3f} bits per byte")
     return _Score(found.read, found.predicted, size, max(1, size - first_bytes) if found.predicted else 0, found.nats)
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
-from anymamba.core.signals import interrupts
+from anymamba.core.process import catch_signals
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.completion import Completion, StopFilter
@@ -83,7 +83,7 @@ class Session:
         began = perf_counter()
         # A process that handles or ignores Ctrl-C in its own way is left alone.
         own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        with interrupts(*(() if own else (signal.SIGINT,))) as interrupted:
+        with catch_signals(*(() if own else (signal.SIGINT,))) as interrupted:
             try:
                 written = self._print(tokens, interrupted)
             except OSError:  # the reader of our output has gone, but the state is whole

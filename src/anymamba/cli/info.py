@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anymamba.checkpoints.empty_model import empty_model, parameter_count
-from anymamba.checkpoints.load import check_weights
+from anymamba.checkpoints.load import resolve_weight_format
 from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
 from anymamba.checkpoints.weight_files import describe_non_finite
 from anymamba.cli.common import DTYPES, readable_bytes
@@ -203,7 +203,7 @@ def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
         return sequence_model_rows(Path(args.model), kind)
     checkpoint, dtype = open_checkpoint(args.model, dict(args.block)), DTYPES.get(args.dtype)
     config, stack = checkpoint.config, checkpoint.config.stack_config()
-    narrow = check_weights(checkpoint, args.weights, dtype)
+    narrow = resolve_weight_format(checkpoint, args.weights, dtype)
     model = empty_model(config, dtype or checkpoint.dtype, narrow)
     parameters = parameter_count(config)
     weights = sum(p.nbytes for p in model.parameters())

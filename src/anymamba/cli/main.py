@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TextIO
 
 from anymamba.cli.options import parse
-from anymamba.core.allocator import keep_freed_memory
+from anymamba.core.process import keep_freed_memory
 
 # Each module has a function `run`, and is imported only when its command runs: torch takes seconds.
 _MODULES = {"eval": "evaluate", "bench-serve": "bench_serve"}

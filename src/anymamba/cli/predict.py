@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from anymamba.cli.common import Progress
-from anymamba.core.devices import find_device
+from anymamba.core.dtypes import parse_device
 from anymamba.core.io import atomic_write
 from anymamba.training.tasks.predict import Predictor
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     for name in ("steps", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    predictor = Predictor(args.model, find_device(args.device, "--device"))
+    predictor = Predictor(args.model, parse_device(args.device, "--device"))
     if args.steps > 1 and predictor.facts["task"] != "next-value":
         raise ValueError(f"--steps is for forecasts; this model was trained for {predictor.facts['task']}")
     table = predictor.read(args.file)

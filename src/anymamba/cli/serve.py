@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anymamba.cli.common import DTYPES, load, readable_bytes, set_threads
 from anymamba.cli.serve_options import KEY_VARIABLE
-from anymamba.core.allocator import share_freed_memory
+from anymamba.core.process import use_one_malloc_arena
 from anymamba.serving.api.requests import Limits
 from anymamba.serving.embeddings import EmbeddingService
 from anymamba.serving.service import Service
@@ -25,12 +25,12 @@ def run(args: argparse.Namespace) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"to serve, install {error.name} (pip install 'anymamba[serve]')") from error
-    from anymamba.checkpoints.open import resolve
+    from anymamba.checkpoints.open import resolve_source
     from anymamba.models.sequence.masked_lm import is_masked_lm
     from anymamba.serving.server import make_app, serve
 
     _check_positive(args)
-    share_freed_memory()
+    use_one_malloc_arena()
     key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
         raise ValueError(f"--api-key (or {KEY_VARIABLE}) must not be empty")
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         seconds=args.request_seconds,
         body_seconds=args.body_seconds,
     )
-    directory = resolve(args.model)
+    directory = resolve_source(args.model)
     make = _embedding_service if is_masked_lm(directory) else _text_service
     service, facts = make(args, directory, limits)
 
@@ -94,14 +94,14 @@ def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> 
 
 def _embedding_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[EmbeddingService, list[str]]:
     """A service that embeds texts, and what to print about it."""
-    from anymamba.core.devices import find_device
+    from anymamba.core.dtypes import parse_device
     from anymamba.generation.tokenizers import load_tokenizer
     from anymamba.models.sequence.masked_lm import MaskedLM
 
     if args.weights is not None or args.block:
         raise ValueError("--weights and --block apply to language models only; this model gives embeddings")
     set_threads(args)
-    device = find_device(args.device, "--device")
+    device = parse_device(args.device, "--device")
     model = MaskedLM.from_pretrained(directory, dtype=DTYPES.get(args.dtype), device=device).eval()
     assert model.config.vocab_size is not None
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.vocab_size)

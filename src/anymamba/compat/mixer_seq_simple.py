@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from anymamba.checkpoints.empty_model import empty_model
 from anymamba.checkpoints.load import load_model
-from anymamba.checkpoints.open import resolve
+from anymamba.checkpoints.open import resolve_source
 from anymamba.compat.generation import GenerationMixin, _stepper
 from anymamba.compat.mixers import Mamba, Mamba2, Mamba3
 from anymamba.compat.norms import RMSNorm
@@ -278,7 +278,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 def load_config_hf(model_name: str) -> dict[str, Any]:
     """The config.json of a directory or hub id."""
-    values: dict[str, Any] = json.loads((Path(resolve(model_name)) / "config.json").read_text(encoding="utf-8"))
+    values: dict[str, Any] = json.loads((Path(resolve_source(model_name)) / "config.json").read_text(encoding="utf-8"))
     return values
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.compat.causal_conv1d import causal_conv1d_fn
-from anymamba.core.checks import values_are_cheap
+from anymamba.core.checks import can_read_values
 from anymamba.core.dtypes import state_dtype
 from anymamba.ops.norms import rms_norm
 from anymamba.scan import selective_scan
@@ -69,7 +69,7 @@ def raw_steps(where: str, delta: Tensor, bias: Tensor | None, softplus: bool) ->
     raw = delta if bias is None else delta + bias.to(delta.dtype)
     if softplus:
         return raw
-    if values_are_cheap(raw) and raw.numel() and (least := raw.detach().min().item()) < 0:
+    if can_read_values(raw) and raw.numel() and (least := raw.detach().min().item()) < 0:
         raise ValueError(f"{where}: step sizes without softplus must not be negative, got down to {least:.6g}")
     # A step of zero has no logarithm, but it has a gradient, which bypasses the clamp.
     sizes = raw + (raw.detach().clamp(min=_TINY) - raw.detach())

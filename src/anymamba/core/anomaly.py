@@ -1,7 +1,7 @@
-"""A guard against numbers that are not finite; off by default.
+"""A guard against numbers that are not finite, like torch's anomaly mode; off by default.
 
-`with anymamba.check_finite(): ...`, or ANYMAMBA_CHECK_FINITE=1 in the environment, looks at the inputs, outputs and
-caches of every block, and at the inputs and results of every operator: at every stage and state in between.
+`with anymamba.check_finite(): ...`, or ANYMAMBA_CHECK_FINITE=1 in the environment, checks the inputs, outputs and
+caches of every block, and the inputs and results of every operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class _Switch:
-    """Of the process."""
+    """Process-wide switch of the guard."""
 
     on = os.environ.get("ANYMAMBA_CHECK_FINITE", "") not in ("", "0")
 
@@ -25,47 +25,55 @@ class _Switch:
 def check_finite() -> Iterator[None]:
     """Raise `FloatingPointError` in this context at the first tensor that is not finite, with its name and index.
 
-    It is a switch of the whole process. Graphs that torch compiles or exports in the meantime are not checked.
+    The switch is process-wide. Graphs that torch compiles or exports in this context are not checked.
     """
-    before, _Switch.on = _Switch.on, True
+    previous = _Switch.on
+    _Switch.on = True
     try:
         yield
     finally:
-        _Switch.on = before
+        _Switch.on = previous
 
 
-def is_checked() -> bool:
-    """Whether the guard is on."""
+def is_check_finite_on() -> bool:
+    """Return whether the guard is on."""
     return _Switch.on
 
 
-def within(place: str) -> AbstractContextManager[object]:
-    """A context in which an error of the guard says that it happened in `place`."""
-    return _located(place) if _Switch.on else _NOWHERE
+def named_location(location: str) -> AbstractContextManager[object]:
+    """Return a context in which errors of the guard begin with `location`, such as "layers.3"."""
+    return _prefix_errors(location) if _Switch.on else _NO_LOCATION
 
 
 @contextmanager
-def _located(place: str) -> Iterator[None]:
+def _prefix_errors(location: str) -> Iterator[None]:
     try:
         yield
     except FloatingPointError as error:
-        raise FloatingPointError(f"{place}: {error}") from None
+        raise FloatingPointError(f"{location}: {error}") from None
 
 
-_NOWHERE = nullcontext()
+_NO_LOCATION = nullcontext()
 
 
-def raise_if_not_finite(
-    where: str, names: Sequence[str], values: Iterable[Any], infinite: frozenset[str] = frozenset()
+def check_tensors_finite(
+    where: str, names: Sequence[str], values: Iterable[Any], may_be_infinite: frozenset[str] = frozenset()
 ) -> None:
-    """Raise `FloatingPointError` unless all tensors among `values` are finite, those named in `infinite` not NaN."""
+    """Raise `FloatingPointError` unless all tensors among `values` are finite.
+
+    Args:
+        where: Description of the values, for errors.
+        names: Name of each value.
+        values: Tensors, and other values, which are skipped.
+        may_be_infinite: Names of values that may hold infinities, but no NaN.
+    """
     for name, x in zip(names, values, strict=True):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             continue
-        fine = ~x.isnan() if name in infinite else x.isfinite()
-        if not bool(fine.all()):
-            index = tuple(torch.nonzero(~fine)[0].tolist())
-            count = int((~fine).sum())
+        is_valid = ~x.isnan() if name in may_be_infinite else x.isfinite()
+        if not bool(is_valid.all()):
+            index = tuple(torch.nonzero(~is_valid)[0].tolist())
+            count = int((~is_valid).sum())
             raise FloatingPointError(
                 f"{where} {name} is not finite: {x[index].item()} at {index}, one of {count} such numbers in "
                 f"{tuple(x.shape)}"

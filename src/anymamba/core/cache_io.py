@@ -31,7 +31,7 @@ _DTYPES = {
 }
 _NO_CHECKSUM = "0" * 32
 _Tree = TypeVar("_Tree", bound=Tree)
-_Saved = TypeVar("_Saved", bound="SavedTree")
+_Saved = TypeVar("_Saved", bound="SavableTree")
 
 
 class StateFile(NamedTuple):
@@ -48,7 +48,7 @@ class StateFile(NamedTuple):
     version: int
 
 
-def write_state(path: str | os.PathLike[str], tree: Tree, facts: dict[str, str]) -> None:
+def write_state_file(path: str | os.PathLike[str], tree: Tree, facts: dict[str, str]) -> None:
     """Write a state file, under a temporary name that is renamed when complete.
 
     Raises:
@@ -79,8 +79,8 @@ def _sign(path: Path) -> None:
         file.write(digest.hexdigest().encode())
 
 
-def read_state(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = ()) -> StateFile:
-    """Read what `write_state` wrote.
+def read_state_file(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = ()) -> StateFile:
+    """Read what `write_state_file` wrote.
 
     Args:
         path: the file.
@@ -110,14 +110,14 @@ def read_state(path: str | os.PathLike[str], kind: str, facts: Sequence[str] = (
     return StateFile(tensors, {name: metadata[name] for name in facts}, version)
 
 
-def restore(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor]) -> _Tree:
+def restore_tree(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor]) -> _Tree:
     """The tensors of a file as a tree: each as in `like`, with its name, dtype, device and sizes except the rows.
 
     Raises:
         ValueError: they differ.
     """
     expected = like.tensors()
-    check_names(path, tensors, expected)
+    check_tensor_names(path, tensors, expected)
     rows = next(iter(tensors[name].shape[:1] for name in expected))
     for name, x in expected.items():
         if not rows or tensors[name].shape != (*rows, *x.shape[1:]) or tensors[name].dtype != x.dtype:
@@ -132,7 +132,7 @@ def restore(path: str | os.PathLike[str], like: _Tree, tensors: dict[str, Tensor
     return tree
 
 
-def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
+def check_tensor_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
     """Refuse tensors that are missing from a file, and those that should not be there.
 
     Raises:
@@ -145,7 +145,7 @@ def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: It
         raise ValueError(f"{path}: the state holds more than it should: {', '.join(map(repr, unknown[:5]))}")
 
 
-class SavedTree(Tree):
+class SavableTree(Tree):
     """A tree of one level that is saved without its model, as a block's cache is."""
 
     __slots__ = ()
@@ -157,7 +157,7 @@ class SavedTree(Tree):
             OSError: it cannot be written; what was there before is as it was.
             ValueError: it holds values that are not finite.
         """
-        write_state(path, self, {})
+        write_state_file(path, self, {})
 
     @classmethod
     def load(cls: type[_Saved], path: str | os.PathLike[str], device: torch.device | str = "cpu") -> _Saved:
@@ -167,14 +167,14 @@ class SavedTree(Tree):
             ValueError: the file is not such a tree, or is damaged.
         """
         kind: Any = cls
-        tensors = read_state(path, cls.__name__).tensors
-        check_names(path, tensors, kind._fields)
+        tensors = read_state_file(path, cls.__name__).tensors
+        check_tensor_names(path, tensors, kind._fields)
         found: _Saved = kind(**tensors)
         # Its sizes are not known, but its rows and dtypes must agree with each other.
         first = next((name for name in kind._fields if name not in cls.FP32_FIELDS), kind._fields[0])
         dtype = tensors[first].dtype
         like = found.to(dtype=dtype if dtype.is_floating_point else torch.float32)
-        return restore(path, like, tensors).to(device)
+        return restore_tree(path, like, tensors).to(device)
 
 
 def _check_whole(path: str | os.PathLike[str], content: bytes, header: bytes, metadata: dict[str, str]) -> int:

@@ -1,6 +1,6 @@
 """Checks of inputs, with errors that say what was expected and what was given.
 
-Shapes are stated once, in the annotations of a function; `checked` reads them from there.
+Shapes are stated once, in the annotations of a function; `check_annotated_shapes` reads them from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 Sizes = dict[str, int]
 
 
-def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def check_annotated_shapes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Raise unless the arguments are tensors of the shapes that the annotations of `function` state.
 
     A letter stands for one size throughout a call. Axes before a `*` or `...` are not checked.
@@ -102,7 +102,7 @@ def _check_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> Non
     raise ValueError(f"{where}: {name} must have shape ({known}), got {tuple(x.shape)}")
 
 
-def check_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+def check_dtype_and_device(where: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Raise `TypeError` unless `x` has `dtype`, `ValueError` unless it is on `device`."""
     if x.dtype != dtype:
         raise TypeError(f"{where}: {name} must be {dtype}, got {x.dtype}")
@@ -110,22 +110,22 @@ def check_like(where: str, name: str, x: Tensor, dtype: torch.dtype, device: tor
         raise ValueError(f"{where}: {name} must be on {device}, got {x.device}")
 
 
-def check_dtypes(where: str, first: str, x: Tensor, *, alike: dict[str, Any], wide: dict[str, Any]) -> None:
-    """Raise unless the tensors are on the device of `x`, and of its dtype, or of the dtype of its states.
+def check_dtypes(where: str, first: str, x: Tensor, *, activations: dict[str, Any], states: dict[str, Any]) -> None:
+    """Raise unless the tensors are on the device of `x` and have its dtype, or the dtype of its states.
 
     Args:
-        where: the function.
-        first: the name of `x`, which must hold floating-point numbers.
-        x: what the others are compared with.
-        alike: tensors of the same dtype by name; None is skipped.
-        wide: tensors of the states' dtype by name; None is skipped.
+        where: Name of the function that checks, for errors.
+        first: Name of `x`, which must hold floating-point numbers.
+        x: Tensor that the others are compared with.
+        activations: Tensors of the dtype of `x` by name; None is skipped.
+        states: Tensors of the dtype of states by name; None is skipped.
     """
     if not x.dtype.is_floating_point:
         raise TypeError(f"{where}: {first} must be of a floating-point dtype, got {x.dtype}")
-    for others, dtype in ((alike, x.dtype), (wide, state_dtype(x.dtype))):
+    for others, dtype in ((activations, x.dtype), (states, state_dtype(x.dtype))):
         for name, other in others.items():
             if other is not None:
-                check_like(where, name, other, dtype, x.device)
+                check_dtype_and_device(where, name, other, dtype, x.device)
 
 
 def check_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
@@ -134,7 +134,7 @@ def check_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> No
         return
     if not x.dtype.is_floating_point:
         raise TypeError(f"{where}: {name} must be of a floating-point dtype, got {x.dtype}")
-    check_like(where, name, x, x.dtype, like.device)
+    check_dtype_and_device(where, name, x, x.dtype, like.device)
     if not is_tracing():
         check_memory(where, name, x)
 
@@ -159,11 +159,11 @@ def check_time_steps(where: str, t: int) -> None:
 
 def check_nonpositive(where: str, name: str, x: Tensor, why: str = "") -> None:
     """Raise `ValueError` if a number of `x` is positive, where looking is cheap."""
-    if values_are_cheap(x) and x.numel() and (largest := x.detach().max().item()) > 0:
+    if can_read_values(x) and x.numel() and (largest := x.detach().max().item()) > 0:
         raise ValueError(f"{where}: {name} must never be positive{why}, got up to {largest:.6g}")
 
 
-def values_are_cheap(x: Tensor) -> bool:
+def can_read_values(x: Tensor) -> bool:
     """Whether looking at values needs no device synchronization and does not break a graph: eager mode, on the CPU."""
     return x.device.type == "cpu" and not is_tracing()
 
@@ -179,7 +179,7 @@ def check_cu_seqlens(where: str, cu_seqlens: Any, batch: int, t: int, device: to
         raise ValueError(f"{where}: cu_seqlens must be on {device}, got {cu_seqlens.device}")
     if batch != 1:
         raise ValueError(f"{where}: packed sequences (cu_seqlens) need a batch of 1, got {batch}")
-    if not values_are_cheap(cu_seqlens):
+    if not can_read_values(cu_seqlens):
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t:
@@ -199,5 +199,5 @@ def initial_state_or_zeros(
     check_tensor(where, "initial_state", state)
     if state.shape != (rows, *shape):
         raise ValueError(f"{where}: initial_state must have shape {(rows, *shape)}, got {tuple(state.shape)}")
-    check_like(where, "initial_state", state, wide, like.device)
+    check_dtype_and_device(where, "initial_state", state, wide, like.device)
     return state

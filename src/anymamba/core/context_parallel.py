@@ -1,12 +1,12 @@
-"""A sequence that several workers share, each with a part of it: what crosses from one part into the next.
+"""Context parallelism: the ranks of a group share a sequence, and values cross from one part of it into the next.
 
-Worker 0 holds the first tokens, worker 1 those after them, and so on. What a block carries from one token to the next
-crosses a boundary, and nothing else does: a window, a key, a rotation, a state. So the bytes that are sent depend on
-the model, and not on the length.
+Rank 0 of the group holds the first tokens, rank 1 the tokens after them, and so on. Only what a block carries from one
+token to the next crosses a boundary: a convolution window, a key, a rotation, a state. The number of bytes sent depends
+on the model and not on the length of the sequence.
 
-A value that is carried obeys `out = f(in, own)`: `in` comes from the worker before (or from a cache, where the sequence
-begins here), `own` is known here. The gradient goes the other way: `dout` comes from the worker after, and
-`din = (gradient here) + dfᵀ dout` goes to the one before.
+A carried value is `out = combine(initial, local)`. `initial` comes from the previous rank, or from a cache where the
+sequence begins on this rank; `local` is computed on this rank. The gradient travels the other way: `dout` comes from
+the next rank, and `dinitial = (gradient on this rank) + dcombineᵀ dout` goes to the previous one.
 """
 
 from __future__ import annotations
@@ -21,149 +21,179 @@ Values = tuple[Tensor, ...]
 
 
 class ContextParallelGroup:
-    """The workers that share sequences, and this one among them.
+    """The ranks that share sequences, seen from one of them.
 
     Attributes:
-        sent: bytes that this worker has sent to its neighbors.
+        cp_rank: Position of this rank in the order of the parts.
+        size: Number of ranks.
+        sent: Bytes that this rank has sent.
     """
 
     def __init__(self, ranks: list[int], rank: int, group: Any = None) -> None:
-        """`ranks` in the order of the sequence's parts, `rank` one of them, `group` the process group of all."""
-        self.place, self.size = ranks.index(rank), len(ranks)
-        self._before = ranks[self.place - 1] if self.place else None
-        self._after = ranks[self.place + 1] if self.place + 1 < self.size else None
-        self._group = group
+        """Describe the group.
+
+        Args:
+            ranks: Global ranks in the order of the sequence's parts.
+            rank: Global rank of this process, one of `ranks`.
+            group: Process group of all `ranks`; None means the default group.
+        """
+        self.cp_rank = ranks.index(rank)
+        self.size = len(ranks)
         self.sent = 0
+        self._prev = ranks[self.cp_rank - 1] if self.cp_rank else None
+        self._next = ranks[self.cp_rank + 1] if self.cp_rank + 1 < self.size else None
+        self._group = group
 
-    def part(self, length: int) -> tuple[int, int]:
-        """Begin and end of this worker's part of that many tokens."""
-        return self.place * length // self.size, (self.place + 1) * length // self.size
+    def part_bounds(self, length: int) -> tuple[int, int]:
+        """Return the begin and the end of this rank's part of `length` tokens."""
+        return self.cp_rank * length // self.size, (self.cp_rank + 1) * length // self.size
 
-    def send(self, values: Values, forward: bool) -> Any:
-        """Start to send values to the worker after this one, or before; returns what to wait for."""
+    def send(self, values: Values, *, to_next: bool) -> Any:
+        """Start to send values to the next or the previous rank; return the handle to wait for, and the message."""
         import torch.distributed as dist
 
-        message = _packed(values)
+        message = _pack_bytes(values)
         self.sent += message.numel()
-        return dist.isend(message, self._after if forward else self._before, group=self._group), message
+        return dist.isend(message, self._next if to_next else self._prev, group=self._group), message
 
-    def receive(self, like: Values, forward: bool) -> Values:
-        """Values of these shapes and dtypes, from the worker before this one, or after."""
+    def receive(self, like: Values, *, from_prev: bool) -> Values:
+        """Receive values with the shapes and dtypes of `like` from the previous or the next rank."""
         import torch.distributed as dist
 
         message = torch.empty(sum(x.nbytes for x in like), dtype=torch.uint8, device=like[0].device)
-        dist.recv(message, self._before if forward else self._after, group=self._group)
-        return _unpacked(message, like)
+        dist.recv(message, self._prev if from_prev else self._next, group=self._group)
+        return _unpack_bytes(message, like)
 
-    def chosen(self, x: Tensor, here: Tensor) -> Tensor:
-        """Rows (r, ...) on every worker, each as it is on the one where `here` (r,) is True, without gradients."""
+    def broadcast_rows(self, x: Tensor, is_local: Tensor) -> Tensor:
+        """Return rows (r, ...) on every rank, each from the rank where `is_local` (r,) is True, without gradients."""
         import torch.distributed as dist
 
-        found = torch.where(here.view(-1, *[1] * (x.ndim - 1)), x, 0).contiguous()
-        self.sent += found.nbytes
-        dist.all_reduce(found, group=self._group)
-        return found
+        rows = torch.where(is_local.view(-1, *[1] * (x.ndim - 1)), x, 0).contiguous()
+        self.sent += rows.nbytes
+        dist.all_reduce(rows, group=self._group)
+        return rows
 
 
-class Context(NamedTuple):
-    """This worker's part of a batch: whether its first sequence comes from the part before, and its last continues.
+class SequencePart(NamedTuple):
+    """The part of a batch that this rank holds, and which of its sequences cross the part's boundaries.
 
     Attributes:
-        neighbors: the workers that share the batch.
-        before: the first sequence here (each row, where none are packed) continues one of the worker before.
-        after: the last sequence here continues on the worker after.
+        cp_group: Ranks that share the batch.
+        continues_from_prev: True if the first sequence of this part (each row, if no sequences are packed) begins on
+            an earlier rank.
+        continues_to_next: True if the last sequence of this part continues on the next rank.
     """
 
-    neighbors: ContextParallelGroup
-    before: bool
-    after: bool
+    cp_group: ContextParallelGroup
+    continues_from_prev: bool
+    continues_to_next: bool
 
     def exchange_boundary_state(
         self,
-        starts: Values,
+        initial: Values,
         cu_seqlens: Tensor | None,
-        own: Values,
-        carry: Callable[..., Values],
+        local: Values,
+        combine: Callable[..., Values],
         *,
-        anew: bool = False,
+        independent: bool = False,
     ) -> Values:
-        """The values that the sequences here start from.
+        """Return the values that the sequences of this part start from.
 
         Args:
-            starts: where sequences begin here, (z, ...) each; those of a first one that continues do not count.
-            cu_seqlens: boundaries of packed sequences, z + 1 of them; without, z rows, all of which continue.
-            own: what the last sequence does with them here, (1, ...) each, or (z, ...) without boundaries.
-            carry: start values (1 or z, ...) and `own` -> the values after the last token here.
-            anew: those do not depend on the start values, so no worker waits for the one before it.
+            initial: Start values of the sequences that begin in this part, (z, ...) each. The entry of a first sequence
+                that continues from the previous rank is ignored.
+            cu_seqlens: Boundaries of packed sequences, z + 1 of them; without them there are z rows, which all cross
+                the boundary.
+            local: Effect of this part on its last sequence, (1, ...) each, or (z, ...) without `cu_seqlens`.
+            combine: Start values (1 or z, ...) and `local` -> the values after the part's last token.
+            independent: True if the result of `combine` does not depend on the start values: then no rank waits for
+                the previous one.
 
         Returns:
-            The start values (z, ...) with those of the worker before in place of the first.
+            The start values (z, ...), with the previous rank's in place of the first where it continues.
         """
-        several = cu_seqlens is not None and cu_seqlens.shape[0] > 2
-        first, last = tuple(x[:1] if several else x for x in starts), tuple(x[-1:] if several else x for x in starts)
-        received: Values = _Relay.apply(  # type: ignore[no-untyped-call]
-            self, several or anew, carry, len(starts), *first, *last, *own
+        has_several = cu_seqlens is not None and cu_seqlens.shape[0] > 2
+        first = tuple(x[:1] if has_several else x for x in initial)
+        last = tuple(x[-1:] if has_several else x for x in initial)
+        received: Values = _ExchangeBoundary.apply(  # type: ignore[no-untyped-call]
+            self, has_several or independent, combine, len(initial), *first, *last, *local
         )
-        if not several:
+        if not has_several:
             return tuple(received)
-        return tuple(torch.cat([new, old[1:]]) for new, old in zip(received, starts, strict=True))
+        return tuple(torch.cat([new, old[1:]]) for new, old in zip(received, initial, strict=True))
 
 
-class _Relay(torch.autograd.Function):
-    """Receive from the part before, send to the part after; the other way round for gradients."""
+class _ExchangeBoundary(torch.autograd.Function):
+    """Receive from the previous rank and send to the next one; the other way round for gradients."""
 
     @staticmethod
-    def forward(ctx: Any, context: Context, anew: bool, carry: Any, count: int, *values: Tensor) -> Values:
-        first, last, own = values[:count], values[count : 2 * count], values[2 * count :]
-        workers, sending = context.neighbors, None
-        if context.after and anew:
-            sending = workers.send(carry(*last, *own), True)
-        found = workers.receive(first, True) if context.before else tuple(x.clone() for x in first)
-        if context.after and not anew:
-            sending = workers.send(carry(*found, *own), True)
+    def forward(
+        ctx: Any, part: SequencePart, independent: bool, combine: Callable[..., Values], count: int, *values: Tensor
+    ) -> Values:
+        first = values[:count]
+        last = values[count : 2 * count]
+        local = values[2 * count :]
+        sending = None
+        # 1) What does not depend on the previous rank is sent before anything is waited for.
+        if part.continues_to_next and independent:
+            sending = part.cp_group.send(combine(*last, *local), to_next=True)
+        # 2) The start values of this part.
+        if part.continues_from_prev:
+            start = part.cp_group.receive(first, from_prev=True)
+        else:
+            start = tuple(x.clone() for x in first)
+        # 3) Everything else is sent once the start values are known.
+        if part.continues_to_next and not independent:
+            sending = part.cp_group.send(combine(*start, *local), to_next=True)
         if sending is not None:
             sending[0].wait()
-        ctx.context, ctx.anew, ctx.carry, ctx.count = context, anew, carry, count
-        ctx.save_for_backward(*(last if anew else found), *own)
-        return found
+        ctx.part = part
+        ctx.independent = independent
+        ctx.combine = combine
+        ctx.count = count
+        ctx.save_for_backward(*(last if independent else start), *local)
+        return start
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        context, count, anew = ctx.context, ctx.count, ctx.anew
-        saved = ctx.saved_tensors
-        base, own = saved[:count], saved[count:]
-        workers, sending = context.neighbors, None
-        total: list[Tensor] = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, base, strict=True)]
-        if context.before and anew:
-            sending = workers.send(tuple(total), False)
-        through: list[Tensor | None] = [None] * (count + len(own))
-        if context.after:
+        part = ctx.part
+        count = ctx.count
+        base, local = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        sending = None
+        dstart: list[Tensor] = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, base, strict=True)]
+        # 1) The gradient for the previous rank is complete already if nothing of it passes through this part.
+        if part.continues_from_prev and ctx.independent:
+            sending = part.cp_group.send(tuple(dstart), to_next=False)
+        # 2) Differentiate `combine` with what comes from the next rank.
+        through: list[Tensor | None] = [None] * (count + len(local))
+        if part.continues_to_next:
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (*base, *own)]
-                made = ctx.carry(*leaves)
-                cotangents = workers.receive(made, False)
-                used = [(y, dy) for y, dy in zip(made, cotangents, strict=True) if y.requires_grad]
+                leaves = [x.detach().requires_grad_() for x in (*base, *local)]
+                results = ctx.combine(*leaves)
+                dresults = part.cp_group.receive(results, from_prev=False)
+                pairs = [(y, dy) for y, dy in zip(results, dresults, strict=True) if y.requires_grad]
                 through = list(
-                    torch.autograd.grad([y for y, _ in used], leaves, [dy for _, dy in used], allow_unused=True)
+                    torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs], allow_unused=True)
                 )
-            if not anew:
-                pairs = zip(total, through[:count], strict=True)
-                total = [a if b is None else a + b for a, b in pairs]
-        if context.before and not anew:
-            sending = workers.send(tuple(total), False)
+            if not ctx.independent:
+                dstart = [a if b is None else a + b for a, b in zip(dstart, through[:count], strict=True)]
+        # 3) Send the sum on.
+        if part.continues_from_prev and not ctx.independent:
+            sending = part.cp_group.send(tuple(dstart), to_next=False)
         if sending is not None:
             sending[0].wait()
-        first = [None] * count if context.before else total
-        last = through[:count] if anew else [None] * count
-        return (None, None, None, None, *first, *last, *through[count:])
+        dfirst = [None] * count if part.continues_from_prev else dstart
+        dlast = through[:count] if ctx.independent else [None] * count
+        return (None, None, None, None, *dfirst, *dlast, *through[count:])
 
 
-def _packed(values: Values) -> Tensor:
-    """The bytes of all values, one after another."""
+def _pack_bytes(values: Values) -> Tensor:
+    """Return the bytes of all values, one after another."""
     return torch.cat([x.detach().contiguous().flatten().view(torch.uint8) for x in values])
 
 
-def _unpacked(message: Tensor, like: Values) -> Values:
+def _unpack_bytes(message: Tensor, like: Values) -> Values:
+    """Return the values whose bytes `_pack_bytes` has joined."""
     parts = message.split([x.nbytes for x in like])
     return tuple(
         part.clone().view(x.dtype).view(x.shape) if x.numel() else torch.empty_like(x)

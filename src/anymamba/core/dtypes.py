@@ -1,4 +1,4 @@
-"""The dtypes of computations."""
+"""Dtypes and devices of computations."""
 
 from __future__ import annotations
 
@@ -29,3 +29,21 @@ def is_autocast(device: torch.device) -> bool:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which `device` computes in the dtypes of its inputs."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
+
+
+def parse_device(name: str, option: str) -> torch.device:
+    """Return the device of that name, if it is available.
+
+    Args:
+        name: Name of the device, such as "cuda:1".
+        option: Option or config key that named it, such as "--device", for the error.
+
+    Raises:
+        ValueError: The device is not available.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{option} {name}: not available here ({str(error).splitlines()[0]})") from error
+    return device

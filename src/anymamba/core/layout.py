@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import check_tensor, values_are_cheap
+from anymamba.core.checks import can_read_values, check_tensor
 
 
 class Span(NamedTuple):
@@ -29,7 +29,7 @@ class Span(NamedTuple):
     stop: int
 
 
-def spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
+def sequence_spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
     """Time, one span for all rows, or one for each packed sequence."""
     if cu_seqlens is None:
         return [Span(slice(None), 0, t)]
@@ -63,7 +63,7 @@ def cu_seqlens_from_seq_idx(where: str, seq_idx: Any, b: int, t: int, device: to
     return torch.cat([begins.flatten().nonzero().squeeze(1), ends])
 
 
-def chunks(span: Span, length: int) -> Iterator[slice]:
+def split_span(span: Span, length: int) -> Iterator[slice]:
     """A span cut into pieces of `length`; the last is as long as what is left."""
     for start in range(span.start, span.stop, length):
         yield slice(start, min(start + length, span.stop))
@@ -76,24 +76,24 @@ def split_packed(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> list[tu
     return list(zip(x.split(cu_seqlens.diff().tolist(), dim=1), start.split(1), strict=True))
 
 
-def last_sequence(cu_seqlens: Tensor | None) -> slice:
+def last_sequence_time(cu_seqlens: Tensor | None) -> slice:
     """The time of the last packed sequence, or all of it."""
     return slice(0 if cu_seqlens is None else int(cu_seqlens[-2]), None)
 
 
-def first_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def first_steps(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) -> (z, ...): the first step of each sequence."""
     return x[:, 0] if cu_seqlens is None else x[0, cu_seqlens[:-1].long()]
 
 
-def last_of(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before: Tensor) -> Tensor:
+def last_steps(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before: Tensor) -> Tensor:
     """(b, t, ...) -> (z, ...): a copy of the last real step of each sequence; `before` for rows that have none."""
     if cu_seqlens is not None:
         return x[0, cu_seqlens[1:].long() - 1]
     if lengths is None:
         return x[:, -1].clone()  # a view would keep all of x in memory as long as the cache lives
     rows = torch.arange(x.shape[0], device=x.device)
-    return where_real(lengths, x[rows, (lengths - 1).clamp(min=0)], before)
+    return select_real(lengths, x[rows, (lengths - 1).clamp(min=0)], before)
 
 
 def is_padding(lengths: Tensor, t: int) -> Tensor:
@@ -101,14 +101,14 @@ def is_padding(lengths: Tensor, t: int) -> Tensor:
     return torch.arange(t, device=lengths.device) >= lengths.unsqueeze(1)
 
 
-def where_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
+def select_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
     """`x` (b, ...) for rows that have a real step, `before` for those that have none."""
     if lengths is None:
         return x
     return torch.where((lengths > 0).view(-1, *[1] * (x.ndim - 1)), x, before)
 
 
-def next_in_sequence(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def shift_earlier(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step earlier; the last step of a sequence sees zero."""
     # A roll keeps the length: a traced graph would have to distinguish a length of t - 1 from one of 1.
     last = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
@@ -117,7 +117,7 @@ def next_in_sequence(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.roll(-1, dims=1).masked_fill(last.view(-1, *[1] * (x.ndim - 2)), 0)
 
 
-def previous_in_sequence(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def shift_later(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """(b, t, ...) shifted one step later; the first step of a sequence sees zero."""
     first = torch.arange(x.shape[1], device=x.device) == 0
     if cu_seqlens is not None:
@@ -125,7 +125,7 @@ def previous_in_sequence(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.roll(1, dims=1).masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)
 
 
-def reversal(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+def reversal_order(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor | None:
     """Where each step comes from when every sequence is reversed, (b, t) or (1, t); None: a flip does it.
 
     Padding after the `lengths` stays where it is. The order is its own inverse.
@@ -140,8 +140,8 @@ def reversal(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: 
     return torch.where(time < lengths.unsqueeze(1), lengths.unsqueeze(1) - 1 - time, time)
 
 
-def reversed_in_time(x: Tensor, order: Tensor | None) -> Tensor:
-    """(b, t, d) with every sequence reversed; `order` from `reversal`."""
+def reverse_time(x: Tensor, order: Tensor | None) -> Tensor:
+    """(b, t, d) with every sequence reversed; `order` from `reversal_order`."""
     return x.flip(1) if order is None else x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
@@ -152,16 +152,16 @@ class Padding(NamedTuple):
         lengths: real steps of each row, (b,).
         front: True for the first `lengths` steps of each row, (b, t).
         order: where the i-th step of the compacted row comes from, (b, t); None if the rows are already compact.
-        is_clean: the caller has compacted the rows and will restore them: there is nothing to do in between.
+        is_compact: the caller has compacted the rows and will restore them: there is nothing to do in between.
     """
 
     lengths: Int[Tensor, " b"]
     front: Bool[Tensor, "b t"]
     order: Int[Tensor, "b t"] | None
-    is_clean: bool = False
+    is_compact: bool = False
 
     @staticmethod
-    def of(where: str, mask: Tensor | Padding, b: int, t: int, device: torch.device) -> Padding:
+    def from_mask(where: str, mask: Tensor | Padding, b: int, t: int, device: torch.device) -> Padding:
         """Read a boolean mask (b, t), True for real tokens, or the lengths (b,) of rows that are padded at the end."""
         if isinstance(mask, Padding):
             return mask
@@ -182,17 +182,17 @@ class Padding(NamedTuple):
                 f"{where}: lengths given as mask must have shape (b={b},), got {tuple(mask.shape)}; "
                 "pass a mask of ones and zeros as mask.bool()"
             )
-        if values_are_cheap(mask) and mask.numel() and not (int(mask.min()) >= 0 and int(mask.max()) <= t):
+        if can_read_values(mask) and mask.numel() and not (int(mask.min()) >= 0 and int(mask.max()) <= t):
             raise ValueError(f"{where}: lengths must be between 0 and t = {t}, got {mask.tolist()}")
         return Padding(mask.long(), time < mask.unsqueeze(1), None)
 
-    def real(self) -> Bool[Tensor, "b t"]:
+    def real_mask(self) -> Bool[Tensor, "b t"]:
         """True for real steps, where they stand."""
         return self.front if self.order is None else torch.zeros_like(self.front).scatter(1, self.order, self.front)
 
     def compact(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Move the real tokens to the front and zero the rest."""
-        if self.is_clean:
+        if self.is_compact:
             return x
         if self.order is not None:
             x = x.gather(1, self.order.unsqueeze(-1).expand_as(x))
@@ -200,13 +200,13 @@ class Padding(NamedTuple):
 
     def restore(self, y: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Undo `compact`: every real token back in its place, zeros at the padding."""
-        if self.is_clean:
+        if self.is_compact:
             return y
         y = y.masked_fill(~self.front.unsqueeze(-1), 0)
         if self.order is None:
             return y
         return torch.zeros_like(y).scatter(1, self.order.unsqueeze(-1).expand_as(y), y)
 
-    def cleaned(self) -> Padding:
+    def as_compact(self) -> Padding:
         """The same padding for callees that receive rows which are already compact."""
-        return self._replace(order=None, is_clean=True)
+        return self._replace(order=None, is_compact=True)

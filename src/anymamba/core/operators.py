@@ -80,11 +80,11 @@ class Operator:
 
     def __call__(self, *inputs: Any) -> Any:
         """Compute the outputs."""
-        if anomaly.is_checked() and not is_tracing():
-            anomaly.raise_if_not_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
+        if anomaly.is_check_finite_on() and not is_tracing():
+            anomaly.check_tensors_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
         outputs = self._compute(inputs)
-        if anomaly.is_checked() and not is_tracing():
-            anomaly.raise_if_not_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
+        if anomaly.is_check_finite_on() and not is_tracing():
+            anomaly.check_tensors_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
         return outputs
 
     def choose(self, inputs: tuple[Any, ...]) -> Implementation:

@@ -1,7 +1,7 @@
 """Portable implementations made from a definition, which keep only their inputs for the backward pass.
 
-The backward runs the definition again under autograd: all of it (`recomputed`), or, if rows are independent, in blocks
-that stay in a CPU's cache (`row_blocked`).
+The backward runs the definition again under autograd: as a whole (`recompute_all`), or, if rows are independent, in
+blocks that fit in a CPU's cache (`recompute_row_blocks`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from anymamba.core.operators import gradients
 from anymamba.core.registry import Implementation
 
 # Half a MiB of float32: with an operand or two beside it, a block stays in a core's second-level cache.
-CACHE_ELEMENTS = 2**17
+CACHE_BLOCK_NUMEL = 2**17
 
 
-def recomputed(definition: Callable[..., Any], outputs: int, differentiable: int) -> Implementation:
+def recompute_all(definition: Callable[..., Any], outputs: int, differentiable: int) -> Implementation:
     """An implementation of an operator with that many outputs and differentiable inputs."""
 
     def forward(*inputs: Any) -> Any:
@@ -34,14 +34,14 @@ def recomputed(definition: Callable[..., Any], outputs: int, differentiable: int
     return Implementation(forward, backward)
 
 
-def cache_blocks(x: Tensor, rows: int, width: int) -> Iterator[slice]:
+def split_into_cache_blocks(x: Tensor, rows: int, width: int) -> Iterator[slice]:
     """Cut `rows` of `width` elements each into blocks that stay in a CPU's cache; elsewhere, into one."""
-    size = max(1, CACHE_ELEMENTS // max(1, width)) if x.device.type == "cpu" else max(1, rows)
+    size = max(1, CACHE_BLOCK_NUMEL // max(1, width)) if x.device.type == "cpu" else max(1, rows)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
 
 
-def row_blocked(
+def recompute_row_blocks(
     definition: Callable[..., Tensor], rows: dict[int, int], result: int, parameters: range
 ) -> Implementation:
     """An implementation of an operator with one result.
@@ -69,7 +69,7 @@ def row_blocked(
 
     def blocks(inputs: tuple[Any, ...]) -> Iterator[slice]:
         first = inputs[0]
-        return cache_blocks(first, first.shape[0], math.prod(first.shape[1:]))
+        return split_into_cache_blocks(first, first.shape[0], math.prod(first.shape[1:]))
 
     def forward(*inputs: Any) -> Tensor:
         out = torch.empty(shape(inputs), dtype=inputs[0].dtype, device=inputs[0].device)

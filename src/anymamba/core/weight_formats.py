@@ -52,7 +52,7 @@ def check_format(where: str, name: Any) -> WeightFormat:
     return name
 
 
-def stored_parts(format: str, out: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def storage_layout(format: str, out: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of what stores a weight (out, width): `weight`, the codes, and `scales` if there are any."""
     if format not in GROUPS:
         return {"weight": ((out, width), CODES[format])}
@@ -61,14 +61,14 @@ def stored_parts(format: str, out: int, width: int) -> dict[str, tuple[tuple[int
     return {"weight": ((out, codes), CODES[format]), "scales": ((out, groups), torch.bfloat16)}
 
 
-def check_stored(where: str, weight: QuantizedTensor) -> None:
+def check_quantized(where: str, weight: QuantizedTensor) -> None:
     """Raise ValueError for codes and scales that do not belong to a weight of that width."""
     format = next((name for name, dtype in CODES.items() if dtype == weight.codes.dtype), None)
     if format is None or weight.codes.ndim != 2:
         found = f"{weight.codes.dtype} of shape {tuple(weight.codes.shape)}"
         raise ValueError(f"{where}: codes must have two axes and one of {list(CODES.values())}, got {found}")
     for name, x in (("weight", weight.codes), ("scales", weight.scales)):
-        wanted = stored_parts(format, weight.codes.shape[0], weight.width).get(name)
+        wanted = storage_layout(format, weight.codes.shape[0], weight.width).get(name)
         found_part = None if x is None else (tuple(x.shape), x.dtype)
         if found_part != wanted:
             raise ValueError(
@@ -103,7 +103,7 @@ class QuantizedWeight(nn.Module):
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the parameters that store the weight."""
-        return stored_parts(self.format, self._rows, self._width)
+        return storage_layout(self.format, self._rows, self._width)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,7 +117,7 @@ class QuantizedWeight(nn.Module):
 
     def store(self, weight: QuantizedTensor) -> None:
         """Take a weight's codes and scales, without a copy."""
-        check_stored(type(self).__name__, weight)
+        check_quantized(type(self).__name__, weight)
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
         if weight.scales is not None:
             self.scales = nn.Parameter(weight.scales, requires_grad=False)

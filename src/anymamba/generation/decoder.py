@@ -68,7 +68,7 @@ class Decoder:
         """Whether these can be tokens and a cache, and nothing traces, casts or checks the call."""
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1 or not isinstance(cache, LMCache | None):
             return False
-        return not (is_tracing() or are_kernels_off() or is_autocast(input_ids.device) or anomaly.is_checked())
+        return not (is_tracing() or are_kernels_off() or is_autocast(input_ids.device) or anomaly.is_check_finite_on())
 
 
 def decoder(model: MambaLM) -> Decoder:

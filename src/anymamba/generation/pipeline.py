@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.checkpoints.load import load_model
-from anymamba.checkpoints.open import resolve
+from anymamba.checkpoints.open import resolve_source
 from anymamba.generation.completion import Choice, Completion, CompletionBuilder
 from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.generate import stream
@@ -48,7 +48,7 @@ def pipeline(
     Raises:
         ValueError: there is no model, or no tokenizer that belongs to it.
     """
-    directory = resolve(source)
+    directory = resolve_source(source)
     model = load_model(directory, dtype=dtype, device=device, weights=weights, ssm_cfg=ssm_cfg)
     found = load_tokenizer(tokenizer, directory, model.config.padded_vocab_size)
     if (evidence := detect_activation(model, found)) is not None:

@@ -141,7 +141,7 @@ def _prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Ten
     elif mask.dtype == torch.bool and mask.shape == input_ids.shape:
         prompts = [row[real] for row, real in zip(input_ids, mask, strict=True)]
     else:
-        lengths = Padding.of("generate", mask, b, t, input_ids.device).lengths.tolist()
+        lengths = Padding.from_mask("generate", mask, b, t, input_ids.device).lengths.tolist()
         prompts = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
     largest = model.config.padded_vocab_size - 1
     for i, prompt in enumerate(prompts):

@@ -9,7 +9,6 @@ Letters: b batch, v vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import math
 import numbers
@@ -23,6 +22,8 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from anymamba.core.config_fields import suggest
 
 _FIRST_CANDIDATES = 256
 _Numbers = npt.NDArray[np.floating[Any]]
@@ -98,9 +99,8 @@ class Sampling:
         known = [field.name for field in dataclasses.fields(Sampling)]
         for name in fields:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(known)}"
-                raise TypeError(f"generation has no option {name!r}{hint}")
+                suggestion = suggest(name, known) or f"; the options are {', '.join(known)}"
+                raise TypeError(f"generation has no option {name!r}{suggestion}")
         return Sampling(**fields)
 
 

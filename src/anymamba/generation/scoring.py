@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.core.context_parallel import Context, ContextParallelGroup
+from anymamba.core.context_parallel import ContextParallelGroup, SequencePart
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -47,17 +47,17 @@ def _segment_nats(
 
 @torch.no_grad()
 def _shared_nats(
-    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None, neighbors: ContextParallelGroup
+    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None, cp_group: ContextParallelGroup
 ) -> tuple[float, Tensor, LMCache]:
     """`_segment_nats` of one segment, a part of it on each worker: the cost of the part here, the cache of the whole.
 
     The last worker has the logits after it, and predicts the first token of the next.
     """
-    is_last = neighbors.place + 1 == neighbors.size
-    if len(ids) // neighbors.size < _least_part(model):
+    is_last = cp_group.cp_rank + 1 == cp_group.size
+    if len(ids) // cp_group.size < _least_part(model):
         nats, before, cache = _segment_nats(model, ids, before, cache)
         return nats if is_last else 0.0, before, cache
-    begin, end = neighbors.part(len(ids))
+    begin, end = cp_group.part_bounds(len(ids))
     targets = ids.roll(-1)
     targets[-1] = IGNORED_LABEL
     output = model(
@@ -65,13 +65,13 @@ def _shared_nats(
         cache,
         targets=targets[begin:end].unsqueeze(0),
         logits="last",
-        context=Context(neighbors, neighbors.place > 0, not is_last),
+        context=SequencePart(cp_group, cp_group.cp_rank > 0, not is_last),
     )
     assert output.logits is not None
     assert output.nats is not None
     first = cross_entropy_sum(before, ids[:1]).item() if is_last and before is not None else 0.0
     here = torch.tensor([is_last], device=model.device)
-    after = output.cache.with_tensors(neighbors.chosen(x, here) for x in output.cache.leaves())
+    after = output.cache.with_tensors(cp_group.broadcast_rows(x, here) for x in output.cache.leaves())
     return first + output.nats.item(), output.logits[:, 0], after
 
 
@@ -85,7 +85,7 @@ def likelihood(
     model: MambaLM,
     tokens: Iterable[list[int]],
     segment_len: int = SEGMENT_LEN,
-    neighbors: ContextParallelGroup | None = None,
+    cp_group: ContextParallelGroup | None = None,
 ) -> Iterator[Likelihood]:
     """Score a text that comes in pieces; memory depends neither on their number nor on their total length.
 
@@ -93,7 +93,7 @@ def likelihood(
         model: the language model.
         tokens: pieces of one text, each a list of token ids.
         segment_len: tokens that are computed at once, on each worker.
-        neighbors: workers that share the text, all of which are given all of its tokens.
+        cp_group: workers that share the text, all of which are given all of its tokens.
 
     Yields:
         The cost so far, after each segment.
@@ -101,17 +101,17 @@ def likelihood(
     waiting: list[int] = []
     total, predicted, read = 0.0, 0, 0
     before, cache = None, None
-    segment_len *= 1 if neighbors is None else neighbors.size
+    segment_len *= 1 if cp_group is None else cp_group.size
     for piece, last in _with_end(tokens):
         waiting += piece
         while len(waiting) >= segment_len or (last and waiting):
             ids = torch.tensor(waiting[:segment_len], device=model.device)
             waiting = waiting[segment_len:]
             predicted += len(ids) - (before is None)
-            if neighbors is None:
+            if cp_group is None:
                 nats, before, cache = _segment_nats(model, ids, before, cache)
             else:
-                nats, before, cache = _shared_nats(model, ids, before, cache, neighbors)
+                nats, before, cache = _shared_nats(model, ids, before, cache, cp_group)
             total, read = total + nats, read + len(ids)
             yield Likelihood(total, predicted, read)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from anymamba.checkpoints.formats import gguf
 from anymamba.checkpoints.hub import fetch, is_repository_id
-from anymamba.checkpoints.load import COMPANIONS
+from anymamba.checkpoints.load import COMPANION_FILES
 from anymamba.core.io import read_json, write_json
 
 # What tokenizers usually call the end of a text, the most certain first.
@@ -216,7 +216,7 @@ def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
         return path / "tokenizer.json"
     if path.exists() or path.suffix == ".json" or not is_repository_id(name):
         return path
-    return fetch(str(name), *COMPANIONS, instead="a tokenizer.json") / COMPANIONS[0]
+    return fetch(str(name), *COMPANION_FILES, instead="a tokenizer.json") / COMPANION_FILES[0]
 
 
 class IncrementalDecoder:

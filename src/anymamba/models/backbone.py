@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.core.context_parallel import Context
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding
 from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig
@@ -53,7 +53,7 @@ class Backbone(Stack):
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Padding | None = None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
         wanted: Sequence[int] | None = None,
     ) -> Any:
         """The hidden states after the last norm, of a sequence (b, t, d) or a token (b, d); arguments as for `MambaLM`.
@@ -118,6 +118,6 @@ def embedded(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids
     return found
 
 
-def _shared(context: Context | None) -> dict[str, Any]:
+def _shared(context: SequencePart | None) -> dict[str, Any]:
     """The argument for a block; blocks without support for it do not get it."""
     return {} if context is None else {"context": context}

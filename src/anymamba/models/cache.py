@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 
 from torch import Tensor
 
-from anymamba.core.cache_io import read_state, restore, write_state
+from anymamba.core.cache_io import read_state_file, restore_tree, write_state_file
 from anymamba.core.cache_tree import Tree
 
 _State = TypeVar("_State", bound="ModelState")
@@ -44,7 +44,7 @@ class ModelState(Tree):
             OSError: it cannot be written; an earlier file stays as it was.
             ValueError: it holds values that no state can have, such as values that are not finite.
         """
-        write_state(path, self, {"fingerprint": model.fingerprint()})
+        write_state_file(path, self, {"fingerprint": model.fingerprint()})
 
     @classmethod
     def load(cls: type[_State], path: str | os.PathLike[str], model: Fingerprinted) -> _State:
@@ -53,7 +53,7 @@ class ModelState(Tree):
         Raises:
             ValueError: the file is not a saved state, is damaged, or belongs to another model.
         """
-        tensors, facts, version = read_state(path, cls.__name__, ["fingerprint"])
+        tensors, facts, version = read_state_file(path, cls.__name__, ["fingerprint"])
         if not model.has_fingerprint(facts["fingerprint"]):
             raise ValueError(
                 f"{path}: this state belongs to another model, dtype or format of weights: "
@@ -63,7 +63,7 @@ class ModelState(Tree):
         if version == 1:  # which did not record where in the tree the cache is
             names = {name.removeprefix("cache."): name for name in like.tensors()}
             tensors = {names.get(name, name): x for name, x in tensors.items()}
-        return restore(path, like, tensors)
+        return restore_tree(path, like, tensors)
 
 
 class _StackCacheFields(NamedTuple):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.base import Block
-from anymamba.models.families import FAMILIES, family, family_name, make_block_config, meant, typed
+from anymamba.core.config_fields import suggest
+from anymamba.models.families import FAMILIES, family, family_name, make_block_config, typed
 from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
 
 # Fields of a block that only affect its initial parameters: not part of a trained model.
@@ -131,4 +132,4 @@ def check_fields(fields: dict[str, Any]) -> None:
         of_blocks = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)}
         if name in of_blocks | {"layer"}:
             raise TypeError(f"MambaLM: {name} is a field of the blocks: give ssm_cfg={{{name!r}: {value!r}, ...}}")
-        raise TypeError(f"MambaLM has no field {name!r}{meant(name, [*known, 'device', 'dtype'])}")
+        raise TypeError(f"MambaLM has no field {name!r}{suggest(name, [*known, 'device', 'dtype'])}")

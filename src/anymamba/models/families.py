@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import reprlib
-from collections.abc import Iterable
 from typing import Any
 
 from anymamba.blocks.base import Block
@@ -14,6 +12,7 @@ from anymamba.blocks.config import ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3
+from anymamba.core.config_fields import suggest
 
 # Keyed by the value of "layer" in the official `ssm_cfg`.
 FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
@@ -28,7 +27,7 @@ def family(name: str, table: str = "ssm_cfg") -> type[Block]:
         ValueError: there is no such family.
     """
     if name not in FAMILIES:
-        near = meant(str(name).capitalize(), FAMILIES)
+        near = suggest(str(name), FAMILIES)
         raise ValueError(f'{table}["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}{near}')
     return FAMILIES[name]
 
@@ -60,16 +59,10 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_
     kernels = ignored_options(kind) | {"chunk_size"}
     given = {k: v for k, v in ssm_cfg.items() if k != "layer" and k not in kernels}
     if unknown := sorted(set(given) - set(fields)):
-        near = meant(unknown[0], fields)
+        near = suggest(unknown[0], fields)
         raise ValueError(f"{where}: {table} has entries that {name} does not know: {unknown}{near}")
     values = {key: typed(f'{where}: {table}["{key}"]', value, fields[key]) for key, value in given.items()}
     return kind(**{**values, "d_model": d_model})
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """A hint at names that resemble another."""
-    near = difflib.get_close_matches(name, list(known))
-    return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def typed(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from anymamba.core.checks import (
+    can_read_values,
     check_cu_seqlens,
-    check_like,
+    check_dtype_and_device,
     check_mutually_exclusive,
     check_shape,
     check_tensor,
     check_time_steps,
-    values_are_cheap,
 )
 from anymamba.core.dtypes import is_autocast
 from anymamba.core.layout import Padding, cu_seqlens_from_seq_idx
@@ -35,7 +35,7 @@ def check_input(where: str, x: Any, letters: str, width: int, like: Tensor, name
     sizes = {"d": width}
     check_shape(where, name, x, letters, sizes)
     check_time_steps(where, sizes.get("t", 1))
-    check_like(where, name, x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+    check_dtype_and_device(where, name, x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
 
 
 def flatten_packed_rows(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | 
             raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
         check_cu_seqlens(where, cu_seqlens, b, t, x.device)
         return None
-    return None if mask is None else Padding.of(where, mask, b, t, x.device)
+    return None if mask is None else Padding.from_mask(where, mask, b, t, x.device)
 
 
 def check_classes(
@@ -109,7 +109,7 @@ def check_classes(
         raise TypeError(f"{where}: labels must be a tensor of int32 or int64, got {found}")
     if labels.shape != shape:
         raise ValueError(f"{where}: labels must have shape {tuple(shape)}, got {tuple(labels.shape)}")
-    if not values_are_cheap(labels):
+    if not can_read_values(labels):
         return
     counted = labels if counts is None else labels[counts]
     if ignored is not None:
@@ -170,7 +170,7 @@ def check_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -
     if input_ids is not None:
         raise ValueError("MambaLM: input_ids and inputs_embeds exclude each other, got both")
     check_shape("MambaLM", "inputs_embeds", inputs_embeds, "b t d", {"d": width})
-    check_like("MambaLM", "inputs_embeds", inputs_embeds, like.dtype, like.device)
+    check_dtype_and_device("MambaLM", "inputs_embeds", inputs_embeds, like.dtype, like.device)
     embeds: Tensor = inputs_embeds
     return embeds
 

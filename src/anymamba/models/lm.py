@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anymamba.blocks.base import states_at
 from anymamba.core.checks import check_mutually_exclusive
-from anymamba.core.context_parallel import Context
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding
 from anymamba.core.linear import apply_linear
 from anymamba.core.weight_formats import QuantizedWeight
@@ -101,7 +101,7 @@ class MambaLM(nn.Module):
         hidden_states: Sequence[int] = (),
         logits: Literal["all", "last", "none"] = "all",
         path: SsdPath | None = None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> LMOutput:
         """Run over a sequence of any length, from any cache to a new one.
 
@@ -144,7 +144,7 @@ class MambaLM(nn.Module):
             return in_rows(found, given.shape[0], logits)
         padding = None
         if mask is not None:
-            padding = Padding.of("MambaLM", mask, given.shape[0], given.shape[1], given.device)
+            padding = Padding.from_mask("MambaLM", mask, given.shape[0], given.shape[1], given.device)
         wanted = find_targets(given.shape[:2], given.device, labels, targets, cu_seqlens, padding)
         if logits not in ("all", "last", "none"):
             raise ValueError(f'MambaLM: logits must be "all", "last" or "none", got {logits!r}')

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import check_dtypes, check_parameter, checked
-from anymamba.core.context_parallel import Context
+from anymamba.core.checks import check_annotated_shapes, check_dtypes, check_parameter
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.layout import last_sequence
+from anymamba.core.layout import last_sequence_time
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import recomputed
+from anymamba.core.recompute import recompute_all
 
 
-@checked
+@check_annotated_shapes
 def causal_conv(
     x: Float[Tensor, "b t v"],
     window: Float[Tensor, "z v w"],
@@ -52,7 +52,7 @@ def causal_conv(
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if window.shape[0] != rows:
         raise ValueError(f"causal_conv: window must have shape {(rows, *window.shape[1:])}, got {tuple(window.shape)}")
-    check_dtypes("causal_conv", "x", x, alike={"window": window}, wide={})
+    check_dtypes("causal_conv", "x", x, activations={"window": window}, states={})
     for name, parameter in (("weight", weight), ("bias", bias)):
         check_parameter("causal_conv", name, parameter, x)
     out, new_window = _operator(x, window, weight, bias, lengths, cu_seqlens)
@@ -60,18 +60,21 @@ def causal_conv(
 
 
 def shared_window(
-    x: Float[Tensor, "b t v"], window: Float[Tensor, "z v w"], cu_seqlens: Int[Tensor, " z1"] | None, context: Context
+    x: Float[Tensor, "b t v"],
+    window: Float[Tensor, "z v w"],
+    cu_seqlens: Int[Tensor, " z1"] | None,
+    context: SequencePart,
 ) -> Float[Tensor, "z v w"]:
     """The windows that sequences start from, with the last inputs of the worker before, of w tokens or more."""
     w = window.shape[2]
-    tokens_bxv = x[:, last_sequence(cu_seqlens)][:, -w:]
+    tokens_bxv = x[:, last_sequence_time(cu_seqlens)][:, -w:]
     own_bvw = tokens_bxv.transpose(1, 2)
 
     def after(start: Tensor, own: Tensor) -> tuple[Tensor, ...]:
         return (torch.cat([start, own], 2)[:, :, -w:],)
 
     (found,) = context.exchange_boundary_state(
-        (window.to(x.dtype),), cu_seqlens, (own_bvw,), after, anew=own_bvw.shape[2] == w
+        (window.to(x.dtype),), cu_seqlens, (own_bvw,), after, independent=own_bvw.shape[2] == w
     )
     return found
 
@@ -136,5 +139,5 @@ _operator = Operator(
     differentiable=4,
     fake=_fake,
     definition=_definition,
-    portable={"": recomputed(_definition, outputs=2, differentiable=4)},
+    portable={"": recompute_all(_definition, outputs=2, differentiable=4)},
 )

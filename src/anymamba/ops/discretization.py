@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import check_dtypes, check_parameter, checked
+from anymamba.core.checks import check_annotated_shapes, check_dtypes, check_parameter
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import is_padding
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import recomputed
+from anymamba.core.recompute import recompute_all
 
 
-@checked
+@check_annotated_shapes
 def step_sizes(
     dt: Float[Tensor, "b t h"],
     dt_bias: Float[Tensor, " h"],
@@ -33,13 +33,13 @@ def step_sizes(
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b t h"]:
     """The first formula above alone, which is Mamba-2's; arguments as for `discretize`."""
-    check_dtypes("step_sizes", "dt", dt, alike={}, wide={})
+    check_dtypes("step_sizes", "dt", dt, activations={}, states={})
     check_parameter("step_sizes", "dt_bias", dt_bias, dt)
     sizes: Tensor = _step_sizes(dt, dt_bias, float(dt_limit[0]), float(dt_limit[1]), lengths)
     return sizes
 
 
-@checked
+@check_annotated_shapes
 def discretize(
     dt: Float[Tensor, "b t h"],
     a: Float[Tensor, "b t h"],
@@ -78,7 +78,7 @@ def discretize(
     Returns:
         dt, log_decay, gamma, kappa and the rates of turning.
     """
-    check_dtypes("discretize", "dt", dt, alike={"a": a, "trap": trap, "turn": turn}, wide={})
+    check_dtypes("discretize", "dt", dt, activations={"a": a, "trap": trap, "turn": turn}, states={})
     check_parameter("discretize", "dt_bias", dt_bias, dt)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _operator(
         dt,
@@ -166,7 +166,7 @@ _step_sizes = Operator(
     differentiable=2,
     fake=lambda dt, *_: torch.empty(dt.shape, dtype=state_dtype(dt.dtype), device=dt.device),
     definition=_sizes,
-    portable={"": recomputed(_sizes, outputs=1, differentiable=2)},
+    portable={"": recompute_all(_sizes, outputs=1, differentiable=2)},
 )
 _operator = Operator(
     "discretize",
@@ -176,5 +176,5 @@ _operator = Operator(
     differentiable=5,
     fake=_fake,
     definition=_definition,
-    portable={"": recomputed(_definition, outputs=5, differentiable=5)},
+    portable={"": recompute_all(_definition, outputs=5, differentiable=5)},
 )

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.core.checks import check_dtypes, check_parameter, checked
+from anymamba.core.checks import check_annotated_shapes, check_dtypes, check_parameter
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import row_blocked
+from anymamba.core.recompute import recompute_row_blocks
 
 
-@checked
+@check_annotated_shapes
 def rms_norm(
     x: Float[Tensor, "*batch i"],
     weight: Float[Tensor, " i"],
@@ -47,7 +47,7 @@ def rms_norm(
     """
     if z is not None and x.shape != z.shape:
         raise ValueError(f"rms_norm: z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
-    check_dtypes("rms_norm", "x", x, alike={"z": z}, wide={})
+    check_dtypes("rms_norm", "x", x, activations={"z": z}, states={})
     check_parameter("rms_norm", "weight", weight, x)
     group_size = x.shape[-1] if group_size is None else group_size
     if group_size < 1 or x.shape[-1] % group_size:
@@ -77,5 +77,5 @@ _operator = Operator(
     differentiable=3,
     fake=_fake,
     definition=_definition,
-    portable={"": row_blocked(_definition, rows={0: 1, 1: 1}, result=1, parameters=range(2, 3))},
+    portable={"": recompute_row_blocks(_definition, rows={0: 1, 1: 1}, result=1, parameters=range(2, 3))},
 )

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.core.checks import check_dtypes, check_parameter, checked
+from anymamba.core.checks import check_annotated_shapes, check_dtypes, check_parameter
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import row_blocked
+from anymamba.core.recompute import recompute_row_blocks
 
 
-@checked
+@check_annotated_shapes
 def rank_gate(
     y: Float[Tensor, "b t r h p"],
     z: Float[Tensor, "b t h p"],
@@ -35,7 +35,7 @@ def rank_gate(
     """
     if (gate is None) != (out is None):
         raise ValueError("rank_gate: gate and out must be given both or neither, got one")
-    check_dtypes("rank_gate", "y", y, alike={"z": z}, wide={})
+    check_dtypes("rank_gate", "y", y, activations={"z": z}, states={})
     for name, weight in (("gate", gate), ("out", out)):
         check_parameter("rank_gate", name, weight, y)
     o: Tensor = _operator(y, z, gate, out)
@@ -61,5 +61,5 @@ _operator = Operator(
     differentiable=4,
     fake=_fake,
     definition=_definition,
-    portable={"": row_blocked(_definition, rows={0: 3, 1: 2}, result=2, parameters=range(2, 4))},
+    portable={"": recompute_row_blocks(_definition, rows={0: 3, 1: 2}, result=2, parameters=range(2, 4))},
 )

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.core.allocator import return_freed_memory
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import Operator
+from anymamba.core.process import trim_freed_memory
 from anymamba.core.registry import Implementation
 from anymamba.core.weight_formats import (
     CODES,
@@ -24,8 +24,8 @@ from anymamba.core.weight_formats import (
     QuantizedTensor,
     WeightFormat,
     check_format,
-    check_stored,
-    stored_parts,
+    check_quantized,
+    storage_layout,
 )
 
 _AT_ONCE = 2**17  # weights that are narrowed together: what that takes beside them is a few MiB
@@ -75,7 +75,7 @@ def quantize_rows(
     check_format("narrow", format)
     stored = {
         name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in stored_parts(format, out, width).items()
+        for name, (shape, dtype) in storage_layout(format, out, width).items()
     }
     start = 0
     for number, part in enumerate(parts, 1):
@@ -83,8 +83,8 @@ def quantize_rows(
             stored[name][start : start + len(part)] = rows
         start += len(part)
         if number % _PARTS_BETWEEN == 0:
-            return_freed_memory()
-    return_freed_memory()
+            trim_freed_memory()
+    trim_freed_memory()
     assert start == out, f"expected {out} rows, got {start}"
     return QuantizedTensor(stored["weight"], stored.get("scales"), width)
 
@@ -106,7 +106,7 @@ def quantized_linear(
     Raises:
         ValueError: shapes or devices that do not fit.
     """
-    check_stored("quantized_linear", weight)
+    check_quantized("quantized_linear", weight)
     if x.shape[-1] != weight.width:
         raise ValueError(f"quantized_linear: x must have {weight.width} channels, got {tuple(x.shape)}")
     if x.device != weight.codes.device:

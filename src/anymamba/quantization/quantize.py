@@ -96,10 +96,10 @@ def quantize_weight(
         codes, scales, _ = quantize_rows(parts, shape[0], shape[1], format, device)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return {name: codes} if scales is None else {name: codes, scales_of(name): scales}
+    return {name: codes} if scales is None else {name: codes, scales_name(name): scales}
 
 
-def scales_of(weight: str) -> str:
+def scales_name(weight: str) -> str:
     """The name of the scales of a weight."""
     return weight.removesuffix("weight") + "scales"
 

@@ -32,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.core.dtypes import accumulation_dtype
-from anymamba.core.layout import spans
+from anymamba.core.layout import sequence_spans
 from anymamba.core.operators import is_tracing
 
 
@@ -54,7 +54,7 @@ class ChunkLayout:
             self.chunk_len = chunk_len if is_tracing() else min(chunk_len, t)
             self.sequences = [(0, _ceil(t, self.chunk_len))]
             return
-        lengths = [span.stop - span.start for span in spans(t, cu_seqlens)]
+        lengths = [span.stop - span.start for span in sequence_spans(t, cu_seqlens)]
         self.chunk_len = min(chunk_len, max(lengths))
         counts = [_ceil(length, self.chunk_len) for length in lengths]
         ends = torch.tensor(counts).cumsum(0).tolist()

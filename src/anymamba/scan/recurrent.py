@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype, without_autocast
-from anymamba.core.layout import spans
+from anymamba.core.layout import sequence_spans
 
 
 def scan_step(
@@ -70,7 +70,7 @@ def scan_recurrent(
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
     """The scan by its definition (`anymamba.scan.scan` has the contract); there are no chunks."""
     states, ys, finals = initial_state.to(state_dtype(v.dtype)), [], []
-    for rows, start, stop in spans(v.shape[1], cu_seqlens):
+    for rows, start, stop in sequence_spans(v.shape[1], cu_seqlens):
         state = states[rows]
         for t in range(start, stop):
             y_brhp, state = _step(v[:, t], k[:, t], q[:, t], log_decay[:, t], state)

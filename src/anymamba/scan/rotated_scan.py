@@ -15,9 +15,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core.checks import check_dtypes, check_nonpositive, check_parameter, check_time_steps, checked
+from anymamba.core.checks import (
+    check_annotated_shapes,
+    check_dtypes,
+    check_nonpositive,
+    check_parameter,
+    check_time_steps,
+)
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.layout import first_of, last_of, where_real
+from anymamba.core.layout import first_steps, last_steps, select_real
 from anymamba.core.operators import Operator
 from anymamba.core.registry import Implementation
 from anymamba.ops.rotation import Rotation, rotate, running_rotation
@@ -26,7 +32,7 @@ from anymamba.scan.scan import check_groups
 from anymamba.scan.trapezoidal_scan import add_pending_term, trapezoid
 
 
-@checked
+@check_annotated_shapes
 def rotated_trapezoid_scan(
     x: Float[Tensor, "b t h p"],
     k: Float[Tensor, "b t r g n"],
@@ -95,7 +101,7 @@ def rotated_trapezoid_scan(
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     with without_autocast(x.device):
         pending = add_pending_term(
-            state, values_of_ranks(previous_x, value_weight), previous_k, first_of(kappa, cu_seqlens)
+            state, values_of_ranks(previous_x, value_weight), previous_k, first_steps(kappa, cu_seqlens)
         )
         y, state, last_k, turned = _operator(
             x,
@@ -120,7 +126,7 @@ def rotated_trapezoid_scan(
             path.pathway,
         )
     # A row without tokens keeps what it had.
-    return y, state, where_real(lengths, last_k, previous_k), where_real(lengths, turned, start)
+    return y, state, select_real(lengths, last_k, previous_k), select_real(lengths, turned, start)
 
 
 def values_of_ranks(x: Tensor, weight_hrp: Tensor | None) -> Tensor:
@@ -170,7 +176,7 @@ def _definition(
     y = torch.addcmul(y, skip.to(y.dtype).unsqueeze(-1), v_btrhp)
     none = k_btrhn.new_zeros((start.shape[0], *k_btrhn.shape[2:]))
     # Padding takes no steps, so nothing turns there.
-    return y, state, last_of(k_btrhn, cu_seqlens, lengths, none), last_of(turned, cu_seqlens, None, start)
+    return y, state, last_steps(k_btrhn, cu_seqlens, lengths, none), last_steps(turned, cu_seqlens, None, start)
 
 
 def _fake(x: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

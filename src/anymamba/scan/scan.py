@@ -9,11 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.checks import (
+    check_annotated_shapes,
     check_cu_seqlens,
     check_dtypes,
     check_nonpositive,
     check_time_steps,
-    checked,
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
@@ -26,7 +26,7 @@ from anymamba.scan.recurrent import scan_recurrent
 from anymamba.scan.serial import scan_serial
 
 
-@checked
+@check_annotated_shapes
 def scan(
     v: Float[Tensor, "b t r h p"],
     k: Float[Tensor, "b t r g n"],
@@ -66,7 +66,7 @@ def scan(
     path = SsdPath.or_default(path)
     check_groups("scan", v.shape[3], k.shape[3], v.shape[2])
     check_time_steps("scan", v.shape[1])
-    check_dtypes("scan", "v", v, alike={"k": k, "q": q}, wide={"log_decay": log_decay})
+    check_dtypes("scan", "v", v, activations={"k": k, "q": q}, states={"log_decay": log_decay})
     check_nonpositive("scan", "log_decay", log_decay, " (a decay is at most 1)")
     if cu_seqlens is not None:
         check_cu_seqlens("scan", cu_seqlens, v.shape[0], v.shape[1], v.device)

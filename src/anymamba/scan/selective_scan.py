@@ -19,18 +19,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.checks import (
+    check_annotated_shapes,
     check_cu_seqlens,
     check_dtypes,
     check_nonpositive,
     check_parameter,
     check_time_steps,
-    checked,
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.layout import Span, chunks, spans
+from anymamba.core.layout import Span, sequence_spans, split_span
 from anymamba.core.operators import Operator
-from anymamba.core.recompute import CACHE_ELEMENTS
+from anymamba.core.recompute import CACHE_BLOCK_NUMEL
 from anymamba.core.registry import Implementation
 from anymamba.scan.chunking import decay_factor
 from anymamba.scan.path import SsdPath
@@ -39,7 +39,7 @@ from anymamba.scan.scan import fastest
 _ELSEWHERE_ELEMENTS = 2**24  # of a block on a device that is not a CPU: enough work for a launch, 64 MiB of float32
 
 
-@checked
+@check_annotated_shapes
 def selective_scan(
     x: Float[Tensor, "b t i"],
     dt: Float[Tensor, "b t i"],
@@ -140,7 +140,7 @@ def _recurrent(
 ) -> tuple[Tensor, Tensor]:
     """The definition."""
     ys, finals = [], []
-    for rows, start, stop in spans(x.shape[1], cu_seqlens):
+    for rows, start, stop in sequence_spans(x.shape[1], cu_seqlens):
         state = initial_state[rows]
         for t in range(start, stop):
             gate = None if z is None else z[:, t]
@@ -191,8 +191,8 @@ class _Block(NamedTuple):
 
 def _blocks(x: Tensor, span: Span, n: int, chunk_len: int | None, least: int = 1) -> list[slice]:
     """Cut steps into blocks of at least `least` whose states, if that is possible, stay in a CPU's cache."""
-    most = CACHE_ELEMENTS if x.device.type == "cpu" else _ELSEWHERE_ELEMENTS
-    return list(chunks(span, chunk_len or max(least, most // max(1, x.shape[0] * x.shape[2] * n))))
+    most = CACHE_BLOCK_NUMEL if x.device.type == "cpu" else _ELSEWHERE_ELEMENTS
+    return list(split_span(span, chunk_len or max(least, most // max(1, x.shape[0] * x.shape[2] * n))))
 
 
 def _dense_like(x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _forward(
     algorithm: str,
 ) -> tuple[Tensor, Tensor]:
     y, final = _dense_like(x), torch.empty_like(initial_state)
-    for span in spans(x.shape[1], cu_seqlens):
+    for span in sequence_spans(x.shape[1], cu_seqlens):
         state = initial_state[span.rows]
         for steps in _blocks(x, span, a.shape[1], chunk_len):
             block = _Block.of(x, dt, a, b, c, state, steps)
@@ -247,7 +247,7 @@ def _backward(
     dz = None if z is None else _dense_like(z)
     da, dinitial = torch.zeros_like(a), torch.empty_like(initial_state)
     dskip = a.new_zeros(a.shape[0])
-    for span in spans(x.shape[1], cu_seqlens):
+    for span in sequence_spans(x.shape[1], cu_seqlens):
         # As many states are kept as a block has: memory grows with the root of the length.
         blocks = _blocks(x, span, a.shape[1], chunk_len, math.isqrt(span.stop - span.start))
         states = [initial_state[span.rows]]

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.layout import chunks, spans
+from anymamba.core.layout import sequence_spans, split_span
 from anymamba.scan.chunking import cumulative_decay, decay_between, decay_factor
 from anymamba.scan.path import SsdPath
 from anymamba.scan.serial import fuse_ranks
@@ -189,8 +189,8 @@ def forward(
     """The scan (`anymamba.scan.scan` has the contract)."""
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     states, length = initial_state.clone(), _length(v, k, chunk_len)
-    for span in spans(v.shape[1], cu_seqlens):
-        for time in chunks(span, length):
+    for span in sequence_spans(v.shape[1], cu_seqlens):
+        for time in split_span(span, length):
             chunk = _Chunk.cut(v, k, q, log_decay, time)
             y[:, time] = chunk.by_step(chunk.outputs(states[span.rows]))
             states[span.rows] = chunk.next_state(states[span.rows])
@@ -212,8 +212,8 @@ def backward(
     """The gradients of v, k, q, log_decay and initial_state."""
     dv, dk, dq, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, k, q, log_decay))
     dstates, length = dfinal_state.clone(), _length(v, k, chunk_len)
-    for span in spans(v.shape[1], cu_seqlens):
-        times, entering = list(chunks(span, length)), [initial_state[span.rows]]
+    for span in sequence_spans(v.shape[1], cu_seqlens):
+        times, entering = list(split_span(span, length)), [initial_state[span.rows]]
         for time in times[:-1]:
             entering.append(_Chunk.cut(v, k, q, log_decay, time).next_state(entering[-1]))
         for time in reversed(times):

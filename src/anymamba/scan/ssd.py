@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.checks import (
+    can_read_values,
+    check_annotated_shapes,
     check_cu_seqlens,
     check_dtypes,
     check_nonpositive,
@@ -16,9 +18,7 @@ from anymamba.core.checks import (
     check_shape,
     check_tensor,
     check_time_steps,
-    checked,
     initial_state_or_zeros,
-    values_are_cheap,
 )
 from anymamba.core.dtypes import without_autocast
 from anymamba.core.operators import Operator
@@ -27,7 +27,7 @@ from anymamba.scan.path import ALGORITHMS, SsdPath
 from anymamba.scan.scan import check_groups, scan_operator
 
 
-@checked
+@check_annotated_shapes
 def ssd(
     x: Float[Tensor, "b t h p"],
     dt: Float[Tensor, "b t h"],
@@ -67,12 +67,12 @@ def ssd(
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
     check_groups("ssd", h, g, 1)
     check_time_steps("ssd", t)
-    check_dtypes("ssd", "x", x, alike={"B": B, "C": C}, wide={"dt": dt, "A": A})
+    check_dtypes("ssd", "x", x, activations={"B": B, "C": C}, states={"dt": dt, "A": A})
     if D is not None:
         check_tensor("ssd", "D", D)
         check_shape("ssd", "D", D, "h" if D.ndim == 1 else "h p", {"h": h, "p": p})
         check_parameter("ssd", "D", D, x)
-    if values_are_cheap(dt) and dt.numel() and (smallest := dt.detach().min().item()) < 0:
+    if can_read_values(dt) and dt.numel() and (smallest := dt.detach().min().item()) < 0:
         raise ValueError(f"ssd: dt must not be negative, got down to {smallest:.6g}")
     check_nonpositive("ssd", "A", A)
     if cu_seqlens is not None:

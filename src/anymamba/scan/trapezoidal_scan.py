@@ -22,20 +22,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.checks import (
+    check_annotated_shapes,
     check_cu_seqlens,
     check_dtypes,
     check_nonpositive,
     check_time_steps,
-    checked,
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.layout import first_of, next_in_sequence, previous_in_sequence
+from anymamba.core.layout import first_steps, shift_earlier, shift_later
 from anymamba.scan.path import SsdPath
 from anymamba.scan.scan import check_groups, scan_operator
 
 
-@checked
+@check_annotated_shapes
 def trapezoid_scan(
     v: Float[Tensor, "b t r h p"],
     k: Float[Tensor, "b t r g n"],
@@ -72,7 +72,7 @@ def trapezoid_scan(
     check_groups(where, v.shape[3], k.shape[3], v.shape[2])
     check_time_steps(where, v.shape[1])
     alike = {"k": k, "q": q, "previous_v": previous_v, "previous_k": previous_k}
-    check_dtypes(where, "v", v, alike=alike, wide={"log_decay": log_decay, "gamma": gamma, "kappa": kappa})
+    check_dtypes(where, "v", v, activations=alike, states={"log_decay": log_decay, "gamma": gamma, "kappa": kappa})
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     if (previous_v is None) != (previous_k is None):
         raise ValueError(f"{where}: previous_v and previous_k must be given both or neither, got one")
@@ -81,7 +81,7 @@ def trapezoid_scan(
     state = initial_state_or_zeros(where, initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
     with without_autocast(v.device):
         if previous_v is not None and previous_k is not None:
-            state = add_pending_term(state, previous_v, previous_k, first_of(kappa, cu_seqlens))
+            state = add_pending_term(state, previous_v, previous_k, first_steps(kappa, cu_seqlens))
         return trapezoid(
             v, k, q, log_decay, gamma, kappa, state, cu_seqlens, path.chunk_len, path.algorithm, path.pathway
         )
@@ -120,11 +120,9 @@ def trapezoid(
     if pathway == "double":
         y_now, now = run(v, gamma, k, state)
         beta = kappa * torch.exp(log_decay)
-        y_before, before = run(
-            previous_in_sequence(v, cu_seqlens), beta, previous_in_sequence(k, cu_seqlens), torch.zeros_like(state)
-        )
+        y_before, before = run(shift_later(v, cu_seqlens), beta, shift_later(k, cu_seqlens), torch.zeros_like(state))
         return y_now + y_before, now + before
-    ahead = next_in_sequence(kappa, cu_seqlens)
+    ahead = shift_earlier(kappa, cu_seqlens)
     y, final = run(v, gamma + ahead, k, state)
     wide = log_decay.dtype
     own_btgrm = torch.einsum("btrgn,btmgn->btgrm", q.to(wide), k.to(wide))

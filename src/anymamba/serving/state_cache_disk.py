@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from anymamba.core.cache_io import read_state, restore, write_state
+from anymamba.core.cache_io import read_state_file, restore_tree, write_state_file
 from anymamba.core.io import parse_json
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
@@ -67,7 +67,7 @@ class DiskStateCache:
         }
         try:
             with self._lock:
-                write_state(file, state, facts)
+                write_state_file(file, state, facts)
                 file.chmod(0o600)
                 if used is not None:
                     os.utime(file, (used, used))
@@ -87,10 +87,10 @@ class DiskStateCache:
         if not file.is_file():
             return None
         try:
-            tensors, facts, _ = read_state(file, GenerationState.__name__, _FACTS)
+            tensors, facts, _ = read_state_file(file, GenerationState.__name__, _FACTS)
             if facts["fingerprint"] != self._fingerprint:
                 return None
-            state = restore(file, GenerationState.like(self._model), tensors)
+            state = restore_tree(file, GenerationState.like(self._model), tensors)
             if state.batch_size != 1:
                 raise ValueError(f"{file}: expected the state of one row, got {state.batch_size}")
             keys = tuple(type(key)(*entry) for entry in parse_json(facts["keys"]))

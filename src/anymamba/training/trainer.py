@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from anymamba.core.devices import find_device
+from anymamba.core.dtypes import parse_device
 from anymamba.core.io import run_lock
-from anymamba.core.signals import interrupts
+from anymamba.core.process import catch_signals
 from anymamba.training.checkpoint.async_save import Part, Saver, Tensors, copied, own_file
 from anymamba.training.checkpoint.resume import Reopened, check_no_run, reopen
 from anymamba.training.checkpoint.run_state import Facts, RunState, amend_checkpoint, checkpoints
@@ -90,7 +90,7 @@ class Trainer(Generic[T]):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.precision.dtype]
-        self._device = find_device(workers.device_name(config.device), "device =")
+        self._device = parse_device(workers.device_name(config.device), "device =")
         self.step, self.tokens, self.solved = 0, 0, False
         self.evaluated: Evaluation | None = None
         self._carried: list[Any] = []
@@ -133,7 +133,7 @@ class Trainer(Generic[T]):
         """
         workers, lock = self._workers, ExitStack()
         # The saver waits for its thread after the other workers have been told what happened.
-        with lock, interrupts(signal.SIGINT, signal.SIGTERM) as interrupted, self._saver, workers.watched():
+        with lock, catch_signals(signal.SIGINT, signal.SIGTERM) as interrupted, self._saver, workers.watched():
             workers.together(lambda: self._enter(lock))
             self._train(lambda: workers.any(interrupted()), list(callbacks), shown)
             self.save()

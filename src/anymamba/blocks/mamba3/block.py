@@ -32,9 +32,9 @@ from anymamba.blocks.config import make_config
 from anymamba.blocks.layers import GatedRMSNorm, RMSNorm, initial_dt_bias
 from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
 from anymamba.blocks.mamba3.inputs import RotatedInputs, shared_start
-from anymamba.core.context_parallel import Context
+from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.layout import is_padding, last_of
+from anymamba.core.layout import is_padding, last_steps
 from anymamba.core.linear import apply_linear
 from anymamba.ops.discretization import discretize
 from anymamba.ops.rank_gate import rank_gate
@@ -143,7 +143,7 @@ class Mamba3(Block):
         path: SsdPath,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        context: Context | None = None,
+        context: SequencePart | None = None,
     ) -> tuple[Tensor, Mamba3Cache]:
         """The formulas at the top of this file."""
         inputs, z_bthp = self.scan_inputs(x, lengths=lengths)
@@ -160,7 +160,7 @@ class Mamba3(Block):
             lengths=lengths,
             cu_seqlens=cu_seqlens,
         )
-        last_x = last_of(inputs.x, cu_seqlens, lengths, cache.v)
+        last_x = last_steps(inputs.x, cu_seqlens, lengths, cache.v)
         return self.output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
 
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:

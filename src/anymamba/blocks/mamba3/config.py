@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.blocks.config import check_sizes
-from anymamba.core.cache_io import SavedTree
+from anymamba.core.cache_io import SavableTree
 from anymamba.ops.rotation import Rotation
 
 
@@ -121,7 +121,7 @@ class _Mamba3CacheFields(NamedTuple):
     rotation: Float[Tensor, "b h *turn"]
 
 
-class Mamba3Cache(_Mamba3CacheFields, SavedTree):
+class Mamba3Cache(_Mamba3CacheFields, SavableTree):
     """What a block carries from one token to the next.
 
     Attributes:

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.blocks.mamba3.config import Mamba3Cache
-from anymamba.core.context_parallel import Context
-from anymamba.core.layout import last_sequence
+from anymamba.core.context_parallel import SequencePart
+from anymamba.core.layout import last_sequence_time
 from anymamba.ops.rotation import Rotation, combined_rotation, rotate, total_rotation
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
 from anymamba.scan.chunking import carried_state
@@ -41,7 +41,7 @@ def shared_start(
     starts: Mamba3Cache,
     path: SsdPath,
     cu_seqlens: Tensor | None,
-    context: Context,
+    context: SequencePart,
 ) -> Mamba3Cache:
     """What a worker's part of a sequence starts from: the last token, the rotation and the state of the part before it.
 
@@ -56,7 +56,7 @@ def shared_start(
         cu_seqlens: boundaries of packed sequences.
         context: this worker's part.
     """
-    tail = last_sequence(cu_seqlens)
+    tail = last_sequence_time(cu_seqlens)
     of_time = {name: getattr(inputs, name)[:, tail] for name in _OF_TIME}
     last = inputs._replace(**of_time)
 
@@ -70,7 +70,7 @@ def shared_start(
     k, v, rotation = context.exchange_boundary_state((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
     rows = slice(None) if cu_seqlens is None else slice(-1, None)
     own_state = starts.ssm[rows]
-    if context.after:
+    if context.continues_to_next:
         _, own_state, _, _ = rotated_trapezoid_scan(
             *last,
             state=torch.zeros_like(own_state),

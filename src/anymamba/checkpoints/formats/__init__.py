@@ -20,7 +20,7 @@ def default_format(config: MambaLMConfig) -> str:
     return OwnFormat.name if config.stack else OfficialFormat.name
 
 
-def format_named(name: str) -> Format:
+def get_format(name: str) -> Format:
     """The format of that name.
 
     Raises:

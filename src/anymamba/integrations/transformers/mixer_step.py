@@ -129,7 +129,7 @@ def _record(mixer: AcceleratedMixer) -> Recorded:
 
 def may_run(inputs: tuple[Tensor, ...]) -> bool:
     """Whether programs may run on these: nothing traces, casts, differentiates, checks or hooks the call."""
-    if are_kernels_off() or is_autocast(inputs[0].device) or anomaly.is_checked() or any(GLOBAL_HOOKS):
+    if are_kernels_off() or is_autocast(inputs[0].device) or anomaly.is_check_finite_on() or any(GLOBAL_HOOKS):
         return False
     return is_eager_no_grad(inputs)
 

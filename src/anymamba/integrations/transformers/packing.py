@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.checks import values_are_cheap
+from anymamba.core.checks import can_read_values
 from anymamba.core.layout import Padding
 from anymamba.integrations.transformers.mixer_step import Carried
 
@@ -263,7 +263,7 @@ class Padded(Layout):
 
     def __init__(self, mask: Tensor) -> None:
         """Take a boolean mask (b, t), True for real tokens."""
-        self._padding = Padding.of("accelerate", mask, mask.shape[0], mask.shape[1], mask.device)
+        self._padding = Padding.from_mask("accelerate", mask, mask.shape[0], mask.shape[1], mask.device)
         self.lengths = self._padding.lengths
 
     def lay(self, x: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ def mask_of_new_tokens(mask: Any, t: int) -> Tensor | None:
     if mask is None:
         return None
     real: Tensor = mask[:, mask.shape[1] - t :].bool()
-    return None if values_are_cheap(real) and bool(real.all()) else real
+    return None if can_read_values(real) and bool(real.all()) else real
 
 
 def layout_of(mask: Tensor | None, packing: Packing | None, shape: tuple[int, int]) -> Layout:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anymamba.core.linear import linear, multiplies_bfloat16, unflatten_like
 from anymamba.core.registry import Implementation
-from anymamba.core.weight_formats import QuantizedTensor, check_stored
+from anymamba.core.weight_formats import QuantizedTensor, check_quantized
 from anymamba.kernels.cpu.bindings import WEIGHT_DTYPES, call, empty, missing
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 
@@ -49,7 +49,7 @@ def _missing(x: Tensor, *_: object) -> str:
 
 @torch.autocast("cpu", enabled=False)  # sums are in float32
 def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int) -> Tensor:
-    check_stored("quantized_linear", QuantizedTensor(codes, scales, width))
+    check_quantized("quantized_linear", QuantizedTensor(codes, scales, width))
     m, out = x.shape[0], codes.shape[0]
     if m >= _FEWEST_IN_BFLOAT16 and x.dtype == codes.dtype == torch.bfloat16 and multiplies_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.hooks import GLOBAL_HOOKS
-from anymamba.core.weight_formats import QuantizedWeight, stored_parts
+from anymamba.core.weight_formats import QuantizedWeight, storage_layout
 from anymamba.kernels.cpu import schema
 from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_DTYPES, empty, missing, run
 
@@ -246,7 +246,7 @@ class Program:
         if "HAS_COMPILED_FORWARD" not in vars(kind) or self.wide == torch.float64:
             self.refuse(f"{name} is a {kind.__name__} in {linear.format}, for activations of {self.dtype}")
         fields = {"bias": self.parameter(linear, "bias", out, optional=True)}
-        for part, (shape, dtype) in stored_parts(linear.format, out, width).items():
+        for part, (shape, dtype) in storage_layout(linear.format, out, width).items():
             x = self._watched.entry(linear._parameters, part)
             fields["scale" if part == "scales" else part] = self._read(x, f"{name}.{part}", shape, (dtype,))
         return fields

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.core.checks import values_are_cheap
+from anymamba.core.checks import can_read_values
 from anymamba.core.layout import Padding
 from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
 from anymamba.models.outputs import last_hidden
@@ -113,7 +113,7 @@ def check_real_steps(where: str, padding: Padding | None) -> None:
     Raises:
         ValueError: there is one.
     """
-    if padding is not None and values_are_cheap(padding.lengths) and bool((padding.lengths == 0).any()):
+    if padding is not None and can_read_values(padding.lengths) and bool((padding.lengths == 0).any()):
         row = padding.lengths.tolist().index(0)
         raise ValueError(f"{where}: every row must have a real step, got only padding in row {row}")
 
@@ -148,4 +148,4 @@ def _with_last(
     x = torch.cat([padding.compact(x), torch.zeros_like(last)], 1)
     place = padding.lengths.view(-1, 1, 1).expand_as(last)
     b, t, _ = x.shape
-    return x.scatter(1, place, last), None, Padding.of("SequenceClassifier", padding.lengths + 1, b, t, x.device)
+    return x.scatter(1, place, last), None, Padding.from_mask("SequenceClassifier", padding.lengths + 1, b, t, x.device)

@@ -100,7 +100,7 @@ class MaskedLM(SequenceModel):
         logits = F.linear(hidden, self.embedding.weight, self.bias)
         if labels is None:
             return MaskedLMOutput(logits, None)
-        real = None if padding is None else padding.real()
+        real = None if padding is None else padding.real_mask()
         check_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL, counts=real)
         if real is not None:
             labels = labels.masked_fill(~real, IGNORED_LABEL)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.checks import check_like, check_shape
+from anymamba.core.checks import check_dtype_and_device, check_shape
 from anymamba.core.io import read_json, write_json, write_tensors
 from anymamba.core.layout import Padding
 from anymamba.models.backbone import embedded
@@ -202,10 +202,10 @@ class SequenceModel(nn.Module):
         where = type(self).__name__
         letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
         check_shape(where, "x", x, letters, {"c": self.config.input_size or 0})
-        check_like(where, "x", x, self._reference_tensor.dtype, self._reference_tensor.device)
+        check_dtype_and_device(where, "x", x, self._reference_tensor.dtype, self._reference_tensor.device)
         padding = check_batch(where, x, cu_seqlens, mask)
         if padding is not None:  # the values there must not reach the gradient of the projection
-            x = x.masked_fill(~padding.real().unsqueeze(-1), 0)
+            x = x.masked_fill(~padding.real_mask().unsqueeze(-1), 0)
         return x, padding
 
     def encode(

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anymamba.core.layout import Padding, reversal, reversed_in_time
+from anymamba.core.layout import Padding, reversal_order, reverse_time
 from anymamba.models.inputs import normalize_indices
 from anymamba.models.stack.class_tokens import sequence_layout, zeroed
 from anymamba.models.stack.layer_loop import ClassTokenInserter, LayerLoop
@@ -173,7 +173,7 @@ class BidirectionalStack(LayerLoop):
         options: dict[str, Any] = {"path": path, "cu_seqlens": cu_seqlens}
         h = self._stream(x)
         if padding is not None:
-            h, options["mask"] = padding.compact(h), padding.cleaned()
+            h, options["mask"] = padding.compact(h), padding.as_compact()
         levels = None
         paddings: dict[int, Padding | None] = {}
         if c.has_class_tokens():
@@ -183,7 +183,7 @@ class BidirectionalStack(LayerLoop):
             place = levels.before(None)
             h = h if place is None else place(h)
         lengths = None if padding is None else padding.lengths
-        order = reversal(x.shape[1], cu_seqlens, lengths, x.device)
+        order = reversal_order(x.shape[1], cu_seqlens, lengths, x.device)
 
         def run(u: int, h: Tensor, added: bool) -> Tensor:
             nonlocal order
@@ -191,7 +191,7 @@ class BidirectionalStack(LayerLoop):
                 options.update(levels.flow.options())
                 paddings[u] = now = levels.flow.padding
                 lengths = None if now is None else now.lengths
-                order = reversal(h.shape[1], levels.flow.bounds, lengths, h.device)
+                order = reversal_order(h.shape[1], levels.flow.bounds, lengths, h.device)
             found = self._merged(u, self._one(2 * u, h, options), self._backward(2 * u + 1, h, order, options))
             return h + found if added else found.to(h.dtype)
 
@@ -204,7 +204,7 @@ class BidirectionalStack(LayerLoop):
         return y, hidden
 
     def _backward(self, v: int, h: Tensor, order: Tensor | None, options: dict[str, Any]) -> Tensor:
-        return reversed_in_time(self._one(v, reversed_in_time(h, order), options), order)
+        return reverse_time(self._one(v, reverse_time(h, order), options), order)
 
     def _one(self, v: int, h: Tensor, options: dict[str, Any]) -> Tensor:
         """What the layer of pass `v` finds, in one direction."""

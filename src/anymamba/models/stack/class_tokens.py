@@ -129,7 +129,7 @@ def sequence_layout(
         counts = bounds.diff().tolist()
     else:
         counts = [x.shape[1]] * len(x) if padding is None else padding.lengths.tolist()
-    cleaned = None if padding is None else padding.cleaned()
+    cleaned = None if padding is None else padding.as_compact()
     if length is None:
         return SequenceLayout(counts, counts if whole else None, bounds, cleaned)
     lengths = length.tolist() if isinstance(length, Tensor) else [length] * len(counts)
@@ -244,7 +244,7 @@ class ClassTokens(nn.Module):
             return Insertion(torch.tensor(index, dtype=torch.int64, device=device), flow._replace(padding=None))
         t, lengths = max(flow.counts), torch.tensor(flow.counts, device=device)
         padded = [row + [0] * (t - len(row)) for row in items]
-        padding = Padding(lengths, torch.arange(t, device=device) < lengths.unsqueeze(1), None, is_clean=True)
+        padding = Padding(lengths, torch.arange(t, device=device) < lengths.unsqueeze(1), None, is_compact=True)
         return Insertion(torch.tensor(padded, device=device), flow._replace(padding=padding))
 
 

@@ -293,7 +293,7 @@ class Stack(LayerLoop, HasFingerprint):
         paddings: dict[int, Padding | None] = {}
         dtype, residual = x.dtype, self._stream(x)
         if padding is not None:
-            residual, options["mask"] = padding.compact(residual), padding.cleaned()
+            residual, options["mask"] = padding.compact(residual), padding.as_compact()
         if levels is not None and (place := levels.before(None)) is not None:
             residual = place(residual)
 
@@ -306,7 +306,7 @@ class Stack(LayerLoop, HasFingerprint):
                 if not h.shape[1]:  # no token has come, and no class token waits
                     new.append(layer.mixer.init_cache(len(h)) if old[v] is None else old[v])
                     return h
-            with anomaly.within(f"layers.{index}"):
+            with anomaly.named_location(f"layers.{index}"):
                 if self.config.checkpointing and torch.is_grad_enabled():
                     h, made = checkpoint(layer, h, old[v], added=added, use_reentrant=False, **options)
                 else:

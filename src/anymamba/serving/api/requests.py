@@ -7,7 +7,6 @@ The functions raise `ApiError` with status 400.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import reprlib
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from anymamba.core.config_fields import suggest
 from anymamba.core.io import parse_json
 from anymamba.generation.sampling import Sampling
 from anymamba.serving.api.errors import ApiError, invalid
@@ -65,9 +65,9 @@ def check_fields(body: dict[str, Any], known: set[str], model: str) -> None:
     """
     for name, value in body.items():
         if name not in known and name not in _IGNORED:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"unknown field {shown(name)}{hint}", param=name[:80], code="unknown_parameter")
+            raise ApiError(
+                400, f"unknown field {shown(name)}{suggest(name, known)}", param=name[:80], code="unknown_parameter"
+            )
         if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
             raise ApiError(
                 400, f"{name} is not supported, got {shown(value)}", param=name, code="unsupported_parameter"

@@ -15,7 +15,7 @@ from collections import deque
 
 import torch
 
-from anymamba.core.allocator import return_freed_memory
+from anymamba.core.process import trim_freed_memory
 from anymamba.generation.sampling import row_key
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.step_program import MAX_ROWS
@@ -127,7 +127,7 @@ class Engine:
                 if not self._changed.wait(rest):
                     rest = None
                     self._changed.release()  # whoever submits a job does not wait for this
-                    return_freed_memory()
+                    trim_freed_memory()
                     self._changed.acquire()
             self._take_new()
             return not self._closing

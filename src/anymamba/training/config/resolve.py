@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anymamba.checkpoints.open import open_checkpoint
-from anymamba.core.devices import find_device
+from anymamba.core.dtypes import parse_device
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from anymamba.models.mamba3_activation import warn_if_ambiguous
 from anymamba.training.compile import check_compiler
@@ -21,7 +21,7 @@ def placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
     Raises:
         ValueError: they do not fit.
     """
-    device = find_device(workers.device_name(config.device), "device =")
+    device = parse_device(workers.device_name(config.device), "device =")
     c, p = config.batch, config.parallel
     workers.arrange(p, device)
     if c.rows % (c.accumulation * workers.readers):
@@ -48,7 +48,7 @@ def settled(config: TrainingConfig) -> TrainingConfig:
     Raises:
         ValueError: the device, the model, the model to start from or the tokenizer cannot work.
     """
-    device, name = find_device(config.device, "device ="), config.data.tokenizer
+    device, name = parse_device(config.device, "device ="), config.data.tokenizer
     pairs = None if name is None else byte_pair_size(name)
     if config.precision.compile:
         check_compiler(device)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from anymamba.training.config.values import hint
+from anymamba.core.config_fields import suggest
 
 if TYPE_CHECKING:
     from anymamba.models.config import MambaLMConfig
@@ -48,7 +48,9 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
     from anymamba.models.families import FAMILIES  # which imports torch
 
     if family not in FAMILIES:
-        raise ValueError(f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{hint(family, FAMILIES)}")
+        raise ValueError(
+            f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{suggest(family, FAMILIES)}"
+        )
     known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
     while 2 * width % headdim:
         headdim //= 2
@@ -57,7 +59,7 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
         raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(section, strange[0])}")
     sizes = {size: getattr(section, size) or default for size, default in usual.items() if size in known}
     for name in set(section.block) - set(known):
-        if near := hint(name, known):  # the model's own config refuses the others that it does not know
+        if near := suggest(name, known):  # the model's own config refuses the others that it does not know
             raise ValueError(f"model.block.{name}: no such field of {family}{near}")
     return {"layer": family, **sizes, **section.block}
 

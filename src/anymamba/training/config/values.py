@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
+
+from anymamba.core.config_fields import split_section, suggest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,36 +40,12 @@ def unknown(name: str, names: Iterable[str], where: str, what: str = "field", ot
         A sentence, with the names that the user probably meant.
     """
     names = list(names)
-    return f"{where}{name}: no such {what}{hint(name, names) or f'; {otherwise or _known(name, names)}'}"
-
-
-def hint(name: str, names: Iterable[str]) -> str:
-    """The question "; did you mean data.sources?" if one of `names` is similar to `name`."""
-    near = _near(name, list(names))
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _near(name: str, names: list[str]) -> list[str]:
-    """The names with the same last part, or a similar one in the same section, or that are similar as a whole."""
-    section, last = _parts(name)
-    if same := [x for x in names if _parts(x)[1] == last]:
-        return same
-    beside = {_parts(x)[1]: x for x in names if _parts(x)[0] == section}
-    whole = {".".join(_parts(x)): x for x in names}
-    if beside:  # the section would make all of its names similar
-        return [beside[x] for x in difflib.get_close_matches(last, beside, n=3, cutoff=0.6)]
-    return [whole[x] for x in difflib.get_close_matches(f"{section}.{last}", whole, n=3, cutoff=0.75)]
-
-
-def _parts(name: str) -> tuple[str, str]:
-    """The section of a name and its last part, in one spelling for files and the command line."""
-    section, _, last = name.lstrip("-").lower().replace("-", "_").rpartition(".")
-    return section, last
+    return f"{where}{name}: no such {what}{suggest(name, names) or f'; {otherwise or _known(name, names)}'}"
 
 
 def _known(name: str, names: list[str]) -> str:
-    section = _parts(name)[0]
-    beside = [x for x in names if _parts(x)[0] == section]
+    section = split_section(name)[0]
+    beside = [x for x in names if split_section(x)[0] == section]
     return f"known are {', '.join(beside or names)}"
 
 

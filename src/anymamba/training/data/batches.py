@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.core.context_parallel import Context, ContextParallelGroup
+from anymamba.core.context_parallel import ContextParallelGroup, SequencePart
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.data.shards import Tokens
 
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
     cu_seqlens: Int[Tensor, " z1"]
     carried: Int[Tensor, " z"]
     last: Int[Tensor, " r"]
-    context: Context | None = None
+    context: SequencePart | None = None
 
     @property
     def tokens(self) -> int:
@@ -85,16 +85,16 @@ class Sequence:
                 starts.append(low - begin)
         return torch.cat(pieces), torch.tensor(starts, dtype=torch.int64)
 
-    def pack(self, spans: list[tuple[int, int]], fresh: bool, neighbors: ContextParallelGroup | None = None) -> Batch:
+    def pack(self, spans: list[tuple[int, int]], fresh: bool, cp_group: ContextParallelGroup | None = None) -> Batch:
         """Rows as a batch.
 
         Args:
             spans: begin and end of each row.
             fresh: whether no row continues from an earlier state.
-            neighbors: the workers that share the batch.
+            cp_group: the workers that share the batch.
         """
-        if neighbors is not None:
-            return self._part(spans, fresh, neighbors)
+        if cp_group is not None:
+            return self._part(spans, fresh, cp_group)
         inputs, targets, bounds, carried, last = [], [], [], [], []
         offset = 0
         for row, (begin, end) in enumerate(spans):
@@ -119,9 +119,9 @@ class Sequence:
             torch.tensor(last),
         )
 
-    def _part(self, spans: list[tuple[int, int]], fresh: bool, neighbors: ContextParallelGroup) -> Batch:
+    def _part(self, spans: list[tuple[int, int]], fresh: bool, cp_group: ContextParallelGroup) -> Batch:
         """This worker's part of rows that several share: as many tokens as the others have, and no others are read."""
-        begin, end = neighbors.part(sum(stop - start for start, stop in spans))
+        begin, end = cp_group.part_bounds(sum(stop - start for start, stop in spans))
         here, whole, offset = [], [], 0
         for row, (start, stop) in enumerate(spans):
             low, high = max(begin, offset), min(end, offset + stop - start)
@@ -142,7 +142,7 @@ class Sequence:
                 last[row] = batch.last[number]
         # A part ends within a sequence where its row continues and no document begins after it.
         after = not whole[-1][2] and not self._begins_at(here[-1][1])
-        return batch._replace(carried=carried, last=last, context=Context(neighbors, inner[0], after))
+        return batch._replace(carried=carried, last=last, context=SequencePart(cp_group, inner[0], after))
 
     def _begins_at(self, place: int) -> bool:
         """Whether a document begins there."""
@@ -169,7 +169,7 @@ class Batches:
         seed: int,
         reader: int = 0,
         readers: int = 1,
-        neighbors: ContextParallelGroup | None = None,
+        cp_group: ContextParallelGroup | None = None,
     ) -> None:
         """Check that there is enough text.
 
@@ -182,14 +182,14 @@ class Batches:
             seed: of the order.
             reader: which of the `readers` this worker is; they divide the rows of each part.
             readers: how many there are.
-            neighbors: the workers that share the same rows.
+            cp_group: the workers that share the same rows.
 
         Raises:
             ValueError: there is less text than one row, or than one step of a stream.
         """
         self._tokens, self._mode, self._seed = tokens, mode, seed
         self._length, self._rows, self._parts = length, rows, accumulation
-        self._reader, self._readers, self._neighbors = reader, readers, neighbors
+        self._reader, self._readers, self._cp_group = reader, readers, cp_group
         self._sequence, self._epoch = Sequence(tokens), -1
         needed = length if mode == "packed" else length * rows
         if len(self._sequence) < needed:
@@ -204,7 +204,7 @@ class Batches:
         size = self._rows // self._parts
         own = size // self._readers
         begins = range(self._reader * own, self._rows, size)
-        return [self._sequence.pack(spans[i : i + own], fresh, self._neighbors) for i in begins]
+        return [self._sequence.pack(spans[i : i + own], fresh, self._cp_group) for i in begins]
 
     def _packed(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         count, t = len(self._sequence) // self._length, self._length

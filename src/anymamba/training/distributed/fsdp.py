@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from anymamba.core.cache_io import check_names
+from anymamba.core.cache_io import check_tensor_names
 from anymamba.models.stack.residual_layer import ResidualLayer
 from anymamba.training.checkpoint.sharded_tensors import Piece
 from anymamba.training.distributed.process_group import Workers
@@ -136,7 +136,7 @@ def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
         ValueError: they belong to another model.
     """
     held = _state(model)
-    check_names("model", stored, held)
+    check_tensor_names("model", stored, held)
     for name, x in held.items():
         if tuple(stored[name].shape) != tuple(x.shape):
             raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")

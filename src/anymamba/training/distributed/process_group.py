@@ -56,7 +56,7 @@ class Workers:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         """One of `size` processes, without a mesh yet."""
         self.rank, self.size, self.shard, self.context = rank, size, 1, 1
-        self.neighbors: ContextParallelGroup | None = None
+        self.cp_group: ContextParallelGroup | None = None
         self._mesh: DeviceMesh | None = None
         self._doing, self._seconds, self._looked = "to begin", 600, monotonic()
 
@@ -109,7 +109,7 @@ class Workers:
             for row in ranks.view(-1, self.context).tolist():
                 group = dist.new_group(row, timeout=limit)
                 if self.rank in row:
-                    self.neighbors = ContextParallelGroup(row, self.rank, group)
+                    self.cp_group = ContextParallelGroup(row, self.rank, group)
 
     def require_single_process(self) -> None:
         """Refuse several workers, for a task of one process.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.checkpoints.load import COMPANIONS, copy_companions, load_model, save_config
+from anymamba.checkpoints.load import COMPANION_FILES, copy_companions, load_model, save_config
 from anymamba.checkpoints.open import open_checkpoint, read_config
 from anymamba.core.io import atomic_write
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end
@@ -74,7 +74,7 @@ class LanguageTask(Task[Batch]):
             seed=config.seed,
             reader=workers.reader,
             readers=workers.readers,
-            neighbors=workers.neighbors,
+            cp_group=workers.cp_group,
         )
 
     @property
@@ -182,7 +182,7 @@ class LanguageTask(Task[Batch]):
             taken = [*copy_companions(Path(name).parent, self._directory), own.name]
             with atomic_write(own) as temporary:
                 shutil.copyfile(name, temporary)
-        for other in set(COMPANIONS) - set(taken):
+        for other in set(COMPANION_FILES) - set(taken):
             (self._directory / other).unlink(missing_ok=True)
         tokenizer = self._open_tokenizer()
         if isinstance(tokenizer, FileTokenizer):

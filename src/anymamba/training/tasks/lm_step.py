@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.cache_io import check_names
+from anymamba.core.cache_io import check_tensor_names
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.training.data.batches import Batch
@@ -60,8 +60,8 @@ def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
     found = cache.rows(batch.last.clamp(min=0))
     if batch.context is None:
         return found
-    neighbors, here = batch.context.neighbors, batch.last >= 0
-    return found.with_tensors(neighbors.chosen(x, here) for x in found.leaves())
+    cp_group, here = batch.context.cp_group, batch.last >= 0
+    return found.with_tensors(cp_group.broadcast_rows(x, here) for x in found.leaves())
 
 
 def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts: Iterable[slice]) -> list[LMCache]:
@@ -72,7 +72,7 @@ def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts
     """
     fresh = model.init_cache(1)
     expected = fresh.tensors()
-    check_names("carried", tensors, expected)
+    check_tensor_names("carried", tensors, expected)
     for name, x in expected.items():
         if tuple(tensors[name].shape) != (shape := (streams, *x.shape[1:])):
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anymamba.core.devices import find_device
+from anymamba.core.dtypes import parse_device
 from anymamba.core.io import read_json, run_lock
 from anymamba.training.checkpoint.resume import check_no_run, reopen
 from anymamba.training.checkpoint.run_state import checkpoints
@@ -59,7 +59,7 @@ def begin_files(config: FileConfig, directory: Path, report: Callable[[str], Non
     Raises:
         ValueError: the directory has a run or a model already, or the config or the files cannot work.
     """
-    device = find_device(config.device, "device =")
+    device = parse_device(config.device, "device =")
     if config.precision.compile:
         check_compiler(device)
     directory.mkdir(parents=True, exist_ok=True)

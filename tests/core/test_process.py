@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from anymamba.core.allocator import keep_freed_memory, share_freed_memory
+from anymamba.core.process import keep_freed_memory, use_one_malloc_arena
 
 FAULTS = """
 import resource, statistics, sys, torch
@@ -26,8 +26,8 @@ print(kept, statistics.median_low(cleared() for _ in range(21)))  # the heap may
 
 ARENAS = """
 import ctypes, sys, threading
-from anymamba.core.allocator import share_freed_memory
-shared = share_freed_memory() if sys.argv[2] == "share" else None
+from anymamba.core.process import use_one_malloc_arena
+shared = use_one_malloc_arena() if sys.argv[2] == "share" else None
 libc, together = ctypes.CDLL(None), threading.Barrier(6)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
 def work():
@@ -46,7 +46,7 @@ print(shared)
 
 GIVEN_BACK = """
 import resource, torch
-from anymamba.core.allocator import return_freed_memory, keep_freed_memory
+from anymamba.core.process import trim_freed_memory, keep_freed_memory
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -58,7 +58,7 @@ for i in range(1000):
     held += [blocks[i]] if i % 10 == 0 else []
 del blocks
 kept = resident() - before
-return_freed_memory()
+trim_freed_memory()
 print(kept, resident() - before)
 """
 
@@ -74,7 +74,7 @@ def test_kept_memory_can_be_given_back():
 
 
 def arenas(path, how: str, **environment: str) -> tuple[str, int]:
-    """What `share_freed_memory` said, and from how many places six threads have taken memory."""
+    """What `use_one_malloc_arena` said, and from how many places six threads have taken memory."""
     command = [sys.executable, "-c", ARENAS, str(path / "malloc.xml"), how]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
     return done.stdout.strip(), (path / "malloc.xml").read_text().count("<heap nr=")
@@ -114,13 +114,13 @@ def test_kept_memory_is_not_cleared_again():
 
 HOLES = """
 import re, sys, torch
-from anymamba.core.allocator import return_freed_memory
+from anymamba.core.process import trim_freed_memory
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 taken = [torch.ones(2**14) for _ in range(1024)]  # 64 KiB each: parts of the heap
 del taken[::2], taken[:-1]  # the last holds the end of the heap
 before = resident()
-return_freed_memory()
+trim_freed_memory()
 print(before - resident())
 """
 
@@ -137,4 +137,4 @@ def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert keep_freed_memory() is False
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert share_freed_memory() is False
+    assert use_one_malloc_arena() is False
