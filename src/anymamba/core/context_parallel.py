@@ -158,7 +158,8 @@ class _ExchangeBoundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
         count = ctx.count
-        base, local = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # activation checkpointing allows to read them once
+        base, local = saved[:count], saved[count:]
         sending = None
         dstart: list[Tensor] = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, base, strict=True)]
         # 1) The gradient for the previous rank is complete already if nothing of it passes through this part.
