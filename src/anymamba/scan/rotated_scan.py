@@ -93,7 +93,7 @@ def rotated_trapezoid_scan(
     wide = {"rate": rate, "step": step, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
     wide |= {"state": state, "start": start}
     alike = {"k": k, "q": q, "previous_k": previous_k, "previous_x": previous_x}
-    check_dtypes(where, "x", x, alike=alike, wide=wide)
+    check_dtypes(where, "x", x, activations=alike, states=wide)
     for name, weight in (("k_bias", k_bias), ("q_bias", q_bias), ("D", D), ("value_weight", value_weight)):
         check_parameter(where, name, weight, x)
     if value_weight is None and k.shape[2] > 1:

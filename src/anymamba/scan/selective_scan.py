@@ -84,7 +84,7 @@ def selective_scan(
             f"matrix product, got {path.algorithm!r}"
         )
     check_time_steps("selective_scan", x.shape[1])
-    check_dtypes("selective_scan", "x", x, alike={"B": B, "C": C, "z": z}, wide={"dt": dt, "A": A})
+    check_dtypes("selective_scan", "x", x, activations={"B": B, "C": C, "z": z}, states={"dt": dt, "A": A})
     check_parameter("selective_scan", "D", D, x)
     check_nonpositive("selective_scan", "A", A)
     if cu_seqlens is not None:
