@@ -6,7 +6,7 @@ from anymamba.serving.api.errors import ApiError
 from anymamba.serving.api.requests import Limits, parse_body, read_chat, read_completion
 from tests.serving.bodies import bodies
 
-LIMITS = Limits(max_tokens=100, n=4)
+LIMITS = Limits(max_tokens=100, max_choices=4)
 
 
 def completion(**body):
@@ -18,16 +18,22 @@ def chat(**body):
 
 
 def test_fields_that_are_left_out_have_the_defaults_of_the_api():
-    wanted = completion()
-    assert (wanted.max_tokens, wanted.n, wanted.stops, wanted.stream, wanted.logprobs) == (16, 1, (), False, None)
-    assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k) == (1.0, 1.0, None)
-    assert wanted.sampling.seed != completion().sampling.seed
+    request = completion()
+    assert (request.max_tokens, request.n, request.stop_texts, request.stream, request.logprobs) == (
+        16,
+        1,
+        (),
+        False,
+        None,
+    )
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, None)
+    assert request.sampling.seed != completion().sampling.seed
     assert chat().max_tokens == 100
 
 
 def test_both_forms_of_a_field_are_one():
     assert completion(prompt=[1, 2]).prompts == [[1, 2]]
-    assert completion(stop="a").stops == completion(stop=["a"]).stops == ("a",)
+    assert completion(stop="a").stop_texts == completion(stop=["a"]).stop_texts == ("a",)
     assert chat(max_completion_tokens=7).max_tokens == chat(max_tokens=7).max_tokens == 7
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "developer", "content": parts}]).messages == [{"role": "system", "content": "ab"}]
@@ -36,15 +42,15 @@ def test_both_forms_of_a_field_are_one():
 @pytest.mark.parametrize(
     ("read", "body", "param", "message"),
     [
-        (completion, {"n": 5}, "n", "n must be a whole number from 1 to 4, got 5"),
-        (completion, {"n": True}, "n", "n must be a whole number"),
+        (completion, {"n": 5}, "n", "n must be an integer from 1 to 4, got 5"),
+        (completion, {"n": True}, "n", "n must be an integer"),
         (completion, {"n": 2, "prompt": ["a", "b", "c"]}, "n", "may ask for at most 4 continuations .*, got 6"),
         (completion, {"n": 2, "session": "s"}, "n", "a session takes one continuation"),
         (completion, {"prompt": [256]}, "prompt", "token ids must be between 0 and 255, got 256"),
         (completion, {"prompt": None}, "prompt", "prompt must be a string"),
         (completion, {"top_p": 0}, "top_p", "above 0"),
         (completion, {"temperature": float("nan")}, "temperature", "got NaN"),
-        (completion, {"seed": 2**64}, "seed", "seed must be a whole number"),
+        (completion, {"seed": 2**64}, "seed", "seed must be an integer"),
         (completion, {"logit_bias": {"256": 1}}, "logit_bias", "below 256"),
         (completion, {"logit_bias": {"1": 101}}, "1", "from -100"),
         (completion, {"stop": ["a"] * 17}, "stop", "up to 16"),

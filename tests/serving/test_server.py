@@ -336,7 +336,7 @@ class TestTheDoor:
         assert server.ask("/v1/completions")[0] == 405
         assert server.ask("/v1/nothing")[0] == 404
         assert server.ask("/v1/completions", method="OPTIONS")[1].get("access-control-allow-origin") is None
-        assert server.ask("/page/..%2f..%2fapp.py")[0] == 404
+        assert server.ask("/static/..%2f..%2fapp.py")[0] == 404
 
     def test_a_key_is_required_if_one_is_set(self, served):
         server = Running(

@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> None:
     if key is not None and not key.strip():
         raise ValueError(f"--api-key (or {KEY_VARIABLE}) must not be empty")
     limits = Limits(
-        body=args.max_body * _MIB,
-        prompt=args.max_prompt,
+        max_body_bytes=args.max_body * _MIB,
+        max_prompt_tokens=args.max_prompt,
         max_tokens=args.max_tokens,
-        n=args.max_n,
-        requests=args.max_requests,
-        seconds=args.request_seconds,
+        max_choices=args.max_n,
+        max_requests=args.max_requests,
+        request_seconds=args.request_seconds,
         body_seconds=args.body_seconds,
     )
     directory = resolve_source(args.model)
@@ -81,7 +81,7 @@ def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> 
         tokenizer,
         template,
         name=_name(args),
-        store=StateCache(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
+        cache=StateCache(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
         limits=limits,
         stops=template.stop,
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},

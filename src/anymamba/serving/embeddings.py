@@ -1,9 +1,10 @@
-"""Embeddings of texts over HTTP, by a bidirectional model: one text after another, each as if alone."""
+"""Embeddings: a bidirectional model embeds one text after another, each as if it were alone."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,130 +12,192 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from torch import Tensor
 
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.sequence.masked_lm import MaskedLM
-from anymamba.serving.api.errors import ApiError, invalid, too_many_requests
-from anymamba.serving.api.requests import Limits, check_fields, is_text, shown
+from anymamba.serving.api.errors import ApiError, invalid_value, too_many_requests
+from anymamba.serving.api.requests import Limits, check_fields, is_valid_unicode, preview
 from anymamba.serving.metrics import Metrics
+from anymamba.serving.routes import PROMETHEUS, ModelRoutes, cancel_on_disconnect, json_response, read_request
+from anymamba.version import __version__
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
-_MOST = 2048  # texts of a request, as in OpenAI's API
+_MAX_TEXTS = 2048  # per request, as in OpenAI's API
 
 
 class EmbeddingRequest(NamedTuple):
-    """What a request asks for.
+    """The checked fields of a request for embeddings.
 
     Attributes:
-        texts: the texts, or their lists of token ids.
-        encoding: of the vectors, float or base64.
+        texts: Texts, or their lists of token ids.
+        encoding: Encoding of the vectors, "float" or "base64".
     """
 
     texts: list[str] | list[list[int]]
     encoding: str
 
 
+class EmbeddingRoutes:
+    """The HTTP routes of a server that embeds texts."""
+
+    def __init__(self, service: EmbeddingService) -> None:
+        """Serve this service; there is no page."""
+        self._service = service
+        description = {"id": service.name, "created": service.created}
+        sizes = {"vocab_size": service.vocab_size, "dimensions": service.dimensions}
+        self._model_routes = ModelRoutes({**description, **sizes})
+
+    def table(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/health", self.get_health),
+            Route("/metrics", self.get_metrics),
+            *self._model_routes.table(),
+            Route("/v1/embeddings", self.create_embeddings, methods=["POST"]),
+            *(Route(path, self.reject_text) for path in ("/", "/v1/completions", "/v1/chat/completions")),
+            *(Route(path, self.reject_text, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
+        ]
+
+    async def get_health(self, _: Request) -> Response:
+        """Return the status of the server, and its load."""
+        return json_response({"status": "ok", "version": __version__, "requests": self._service.open})
+
+    async def get_metrics(self, _: Request) -> Response:
+        """Return the metrics for Prometheus."""
+        service = self._service
+        counters = {"anymamba_read_tokens_total": service.tokens_read}
+        gauges = {"anymamba_requests_open": service.open}
+        return Response(service.metrics.format(counters, gauges), media_type=PROMETHEUS)
+
+    async def create_embeddings(self, http_request: Request) -> Response:
+        """Return a vector for each text."""
+        service = self._service
+        request = await read_request(http_request, service.limits, service.read_fields)
+        body = await cancel_on_disconnect(http_request, service.handle(request), service.metrics)
+        if body is None:
+            return Response(status_code=499)
+        content = await asyncio.to_thread(json.dumps, body)  # many numbers, which would block the event loop
+        return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def reject_text(self, _: Request) -> Response:
+        """Reject a request for text."""
+        raise ApiError(400, "this model does not generate text; it serves /v1/embeddings", code="model_without_text")
+
+
 class EmbeddingService:
     """A model that embeds texts.
 
     Args:
-        model: a bidirectional model.
-        tokenizer: of its text.
-        name: what clients call the model.
-        limits: on requests.
+        model: Bidirectional model.
+        tokenizer: Tokenizer of the model.
+        name: Name of the model for clients.
+        limits: Limits on requests.
 
     Attributes:
-        open: how many requests are being answered or waiting.
-        tokens_read: since the start.
+        open: Number of open requests.
+        tokens_read: Number of tokens that were read since the start.
     """
 
     def __init__(self, model: MaskedLM, tokenizer: Tokenizer, *, name: str, limits: Limits) -> None:
-        """Nothing runs yet."""
-        self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
-        self.metrics, self.created = Metrics(), int(time.time())
+        """Prepare the service; its thread starts with the first request."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.limits = limits
+        self.metrics = Metrics()
+        self.created = int(time.time())
         assert model.config.vocab_size is not None
         self.vocab_size: int = model.config.vocab_size
         self.dimensions = model.embedding.weight.shape[1]
-        self.open = self.tokens_read = 0
+        self.open = 0
+        self.tokens_read = 0
         self._deadline = float("inf")
-        threads = torch.get_num_threads()
-        # torch keeps the number of threads for each thread.
-        self._worker = ThreadPoolExecutor(1, "embeddings", lambda: torch.set_num_threads(threads))
+        threads = torch.get_num_threads()  # torch stores the number of threads per thread
+        self._executor = ThreadPoolExecutor(1, "embeddings", lambda: torch.set_num_threads(threads))
 
     def start(self) -> None:
-        """Nothing to do: the worker's thread starts with the first request."""
+        """Do nothing: the thread starts with the first request."""
 
-    def finish_by(self, deadline: float) -> None:
-        """Let no request run beyond this moment, on the clock of `time.monotonic`."""
+    def set_deadline(self, deadline: float) -> None:
+        """Let no request run beyond this time on the clock of `time.monotonic`."""
         self._deadline = deadline
 
     def close(self, _: float = 0.0) -> None:
-        """End the worker; there is nothing to write."""
+        """Stop the thread; there is nothing to write."""
         self._deadline = 0.0
-        self._worker.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
 
-    def read(self, body: dict[str, Any]) -> EmbeddingRequest:
-        """What a body asks for.
+    def read_fields(self, body: dict[str, Any]) -> EmbeddingRequest:
+        """Read the fields of a body.
 
         Raises:
-            ApiError: a field is wrong.
+            ApiError: A field is invalid.
         """
         check_fields(body, _FIELDS, self.name)
         encoding = body.get("encoding_format") or "float"
         if encoding not in ("float", "base64"):
-            raise invalid("encoding_format", f"encoding_format must be float or base64, got {shown(encoding)}")
+            raise invalid_value("encoding_format", f"encoding_format must be float or base64, got {preview(encoding)}")
         if body.get("dimensions") not in (None, self.dimensions) or isinstance(body.get("dimensions"), bool):
-            message = f"dimensions must be {self.dimensions} or left out, got {shown(body['dimensions'])}"
-            raise invalid("dimensions", message)
-        return EmbeddingRequest(self._texts(body.get("input")), encoding)
+            message = f"dimensions must be {self.dimensions} or left out, got {preview(body['dimensions'])}"
+            raise invalid_value("dimensions", message)
+        return EmbeddingRequest(self._read_texts(body.get("input")), encoding)
 
-    def _texts(self, given: Any) -> Any:
-        one = isinstance(given, str) or (isinstance(given, list) and given and all(type(x) is int for x in given))
-        texts = [given] if one else given
-        fine = isinstance(texts, list) and 0 < len(texts) <= _MOST
-        fine = fine and (
-            all(isinstance(x, str) and x and is_text(x) for x in texts)
-            or all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in texts)
+    def _read_texts(self, value: Any) -> Any:
+        is_single = isinstance(value, str) or (isinstance(value, list) and value and all(type(x) is int for x in value))
+        texts = [value] if is_single else value
+        is_valid = isinstance(texts, list) and 0 < len(texts) <= _MAX_TEXTS
+        is_valid = is_valid and (
+            all(isinstance(text, str) and text and is_valid_unicode(text) for text in texts)
+            or all(isinstance(ids, list) and ids and all(type(i) is int for i in ids) for ids in texts)
         )
-        if not fine:
-            expected = f"a string, token ids, or a list of up to {_MOST:,} of either, none of them empty"
-            raise invalid("input", f"input must be {expected}, got {shown(given)}")
-        wrong = next((i for x in texts if not isinstance(x, str) for i in x if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
-            raise invalid("input", f"token ids must be between 0 and {self.vocab_size - 1}, got {shown(wrong)}")
+        if not is_valid:
+            expected = f"a string, token ids, or a list of up to {_MAX_TEXTS:,} of either, none of them empty"
+            raise invalid_value("input", f"input must be {expected}, got {preview(value)}")
+        ids = (i for text in texts if not isinstance(text, str) for i in text)
+        outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if outside is not None:
+            message = f"token ids must be between 0 and {self.vocab_size - 1}, got {preview(outside)}"
+            raise invalid_value("input", message)
         return texts
 
-    async def handle(self, wanted: EmbeddingRequest) -> dict[str, Any]:
-        """The answer to a request; if the task is cancelled, the worker stops at the next text.
+    async def handle(self, request: EmbeddingRequest) -> dict[str, Any]:
+        """Return the response to a request; if the task is cancelled, the thread stops at the next text.
 
         Raises:
-            ApiError: a text is too long, too many requests are open, or the time ran out.
+            ApiError: A text is too long, too many requests are open, or the time ran out.
         """
-        if self.open >= self.limits.requests:
+        if self.open >= self.limits.max_requests:
             raise too_many_requests(self.open)
         self.open += 1
-        gone = threading.Event()
+        cancelled = threading.Event()
         try:
-            deadline = time.monotonic() + self.limits.seconds
+            deadline = time.monotonic() + self.limits.request_seconds
             loop = asyncio.get_running_loop()
-            vectors, tokens = await loop.run_in_executor(self._worker, self._vectors, wanted, deadline, gone.is_set)
+            vectors, tokens = await loop.run_in_executor(
+                self._executor, self._embed_texts, request, deadline, cancelled.is_set
+            )
         finally:
-            gone.set()
+            cancelled.set()
             self.open -= 1
         data = [
-            {"object": "embedding", "index": i, "embedding": _encoded(vector, wanted.encoding)}
+            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, request.encoding)}
             for i, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": self.name, "usage": usage}
 
     @torch.no_grad()
-    def _vectors(self, wanted: EmbeddingRequest, deadline: float, gone: Callable[[], bool]) -> tuple[list[Tensor], int]:
-        texts = [self._encode(text) for text in wanted.texts]
+    def _embed_texts(
+        self, request: EmbeddingRequest, deadline: float, is_cancelled: Callable[[], bool]
+    ) -> tuple[list[Tensor], int]:
+        texts = [self._tokenize(text) for text in request.texts]
         vectors = []
         for ids in texts:
-            if gone():
+            if is_cancelled():
                 break
             if time.monotonic() >= min(deadline, self._deadline):
                 raise ApiError(408, "the time for the request ran out before its texts were read", code="timeout")
@@ -143,17 +206,17 @@ class EmbeddingService:
             self.tokens_read += len(ids)
         return vectors, sum(map(len, texts))
 
-    def _encode(self, text: str | list[int]) -> list[int]:
+    def _tokenize(self, text: str | list[int]) -> list[int]:
         ids = self.tokenizer.encode(text) if isinstance(text, str) else text
         if not ids:
-            raise invalid("input", "each text in input must have at least one token, got none")
-        if len(ids) > self.limits.prompt:
-            message = f"each text in input may have at most {self.limits.prompt} tokens, got {len(ids)}"
+            raise invalid_value("input", "each text in input must have at least one token, got none")
+        if len(ids) > self.limits.max_prompt_tokens:
+            message = f"each text in input may have at most {self.limits.max_prompt_tokens} tokens, got {len(ids)}"
             raise ApiError(400, message, param="input", code="context_length_exceeded")
         return ids
 
 
-def _encoded(vector_d: Tensor, encoding: str) -> list[float] | str:
+def _encode_vector(vector_d: Tensor, encoding: str) -> list[float] | str:
     if encoding == "base64":
         return base64.b64encode(vector_d.numpy().astype("<f4").tobytes()).decode()
     return vector_d.tolist()

@@ -1,4 +1,4 @@
-"""The server's door: who may send requests, which headers every answer has, and how errors are answered."""
+"""Access control: which requests are accepted, which headers every response has, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anymamba.serving.api.errors import ApiError
+from anymamba.serving.api.errors import ApiError, internal_error
 from anymamba.serving.metrics import Metrics
 
-# The page and its parts, which hold nothing secret, and the health check.
-_OPEN = ("/", "/health", "/page/")
+# The page and its files, which hold no secrets, and the health check need no key.
+_PUBLIC_PATHS = ("/", "/health", "/static/")
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -31,21 +31,30 @@ _HEADERS = (
         b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 )
-_PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+# Other paths are counted together: clients choose them, and each would be a metric of its own.
+_COUNTED_PATHS = (
+    "/",
+    "/health",
+    "/metrics",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/embeddings",
+)
 
 
 class AccessMiddleware:
-    """Admits requests that have the key, are addressed to this server, and do not come from another site's page.
+    """Accepts requests that carry the key, are addressed to this server, and do not come from another site's page.
 
     Args:
-        app: the application behind it.
-        key: clients must send it as a bearer token; None if no key is required.
-        hosts: names of the server besides localhost and plain addresses. The page of another site can make its own
+        app: Application that handles accepted requests.
+        key: Bearer token that clients must send, or None if no key is required.
+        hosts: Names of the server in addition to localhost and IP addresses. The page of another site can make its own
             name resolve to this server, but it cannot make a browser send an address in place of that name.
-        origins: sites whose pages may send requests.
-        seconds: the time for a request and its answer, after which the connection is closed.
-        metrics: counts the requests.
-        verbose: print a line for each request.
+        origins: Sites whose pages may send requests.
+        seconds: Time limit of a request and its response, after which the connection is closed.
+        metrics: Metrics in which requests are counted.
+        verbose: True to print a line per request.
     """
 
     def __init__(
@@ -59,62 +68,68 @@ class AccessMiddleware:
         metrics: Metrics,
         verbose: bool = False,
     ) -> None:
-        """Stand in front of `app`."""
-        self._app, self._key, self._seconds, self._metrics, self._verbose = app, key, seconds, metrics, verbose
+        """Wrap `app`."""
+        self._app = app
+        self._key = None if key is None else key.encode()
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)}
         self._origins = {origin.rstrip("/") for origin in origins}
+        self._seconds = seconds
+        self._metrics = metrics
+        self._verbose = verbose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ResponseBuilder a request."""
-        if scope["type"] != "http":  # there are no websockets here
+        """Handle a request."""
+        if scope["type"] != "http":  # websockets and lifespan events are not supported
             return
-        answer = _ResponseSender(send, self._cors(scope))
+        sender = _ResponseSender(send, self._cors_headers(scope))
         try:
-            self._check(scope)
+            self._check_access(scope)
             if scope["method"] == "OPTIONS":
-                await answer.send_json(204, None, _preflight(answer.cors))
+                await sender.send_json(204, None, _preflight_headers(sender.cors_headers))
                 return
-            await asyncio.wait_for(self._app(scope, receive, answer), self._seconds)
+            await asyncio.wait_for(self._app(scope, receive, sender), self._seconds)
         except ApiError as error:
-            await answer.send_error(error)
-        except (asyncio.TimeoutError, TimeoutError):  # different before Python 3.11
-            await answer.send_error(ApiError(408, "the time for the request ran out", code="timeout"))
-        except asyncio.CancelledError:  # the server ends, and this request did not end in time
-            await answer.send_error(ApiError(503, "the server is shutting down", code="shutting_down"))
+            await sender.send_error(error)
+        except (asyncio.TimeoutError, TimeoutError):  # two classes before Python 3.11
+            await sender.send_error(ApiError(408, "the time for the request ran out", code="timeout"))
+        except asyncio.CancelledError:  # the server shut down before this request ended
+            await sender.send_error(ApiError(503, "the server is shutting down", code="shutting_down"))
         except Exception:  # a bug: its traceback is for the log, not for the client
             traceback.print_exc(file=sys.stderr)
-            await answer.send_error(ApiError(500, "internal server error; see the server's log", code="internal_error"))
+            await sender.send_error(internal_error())
         finally:
-            path = scope["path"] if scope["path"] in _PATHS else "other"
-            self._metrics.count("anymamba_requests_total", path=path, status=str(answer.status or "none"))
+            path = scope["path"] if scope["path"] in _COUNTED_PATHS else "other"
+            self._metrics.count("anymamba_requests_total", path=path, status=str(sender.status or "none"))
             if self._verbose:
-                print(f"{time.strftime('%H:%M:%S')} {scope['method']} {path} {answer.status}", file=sys.stderr)
+                print(f"{time.strftime('%H:%M:%S')} {scope['method']} {path} {sender.status}", file=sys.stderr)
 
-    def _check(self, scope: Scope) -> None:
+    def _check_access(self, scope: Scope) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        # 1) The request is addressed to this server.
         host = headers.get(b"host", "")
-        if not self._is_ours(host):
+        if not self._is_own_host(host):
             message = (
-                f"this server does not answer to the name {host[:80]!r}; start it with --allow-host NAME to allow it"
+                f"this server does not respond to the name {host[:80]!r}; start it with --allow-host NAME to allow it"
             )
             raise ApiError(403, message, code="host_not_allowed")
+        # 2) It comes from the server's own page, from an allowed site, or not from a page at all.
         origin = headers.get(b"origin")
-        own = {f"http://{host}", f"https://{host}"}
-        if origin is not None and origin not in own | self._origins:
+        same_origin = {f"http://{host}", f"https://{host}"}
+        if origin is not None and origin not in same_origin | self._origins:
             message = "pages of other sites may not use this server; start it with --cors ORIGIN to allow one"
             raise ApiError(403, message, code="origin_not_allowed")
+        # 3) It carries the key.
         path = scope["path"]
-        is_open = path in _OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS"
-        key = None if self._key is None else self._key.encode()
-        if key is not None and not is_open:
-            given = headers.get(b"authorization", "").partition(" ")
-            fine = given[0].lower() == "bearer" and hmac.compare_digest(given[2].strip().encode("latin-1"), key)
-            if not fine:
-                message = "expected the server's key, as in 'Authorization: Bearer KEY', got "
-                message += "a different one" if given[2] else "none"
-                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        is_public = path in _PUBLIC_PATHS or path.startswith("/static/") or scope["method"] == "OPTIONS"
+        if self._key is None or is_public:
+            return
+        scheme, _, token = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
+            message = "expected the server's key, as in 'Authorization: Bearer KEY', got "
+            message += "a different one" if token else "none"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -127,16 +142,16 @@ class AccessMiddleware:
             return False
         return True
 
-    def _cors(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+    def _cors_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
         if origin is None or origin.decode("latin-1") not in self._origins:
             return []
         return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
 
 
-def _preflight(cors: list[tuple[bytes, bytes]]) -> dict[str, str]:
+def _preflight_headers(cors_headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
     allow = {"Allow": "GET, POST, DELETE, OPTIONS"}
-    if not cors:
+    if not cors_headers:
         return allow
     return allow | {
         "Access-Control-Allow-Methods": "GET, POST, DELETE",
@@ -146,19 +161,26 @@ def _preflight(cors: list[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 class _ResponseSender:
-    """Sends an answer with the door's headers, or an error if no answer has begun."""
+    """Sends a response with the middleware's headers, or an error if no response has begun.
 
-    def __init__(self, send: Send, cors: list[tuple[bytes, bytes]]) -> None:
-        self._send, self.cors, self.status = send, cors, 0
+    Attributes:
+        cors_headers: Headers that let the page of an allowed site read the response.
+        status: HTTP status that was sent, or 0 before that.
+    """
+
+    def __init__(self, send: Send, cors_headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self.cors_headers = cors_headers
+        self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", []), *_HEADERS, *self.cors]}
+            message = {**message, "headers": [*message.get("headers", []), *_HEADERS, *self.cors_headers]}
         await self._send(message)
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error; if an answer has begun, its connection is closed before it is complete."""
+        """Send an error; if a response has begun, its connection is closed before it is complete."""
         if not self.status:
             await self.send_json(error.status, error.body(), error.headers)
 

@@ -1,254 +1,339 @@
-"""What the server answers at each path, for a model that writes text and for one that gives embeddings."""
+"""HTTP routes of a server that generates text: bodies in, responses and streams out."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from anymamba.serving.api.errors import ApiError
-from anymamba.serving.api.requests import GenerationRequest, Limits, read_chat, read_completion
+from anymamba.serving.api.errors import ApiError, internal_error
+from anymamba.serving.api.requests import GenerationRequest, Limits, parse_body, read_chat, read_completion
 from anymamba.serving.api.responses import ResponseBuilder
-from anymamba.serving.embeddings import EmbeddingService
-from anymamba.serving.http_io import EventStream, as_event, cancel_on_disconnect, json_response, read_object
+from anymamba.serving.metrics import Metrics
 from anymamba.serving.service import Service
 from anymamba.serving.state_cache import session_key
 from anymamba.version import __version__
 
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_PAGE = {
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_STATIC = {
     "index.html": "text/html; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
     "chat.js": "text/javascript; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
+_CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; nobody receives it
+_NO_STORE = {"Cache-Control": "no-store"}
+# Bytes beyond the limit that are read and dropped: most clients read the response only after they have sent their body.
+_MAX_DRAINED = 2**24
+_LONG_BODY = 2**16  # bytes from which a body is parsed in another thread, so that it does not block the event loop
+
+_T = TypeVar("_T")
 
 
-class _Common:
-    """Answers about the model, which are the same for both kinds."""
-
-    def __init__(self, service: Service | EmbeddingService) -> None:
-        self._about = service
-
-    async def models(self, _: Request) -> Response:
-        """The model."""
-        return json_response({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model with this name."""
-        if (name := request.path_params["name"]) != self._about.name:
-            message = f"there is no model {name[:80]!r}; this server has {self._about.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return json_response(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        about = self._about
-        return {"id": about.name, "object": "model", "created": about.created, "owned_by": "anymamba"}
-
-
-class EmbeddingRoutes(_Common):
-    """What a server of embeddings answers at each path."""
-
-    def __init__(self, service: EmbeddingService) -> None:
-        """ResponseBuilder with this service; there is no page."""
-        super().__init__(service)
-        self._service = service
-
-    def table(self) -> list[Route]:
-        """The paths."""
-        return [
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            *(Route(path, self.no_text) for path in ("/", "/v1/completions", "/v1/chat/completions")),
-            *(Route(path, self.no_text, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
-        ]
-
-    async def health(self, _: Request) -> Response:
-        """The state of the server, and its load."""
-        return json_response({"status": "ok", "version": __version__, "requests": self._service.open})
-
-    async def metrics(self, _: Request) -> Response:
-        """Numbers for Prometheus."""
-        service = self._service
-        counters, gauges = {"anymamba_read_tokens_total": service.tokens_read}, {"anymamba_requests_open": service.open}
-        return Response(service.metrics.text(counters, gauges), media_type=_PROMETHEUS)
-
-    async def embeddings(self, request: Request) -> Response:
-        """A vector for each text."""
-        service = self._service
-        wanted = service.read(await read_object(request, service.limits))
-        made = await cancel_on_disconnect(request, service.handle(wanted), service.metrics)
-        if made is None:
-            return Response(status_code=499)
-        content = await asyncio.to_thread(json.dumps, made)  # many numbers, which would hold up the loop
-        return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
-
-    async def no_text(self, _: Request) -> Response:
-        """Refuse, and say what the model can do."""
-        raise ApiError(400, "this model does not generate text; it serves /v1/embeddings", code="model_without_text")
-
-    def _model(self) -> dict[str, Any]:
-        return {**super()._model(), "vocab_size": self._service.vocab_size, "dimensions": self._service.dimensions}
-
-
-class Routes(_Common):
-    """What a server of text answers at each path."""
+class Routes:
+    """The HTTP routes of a server that generates text."""
 
     def __init__(self, service: Service) -> None:
-        """Load the page."""
-        super().__init__(service)
+        """Load the files of the chat page."""
         self._service = service
-        folder = files("anymamba.serving") / "page"
-        self._page = {name: (folder / name).read_bytes() for name in _PAGE}
+        self._model_routes = ModelRoutes(self._describe_model())
+        directory = files("anymamba.serving") / "static"
+        self._static = {name: (directory / name).read_bytes() for name in _STATIC}
 
     def table(self) -> list[Route]:
-        """The paths."""
+        """Return the routes."""
         return [
-            Route("/", self.page),
-            Route("/page/{name}", self.page),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/embeddings", self.no_embeddings, methods=["POST"]),
-            Route("/v1/sessions/{name:path}", self.session, methods=["GET", "DELETE"]),
+            Route("/", self.get_static),
+            Route("/static/{name}", self.get_static),
+            Route("/health", self.get_health),
+            Route("/metrics", self.get_metrics),
+            *self._model_routes.table(),
+            Route("/v1/completions", self.create_completion, methods=["POST"]),
+            Route("/v1/chat/completions", self.create_chat_completion, methods=["POST"]),
+            Route("/v1/embeddings", self.reject_embeddings, methods=["POST"]),
+            Route("/v1/sessions/{name:path}", self.get_session, methods=["GET"]),
+            Route("/v1/sessions/{name:path}", self.delete_session, methods=["DELETE"]),
         ]
 
-    async def page(self, request: Request) -> Response:
-        """The page, or a part of it."""
-        name = request.path_params.get("name", "index.html")
-        if name not in _PAGE:
-            raise ApiError(404, "there is no such part of the page", code="not_found")
-        return Response(self._page[name], media_type=_PAGE[name], headers={"Cache-Control": "no-cache"})
-
-    async def health(self, _: Request) -> Response:
-        """The state of the server, and its load."""
-        return json_response(
-            {"status": "ok", "version": __version__, "requests": self._service.open, **self._service.engine.load}
-        )
-
-    async def metrics(self, _: Request) -> Response:
-        """Numbers for Prometheus."""
-        service, engine, store = self._service, self._service.engine, self._service.store
-        counters = {
-            "anymamba_read_tokens_total": engine.tokens_read,
-            "anymamba_written_tokens_total": engine.tokens_written,
-            "anymamba_steps_total": engine.steps,
-            "anymamba_state_hits_total": store.hits,
-            "anymamba_state_misses_total": store.misses,
-            "anymamba_state_evictions_total": store.evictions,
-        }
-        gauges = {f"anymamba_rows_{name}": float(value) for name, value in engine.load.items()}
-        gauges |= {
-            "anymamba_requests_open": float(service.open),
-            "anymamba_states": float(len(store)),
-            "anymamba_state_bytes": float(store.nbytes),
-        }
-        return Response(service.metrics.text(counters, gauges), media_type=_PROMETHEUS)
-
-    def _model(self) -> dict[str, Any]:
+    def _describe_model(self) -> dict[str, Any]:
         service = self._service
         return {
-            **super()._model(),
+            "id": service.name,
+            "created": service.created,
             "vocab_size": service.model.config.vocab_size,
             "state_bytes": service.state_bytes,
             "max_tokens": service.limits.max_tokens,
         }
 
-    async def no_embeddings(self, _: Request) -> Response:
-        """Refuse, and say what the model can do."""
+    async def get_static(self, request: Request) -> Response:
+        """Return the chat page, or one of its files."""
+        name = request.path_params.get("name", "index.html")
+        if name not in _STATIC:
+            raise ApiError(404, "there is no such file", code="not_found")
+        return Response(self._static[name], media_type=_STATIC[name], headers={"Cache-Control": "no-cache"})
+
+    async def get_health(self, _: Request) -> Response:
+        """Return the status of the server, and its load."""
+        service = self._service
+        return json_response({"status": "ok", "version": __version__, "requests": service.open, **service.engine.load})
+
+    async def get_metrics(self, _: Request) -> Response:
+        """Return the metrics for Prometheus."""
+        service = self._service
+        engine = service.engine
+        cache = service.cache
+        counters = {
+            "anymamba_read_tokens_total": engine.tokens_read,
+            "anymamba_written_tokens_total": engine.tokens_written,
+            "anymamba_steps_total": engine.steps,
+            "anymamba_state_hits_total": cache.hits,
+            "anymamba_state_misses_total": cache.misses,
+            "anymamba_state_evictions_total": cache.evictions,
+        }
+        gauges = {f"anymamba_rows_{name}": float(value) for name, value in engine.load.items()}
+        gauges |= {
+            "anymamba_requests_open": float(service.open),
+            "anymamba_states": float(len(cache)),
+            "anymamba_state_bytes": float(cache.nbytes),
+        }
+        return Response(service.metrics.format(counters, gauges), media_type=PROMETHEUS)
+
+    async def reject_embeddings(self, _: Request) -> Response:
+        """Reject a request for embeddings."""
         message = "this model does not give embeddings; it serves /v1/completions and /v1/chat/completions"
         raise ApiError(400, message, code="model_without_embeddings")
 
-    async def session(self, request: Request) -> Response:
-        """What a session has read; DELETE removes it."""
-        key = session_key(request.path_params["name"])
-        if request.method == "DELETE":
-            found = await asyncio.to_thread(self._service.store.remove, key)
-            if not found:
-                raise ApiError(404, "there is no such session", code="not_found")
-            return json_response({"object": "session", "deleted": True})
+    async def get_session(self, request: Request) -> Response:
+        """Return the size of a session."""
         with suppress(ValueError):
-            kept = await asyncio.to_thread(self._service.store.get, key)
-            if kept is not None:
-                return json_response({"object": "session", "tokens": kept.tokens, "bytes": kept.state.nbytes})
+            cached = await asyncio.to_thread(self._service.cache.get, session_key(request.path_params["name"]))
+            if cached is not None:
+                return json_response({"object": "session", "tokens": cached.tokens, "bytes": cached.state.nbytes})
         raise ApiError(404, "there is no such session", code="not_found")
 
-    async def completions(self, request: Request) -> Response:
-        """A text and what follows it."""
-        return await self._answer(request, read_completion)
+    async def delete_session(self, request: Request) -> Response:
+        """Delete a session."""
+        if not await asyncio.to_thread(self._service.cache.remove, session_key(request.path_params["name"])):
+            raise ApiError(404, "there is no such session", code="not_found")
+        return json_response({"object": "session", "deleted": True})
 
-    async def chat(self, request: Request) -> Response:
-        """A conversation and its next message."""
-        return await self._answer(request, read_chat)
+    async def create_completion(self, request: Request) -> Response:
+        """Continue a text."""
+        return await self._generate(request, read_completion)
 
-    async def _answer(
-        self, request: Request, read: Callable[[dict[str, Any], Limits, int, str], GenerationRequest]
+    async def create_chat_completion(self, request: Request) -> Response:
+        """Write the next message of a conversation."""
+        return await self._generate(request, read_chat)
+
+    async def _generate(
+        self, http_request: Request, read: Callable[[dict[str, Any], Limits, int, str], GenerationRequest]
     ) -> Response:
         service = self._service
-        wanted = read(
-            await read_object(request, service.limits), service.limits, service.model.config.vocab_size, service.name
-        )
-        events, answer = service.handle(wanted), ResponseBuilder(service, wanted)
-        if not wanted.stream:
-            return await self._whole(request, events, answer)
-        # An error in the prompt needs a status of its own, so the stream starts only after the first event.
-        first = await cancel_on_disconnect(request, anext(events), service.metrics)
+        # 1) Read the body.
+        limits = service.limits
+        vocab_size = service.model.config.vocab_size
+        request = await read_request(http_request, limits, lambda body: read(body, limits, vocab_size, service.name))
+        # 2) Start the request: `events` does nothing until its first event is awaited.
+        events = service.handle(request)
+        builder = ResponseBuilder(request, service.name, service.tokenizer)
+        if not request.stream:
+            return await self._respond_complete(http_request, events, builder)
+        # 3) Wait for the first event, because an error in the prompt needs a status of its own; then stream.
+        first = await cancel_on_disconnect(http_request, anext(events), service.metrics)
         if first is None:
             await events.aclose()
-            return Response(status_code=499)
-        return EventStream(
-            self._stream(first, events, answer, wanted),
+            return Response(status_code=_CLIENT_CLOSED)
+        return EventStreamResponse(
+            self._stream_events(first, events, builder, request),
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+            headers={**_NO_STORE, "X-Accel-Buffering": "no"},
             events=events,
         )
 
-    async def _whole(self, request: Request, events: AsyncGenerator[Any, None], answer: ResponseBuilder) -> Response:
+    async def _respond_complete(
+        self, http_request: Request, events: AsyncGenerator[Any, None], builder: ResponseBuilder
+    ) -> Response:
         async def collect() -> dict[str, Any]:
-            async with aclosing(events) as found:
-                async for prompt, event in found:
-                    answer.add(prompt, event)
-            return answer.whole()
+            async with aclosing(events):
+                async for prompt, event in events:
+                    builder.add(prompt, event)
+            return builder.complete()
 
-        made = await cancel_on_disconnect(request, collect(), self._service.metrics)
-        return Response(status_code=499) if made is None else json_response(made)
+        body = await cancel_on_disconnect(http_request, collect(), self._service.metrics)
+        return Response(status_code=_CLIENT_CLOSED) if body is None else json_response(body)
 
-    async def _stream(
+    async def _stream_events(
         self,
         first: tuple[int, Any],
         events: AsyncGenerator[Any, None],
-        answer: ResponseBuilder,
-        wanted: GenerationRequest,
+        builder: ResponseBuilder,
+        request: GenerationRequest,
     ) -> AsyncGenerator[bytes, None]:
-        done = False
+        is_disconnected = True
         try:
-            async with aclosing(events) as found:
-                for chunk in answer.add(*first):
-                    yield as_event(chunk)
-                async for prompt, event in found:
-                    for chunk in answer.add(prompt, event):
-                        yield as_event(chunk)
-            if wanted.include_usage:
-                yield as_event(answer.last_chunk())
-            done = True
+            async with aclosing(events):
+                for chunk in builder.add(*first):
+                    yield encode_event(chunk)
+                async for prompt, event in events:
+                    for chunk in builder.add(prompt, event):
+                        yield encode_event(chunk)
+            if request.include_usage:
+                yield encode_event(builder.usage_chunk())
+            is_disconnected = False
             yield b"data: [DONE]\n\n"
         except ApiError as error:
-            done = True
-            yield as_event(error.body())
+            is_disconnected = False
+            yield encode_event(error.body())
+        except Exception:  # a bug: the status has been sent, so the client gets an event, and the log the traceback
+            is_disconnected = False
+            traceback.print_exc(file=sys.stderr)
+            yield encode_event(internal_error().body())
         finally:
-            if not done:
+            if is_disconnected:
                 self._service.metrics.count("anymamba_disconnects_total")
+
+
+class ModelRoutes:
+    """The routes that describe the model.
+
+    Args:
+        description: Fields of the model; `id` is its name.
+    """
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        """Describe this model."""
+        self._name = description["id"]
+        self._description = {**description, "object": "model", "owned_by": "anymamba"}
+
+    def table(self) -> list[Route]:
+        """Return the routes."""
+        return [Route("/v1/models", self.list_models), Route("/v1/models/{name:path}", self.get_model)]
+
+    async def list_models(self, _: Request) -> Response:
+        """Return a list of this one model."""
+        return json_response({"object": "list", "data": [self._description]})
+
+    async def get_model(self, request: Request) -> Response:
+        """Return the model with this name."""
+        if (name := request.path_params["name"]) != self._name:
+            message = f"there is no model {name[:80]!r}; this server has {self._name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return json_response(self._description)
+
+
+def json_response(value: Any) -> Response:
+    """Return a JSON response that no cache may store."""
+    return Response(json.dumps(value), media_type="application/json", headers=_NO_STORE)
+
+
+def encode_event(value: Any) -> bytes:
+    """Encode a value as an event of a stream."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+class EventStreamResponse(StreamingResponse):
+    """A stream whose request ends when the client disconnects, even before the first event is sent."""
+
+    def __init__(
+        self, content: AsyncGenerator[bytes, None], *, events: AsyncGenerator[Any, None], **options: Any
+    ) -> None:
+        """Stream `content`, which is made from `events`, those of the request."""
+        super().__init__(content, **options)
+        self._generators = (content, events)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for generator in self._generators:
+                await generator.aclose()
+
+
+async def cancel_on_disconnect(request: Request, work: Any, metrics: Metrics) -> Any:
+    """Return the result of `work`, or None if the client disconnects first, which cancels it."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        metrics.count("anymamba_disconnects_total")
+        return None
+    finally:
+        for other in (task, disconnect):
+            other.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_request(request: Request, limits: Limits, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """Read a request from its body.
+
+    Args:
+        request: Request with a JSON body.
+        limits: Limits on the body.
+        read: Function that reads the fields of the JSON object.
+
+    Raises:
+        ApiError: The body is not JSON, too long, incomplete, takes too long to arrive, or has an invalid field.
+    """
+    content = await _receive_body(request, limits)
+
+    def parse() -> _T:
+        return read(parse_body(content))
+
+    return await asyncio.to_thread(parse) if len(content) >= _LONG_BODY else parse()
+
+
+async def _receive_body(request: Request, limits: Limits) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        message = f"expected Content-Type application/json, got {media_type[:80] or 'none'}"
+        raise ApiError(415, message, code="unsupported_type")
+    max_bytes = limits.max_body_bytes
+    too_long = ApiError(413, f"the body may have at most {max_bytes} bytes", code="body_too_large")
+    # 1) Reject a body by its stated length, if it is too long even to be dropped.
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and int(stated[:20]) > max_bytes + _MAX_DRAINED:
+        raise too_long
+    # 2) Receive it. What exceeds the limit is dropped, and the client gets its response at the end of the body.
+    content = bytearray()
+    size = 0
+
+    async def receive() -> None:
+        nonlocal size
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes + _MAX_DRAINED:
+                return
+            if size <= max_bytes:
+                content.extend(chunk)
+
+    try:
+        await asyncio.wait_for(receive(), limits.body_seconds)
+    except (asyncio.TimeoutError, TimeoutError):
+        if size <= max_bytes:
+            message = f"the body did not arrive within {limits.body_seconds:g} seconds"
+            raise ApiError(408, message, code="timeout") from None
+    except ClientDisconnect:
+        message = "the client disconnected before its whole body had arrived"
+        raise ApiError(400, message, code="incomplete_body") from None
+    if size > max_bytes:
+        raise too_long
+    return bytes(content)

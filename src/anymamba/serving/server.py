@@ -1,7 +1,4 @@
-"""The process: a socket, the loop, and an orderly end.
-
-§ The server as an ASGI application: its routes, the door in front of them, and the answers to failures.
-"""
+"""The server process: the ASGI application, connections with time limits, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -22,11 +19,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from anymamba.serving.api.errors import ApiError
-from anymamba.serving.embeddings import EmbeddingService
+from anymamba.serving.api.errors import ApiError, internal_error
+from anymamba.serving.embeddings import EmbeddingRoutes, EmbeddingService
 from anymamba.serving.middleware import AccessMiddleware
-from anymamba.serving.routes import EmbeddingRoutes, Routes
+from anymamba.serving.routes import Routes
 from anymamba.serving.service import Service
+
+_RESPONSE_SECONDS = 30  # time to send a response, beyond the time limit of the request itself
 
 
 def make_app(
@@ -37,127 +36,140 @@ def make_app(
     origins: tuple[str, ...] = (),
     verbose: bool = False,
 ) -> ASGIApp:
-    """The server as an ASGI application.
+    """Return the server as an ASGI application.
 
     Args:
-        service: what answers; it must have been started.
-        key: as for `AccessMiddleware`.
-        hosts: as for `AccessMiddleware`.
-        origins: as for `AccessMiddleware`.
-        verbose: as for `AccessMiddleware`.
+        service: Service that handles requests; it must have been started.
+        key: Bearer token that clients must send, or None if no key is required.
+        hosts: Names of the server in addition to localhost and IP addresses.
+        origins: Sites whose pages may send requests.
+        verbose: True to print a line per request.
     """
     routes = Routes(service) if isinstance(service, Service) else EmbeddingRoutes(service)
     app = Starlette(
         routes=routes.table(),
-        exception_handlers={404: _not_found, 405: _wrong_method, ApiError: _api_error, Exception: _mistake},
+        exception_handlers={
+            404: _respond_not_found,
+            405: _respond_wrong_method,
+            ApiError: _respond_api_error,
+            Exception: _respond_internal_error,
+        },
     )
-    seconds = service.limits.seconds + 30
     return AccessMiddleware(
-        app, key=key, hosts=hosts, origins=origins, seconds=seconds, metrics=service.metrics, verbose=verbose
+        app,
+        key=key,
+        hosts=hosts,
+        origins=origins,
+        seconds=service.limits.request_seconds + _RESPONSE_SECONDS,
+        metrics=service.metrics,
+        verbose=verbose,
     )
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _respond_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    closing = {"Connection": "close"} if error.status in (408, 413) else {}  # the rest of the body is not waited for
-    content, headers = json.dumps(error.body()), {**error.headers, **closing}
-    return Response(content, error.status, headers, media_type="application/json")
+    # After these, the rest of the body is not read, so the connection cannot be used again.
+    closing = {"Connection": "close"} if error.status in (408, 413) else {}
+    headers = {**error.headers, **closing}
+    return Response(json.dumps(error.body()), error.status, headers, media_type="application/json")
 
 
-async def _not_found(request: Request, _: Exception) -> Response:
-    return await _api_error(request, ApiError(404, f"there is nothing at {request.url.path[:80]!r}", code="not_found"))
+async def _respond_not_found(request: Request, _: Exception) -> Response:
+    error = ApiError(404, f"there is nothing at {request.url.path[:80]!r}", code="not_found")
+    return await _respond_api_error(request, error)
 
 
-async def _wrong_method(request: Request, _: Exception) -> Response:
+async def _respond_wrong_method(request: Request, _: Exception) -> Response:
     message = f"{request.url.path[:80]} does not support {request.method}"
-    return await _api_error(request, ApiError(405, message, code="method_not_allowed"))
+    return await _respond_api_error(request, ApiError(405, message, code="method_not_allowed"))
 
 
-async def _mistake(request: Request, _: Exception) -> Response:
-    # The door prints the traceback: it is for the log, not for the client.
-    return await _api_error(
-        request, ApiError(500, "internal server error; see the server's log", code="internal_error")
-    )
+async def _respond_internal_error(request: Request, _: Exception) -> Response:
+    return await _respond_api_error(request, internal_error())  # the middleware prints the traceback
 
 
 class Server(uvicorn.Server):
-    """Shuts down in order: a reply that is not complete when the grace period ends is cut there, as by its length."""
+    """A server that lets running requests finish on shutdown, and ends their replies when the grace period is over."""
 
     def __init__(self, config: uvicorn.Config, service: Service | EmbeddingService, grace: float) -> None:
-        """Nothing runs yet."""
+        """Configure the server; it does not run yet."""
         super().__init__(config)
-        self._service, self._grace = service, grace
+        self._service = service
+        self._grace = grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new, and wait for running requests."""
-        self._service.finish_by(time.monotonic() + self._grace)
+        """Stop accepting connections, and wait for running requests."""
+        self._service.set_deadline(time.monotonic() + self._grace)
         await super().shutdown(sockets)
 
 
 class TimeoutProtocol(H11Protocol):
-    """HTTP/1.1 with limits: on connections, on the time for headers to arrive, and on the time in which a client reads
-    nothing of its answer.
+    """HTTP/1.1 with limits on connections, on the time for headers to arrive, and on the time a client does not read.
+
+    Attributes:
+        seconds: Limit on both times.
+        max_connections: Largest number of connections; further ones are closed.
     """
 
     seconds = 10.0
-    most = 1024
+    max_connections = 1024
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for nothing yet."""
+        """Start without timers."""
         super().__init__(*args, **kwargs)
-        self._timer: asyncio.TimerHandle | None = None
-        self._full: asyncio.TimerHandle | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for headers."""
+        """Start waiting for headers."""
         super().connection_made(transport)
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.max_connections:
             transport.abort()
             return
-        self._watch()
+        self._update_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take data, and check whether headers are still to come."""
+        """Process data, and stop the timer once the headers are complete."""
         super().data_received(data)
-        self._watch()
+        self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
-        self._stop()
-        self._stop_full()
+        """Stop all timers."""
+        self._stop_header_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Limit the time for a client that does not read: its full buffer would keep the connection open."""
+        """Limit the time that a full buffer keeps the connection of a client open that does not read."""
         super().pause_writing()
-        self._stop_full()
-        self._full = self.loop.call_later(self.seconds, self.transport.abort)
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Note that the client reads."""
-        self._stop_full()
+        """Stop the timer: the client reads."""
+        self._stop_write_timer()
         super().resume_writing()
 
-    def _stop_full(self) -> None:
-        if self._full is not None:
-            self._full.cancel()
-            self._full = None
-
-    def _watch(self) -> None:
-        """Run the timer while headers are awaited; between requests, uvicorn has one of its own."""
+    def _update_header_timer(self) -> None:
+        """Run the timer while headers are awaited; between requests, uvicorn has a timer of its own."""
         if self.conn.their_state is not h11.IDLE:
-            self._stop()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(self.seconds, self._give_up)
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.seconds, self._abort_if_idle)
 
-    def _give_up(self) -> None:
+    def _abort_if_idle(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             self.transport.abort()
 
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
 
 def serve(
@@ -170,38 +182,40 @@ def serve(
     connections: int = 1024,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Respond until SIGINT or SIGTERM, then finish running requests within `grace` seconds; a second Ctrl-C exits.
+    """Handle requests until SIGINT or SIGTERM, then finish running requests; a second Ctrl-C exits at once.
 
     Args:
-        service: what answers.
-        app: makes the application once the service has started.
-        host: address to listen on.
-        port: to listen on; 0 for a free one.
-        grace: seconds for running requests to finish, and as many again to write kept states to disk.
-        connections: the most at a time; further ones are closed.
-        ready: called with the server's address when it listens.
+        service: Service that handles requests.
+        app: Function that makes the application once the service has started.
+        host: Address to listen on.
+        port: Port to listen on; 0 for a free one.
+        grace: Seconds for running requests to finish, and again to write cached states to disk.
+        connections: Largest number of connections; further ones are closed.
+        ready: Function that is called with the server's URL once it listens.
 
     Raises:
-        OSError: the server cannot listen on the address.
+        OSError: The server cannot listen on the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=256) as listener:
+        # 1) Listen before the engine starts, so that a busy port is reported at once.
         listener.setblocking(False)
-        shown = f"[{host}]" if ":" in host else host
-        protocol = type("Protocol", (TimeoutProtocol,), {"seconds": service.limits.body_seconds, "most": connections})
-        ends = _Ends()
-        # Until uvicorn handles signals, and when it raises them again after its end.
-        before = {number: signal.signal(number, ends) for number in (signal.SIGINT, signal.SIGTERM)}
-        url = f"http://{shown}:{listener.getsockname()[1]}"
+        limits = {"seconds": service.limits.body_seconds, "max_connections": connections}
+        protocol = type("Protocol", (TimeoutProtocol,), limits)
+        # 2) Handle signals until uvicorn does, and again when it has returned and raises them a second time.
+        stop_request = _StopRequest()
+        previous = {number: signal.signal(number, stop_request) for number in (signal.SIGINT, signal.SIGTERM)}
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        # 3) Run until a signal comes; then write what is cached.
         try:
-            asyncio.run(_serve(service, app, listener, protocol, grace, url, ready, ends))
+            asyncio.run(_run_server(service, app, listener, protocol, grace, url, ready, stop_request))
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
             service.close(grace)
 
 
-async def _serve(
+async def _run_server(
     service: Service | EmbeddingService,
     app: Callable[[], ASGIApp],
     listener: socket.socket,
@@ -209,7 +223,7 @@ async def _serve(
     grace: float,
     url: str,
     ready: Callable[[str], None],
-    ends: _Ends,
+    stop_request: _StopRequest,
 ) -> None:
     service.start()
     config = uvicorn.Config(
@@ -225,20 +239,24 @@ async def _serve(
         timeout_keep_alive=15,
         timeout_graceful_shutdown=math.ceil(grace) + 2,
     )
-    ends.server = Server(config, service, grace)
-    ends.server.should_exit = ends.asked
+    server = Server(config, service, grace)
+    stop_request.attach(server)
     ready(url)
-    await ends.server.serve(sockets=[listener])
+    await server.serve(sockets=[listener])
 
 
-class _Ends:
-    """A signal handler that stops the server, even before it has started."""
+class _StopRequest:
+    """A signal handler that stops the server, even if the signal comes before the server has started."""
 
     def __init__(self) -> None:
-        self.server: uvicorn.Server | None = None
-        self.asked = False
+        self._server: uvicorn.Server | None = None
+        self._is_set = False
+
+    def attach(self, server: uvicorn.Server) -> None:
+        self._server = server
+        server.should_exit = self._is_set
 
     def __call__(self, *_: Any) -> None:
-        self.asked = True
-        if self.server is not None:
-            self.server.should_exit = True
+        self._is_set = True
+        if self._server is not None:
+            self._server.should_exit = True

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
-from anymamba.serving.api.errors import ApiError, invalid, too_many_requests
+from anymamba.serving.api.errors import ApiError, invalid_value, too_many_requests
 from anymamba.serving.api.requests import GenerationRequest, Limits
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, cache_callbacks
@@ -54,14 +54,14 @@ class Service:
         template: Template,
         *,
         name: str,
-        store: StateCache,
+        cache: StateCache,
         limits: Limits,
         stops: tuple[str, ...] = (),
         engine: dict[str, Any] | None = None,
     ) -> None:
         """Nothing runs yet."""
         self.model, self.tokenizer, self.template, self.name = model, tokenizer, template, name
-        self.store, self.limits, self.metrics, self.created = store, limits, Metrics(), int(time.time())
+        self.cache, self.limits, self.metrics, self.created = cache, limits, Metrics(), int(time.time())
         self.state_bytes = model.init_cache(1).nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
         self._chat_stops, self._options = stops, engine or {}
         self._ends = frozenset(i for i in tokenizer.end if i < model.config.vocab_size)
@@ -85,31 +85,31 @@ class Service:
 
         self._engine = Engine(self.model, self.tokenizer, deliver, **self._options)
 
-    def finish_by(self, deadline: float) -> None:
+    def set_deadline(self, deadline: float) -> None:
         """Let no request run beyond this moment, on the clock of `time.monotonic`."""
-        self.engine.finish_by(deadline)
+        self.engine.set_deadline(deadline)
 
     def close(self, seconds: float = float("inf")) -> None:
         """End the engine, and write kept states to disk for at most `seconds`."""
         if self._engine is not None:
             self._engine.close()
-        self.store.close(seconds)
+        self.cache.close(seconds)
 
     @staticmethod
     def _dispatch(events: list[tuple[Job, Event]]) -> None:
         for job, event in events:
             job.emit(event)
 
-    async def handle(self, wanted: GenerationRequest) -> AsyncGenerator[tuple[int, Event], None]:
+    async def handle(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of a request, each with the number of its prompt; closing the iterator cancels the request.
 
         Raises:
             ApiError: a prompt cannot be read, a session is in use, too many requests are open, or the time ran out.
         """
         began = time.monotonic()
-        if self.open >= self.limits.requests:
+        if self.open >= self.limits.max_requests:
             raise too_many_requests(self.open)
-        session = None if wanted.session is None else session_key(wanted.session)
+        session = None if request.session is None else session_key(request.session)
         if session in self._busy:
             raise ApiError(409, "another request is using this session", param="session", code="session_in_use")
         self.open += 1
@@ -117,12 +117,12 @@ class Service:
             self._busy.add(session)
         jobs: list[Job] = []
         try:
-            prompts, lengths = await asyncio.to_thread(self._prepared, wanted, session)
+            prompts, lengths = await asyncio.to_thread(self._prepared, request, session)
             queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-            jobs = self._jobs(wanted, prompts, lengths, queue, began + self.limits.seconds)
+            jobs = self._jobs(request, prompts, lengths, queue, began + self.limits.request_seconds)
             for job in jobs:
                 self.engine.submit(job)
-            async for item in self._events(prompts, queue, wanted.rows, began):
+            async for item in self._events(prompts, queue, request.continuations, began):
                 yield item
         finally:
             for job in jobs:
@@ -161,11 +161,11 @@ class Service:
             message = "the session's state could not be written to disk"
             raise ApiError(507, message, param="session", code="session_not_written") from error
 
-    def _prepared(self, wanted: GenerationRequest, session: Key | None) -> tuple[list[Prompt], list[int]]:
-        prompts = self.prepare(wanted, session)
+    def _prepared(self, request: GenerationRequest, session: Key | None) -> tuple[list[Prompt], list[int]]:
+        prompts = self.prepare(request, session)
         return prompts, [prompt.length() for prompt in prompts]
 
-    def prepare(self, wanted: GenerationRequest, session: Key | None) -> list[Prompt]:
+    def prepare(self, request: GenerationRequest, session: Key | None) -> list[Prompt]:
         """Prompts as tokens, with the states of their sessions.
 
         This may take a while, so it must not run in the loop's thread.
@@ -176,24 +176,24 @@ class Service:
         earlier = None
         if session is not None:
             try:
-                earlier = self.store.get(session)
+                earlier = self.cache.get(session)
             except (OSError, ValueError) as error:
-                if wanted.messages is None:
+                if request.messages is None:
                     message = "the session's state is damaged and cannot be resumed; delete the session to start over"
                     raise ApiError(409, message, param="session", code="session_damaged") from error
         length = self.engine.segment_len
-        if wanted.messages is not None:
-            text = self.render(wanted.messages)
+        if request.messages is not None:
+            text = self.render(request.messages)
             ids = self._encode(text, "messages")
-            return [ChatPrompt(ids, self.store, length, text, session, self.tokenizer, self._after(wanted.messages))]
+            return [ChatPrompt(ids, self.cache, length, text, session, self.tokenizer, self._after(request.messages))]
         prompts: list[Prompt] = []
-        for prompt in wanted.prompts:
+        for prompt in request.prompts:
             ids = self._encode(prompt, "prompt", needed=earlier is None)
             if session is not None:
-                prompts.append(SessionPrompt(ids, self.store, length, session, earlier))
+                prompts.append(SessionPrompt(ids, self.cache, length, session, earlier))
             else:
-                scored = wanted.echo and wanted.logprobs is not None
-                prompts.append((ScoredPrompt if scored else Prompt)(ids, self.store, length))
+                scored = request.echo and request.logprobs is not None
+                prompts.append((ScoredPrompt if scored else Prompt)(ids, self.cache, length))
         return prompts
 
     def render(self, messages: list[dict[str, str]]) -> str:
@@ -206,7 +206,7 @@ class Service:
             return self.template.render(messages, add_generation_prompt=True)
         except (ValueError, TypeError) as error:
             message = f"the model's chat template does not accept these messages: {' '.join(str(error).split())[:300]}"
-            raise invalid("messages", message) from error
+            raise invalid_value("messages", message) from error
 
     def _after(self, messages: list[dict[str, str]]) -> Callable[[str], str]:
         """A conversation with a reply, as text."""
@@ -217,37 +217,37 @@ class Service:
     def _encode(self, prompt: str | list[int], param: str, needed: bool = True) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids and needed:
-            raise invalid(param, f"{param} must have at least one token, got none")
-        if len(ids) > self.limits.prompt:
-            message = f"{param} may have at most {self.limits.prompt} tokens, got {len(ids)}"
+            raise invalid_value(param, f"{param} must have at least one token, got none")
+        if len(ids) > self.limits.max_prompt_tokens:
+            message = f"{param} may have at most {self.limits.max_prompt_tokens} tokens, got {len(ids)}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return ids
 
     def _jobs(
         self,
-        wanted: GenerationRequest,
+        request: GenerationRequest,
         prompts: list[Prompt],
         lengths: list[int],
         queue: asyncio.Queue[tuple[int, Event]],
         deadline: float,
     ) -> list[Job]:
         """A job for each prompt; rows with the same start draw different tokens."""
-        keys = [prompt_key(p.ids) if p.fixed_key else 0 for p in prompts for _ in range(wanted.n)]
+        keys = [prompt_key(p.ids) if p.fixed_key else 0 for p in prompts for _ in range(request.n)]
         keys = split_keys(keys, [0] * len(keys))
-        scored = wanted.logprobs if wanted.echo else None
+        scored = request.logprobs if request.echo else None
         jobs = []
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             plan = ContinuationOptions(
-                sampling=wanted.sampling,
-                max_tokens=wanted.max_tokens,
-                ends=frozenset() if wanted.ignore_eos else self._ends,
-                stops=wanted.stops or (self._chat_stops if wanted.messages is not None else ()),
-                logprobs=wanted.logprobs,
+                sampling=request.sampling,
+                max_tokens=request.max_tokens,
+                ends=frozenset() if request.ignore_eos else self._ends,
+                stops=request.stop_texts or (self._chat_stops if request.messages is not None else ()),
+                logprobs=request.logprobs,
                 feed_final_token=prompt.feeds_final_token,
             )
             job = Job(
-                plans=[plan] * wanted.n,
-                keys=keys[i * wanted.n : (i + 1) * wanted.n] if prompt.fixed_key else None,
+                plans=[plan] * request.n,
+                keys=keys[i * request.n : (i + 1) * request.n] if prompt.fixed_key else None,
                 emit=lambda event, i=i: queue.put_nowait((i, event)),  # type: ignore[misc]
                 deadline=deadline,
                 score_prompt=scored,

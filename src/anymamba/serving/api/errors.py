@@ -1,4 +1,4 @@
-"""Errors in the API's form: a status, and a JSON object that says what was expected and what came."""
+"""Errors in the API's form: an HTTP status, and a JSON object that names what was expected and what came."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class ApiError(Exception):
     """An error that is sent to the client.
 
     Attributes:
-        status: the status of HTTP.
-        message: one sentence.
-        param: the field that is wrong, if there is one.
-        code: a word for programs.
-        headers: to send with it.
+        status: HTTP status.
+        message: One sentence for people.
+        param: Name of the invalid field, if there is one.
+        code: Short name for programs.
+        headers: Headers of the response.
     """
 
     def __init__(
@@ -27,22 +27,31 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """An error with this status and message."""
+        """Create an error with this status and message."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the JSON object of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def invalid(param: str, message: str) -> ApiError:
-    """A field of the request that is wrong."""
+def invalid_value(param: str, message: str) -> ApiError:
+    """Return the error for an invalid field."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 
 def too_many_requests(count: int) -> ApiError:
-    """The answer to a request beyond the limit on open ones."""
+    """Return the error for a request beyond the limit on open requests."""
     message = f"the server has reached its limit of {count} open requests; try again later"
     return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+
+
+def internal_error() -> ApiError:
+    """Return the error for an unexpected failure, whose details belong in the log."""
+    return ApiError(500, "internal server error; see the server's log", code="internal_error")

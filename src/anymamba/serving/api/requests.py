@@ -1,8 +1,6 @@
-"""What a request asks for, read from its body; for every mistake, one error names the field.
+"""Requests: the fields of a JSON body, checked one at a time.
 
-§ Fields of a request's body, one at a time: each has the right type and range, or one error names it.
-
-The functions raise `ApiError` with status 400.
+Every function that reads a field raises `ApiError` with status 400, whose `param` names the field.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any, TypeVar
 from anymamba.core.config_fields import suggest
 from anymamba.core.io import parse_json
 from anymamba.generation.sampling import Sampling
-from anymamba.serving.api.errors import ApiError, invalid
+from anymamba.serving.api.errors import ApiError, invalid_value
 
 # Fields of the API that have no effect here.
 _IGNORED = {
@@ -38,14 +36,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,), "parallel_tool_calls": (None, True, False),
 }  # fmt: skip
 
+_PREVIEW_CHARS = 1000  # longer values are not formatted for an error message
+
 _Default = TypeVar("_Default", int, None)
 
 
 def parse_body(content: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
+    """Parse the JSON object of a request.
 
     Raises:
-        ApiError: the body is something else.
+        ApiError: The body is not a JSON object in UTF-8.
     """
     try:
         value = parse_json(content.decode("utf-8"))
@@ -53,64 +53,67 @@ def parse_body(content: bytes) -> dict[str, Any]:
         message = f"the body must be a JSON object in UTF-8: {str(error)[:200]}"
         raise ApiError(400, message, code="invalid_json") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+        raise ApiError(400, f"the body must be a JSON object, got {_describe_type(value)}", code="invalid_json")
     return value
 
 
 def check_fields(body: dict[str, Any], known: set[str], model: str) -> None:
-    """Refuse unknown fields, values that are not supported, and the name of another model.
+    """Reject unknown fields, unsupported values, and the name of another model.
 
     Raises:
-        ApiError: there is one.
+        ApiError: One of them occurs.
     """
     for name, value in body.items():
         if name not in known and name not in _IGNORED:
+            hint = suggest(name[:80], known)
+            raise ApiError(400, f"unknown field {preview(name)}{hint}", param=name[:80], code="unknown_parameter")
+        if name in _NEUTRAL and not any(value == ok and type(value) is type(ok) for ok in _NEUTRAL[name]):
             raise ApiError(
-                400, f"unknown field {shown(name)}{suggest(name, known)}", param=name[:80], code="unknown_parameter"
+                400, f"{name} is not supported, got {preview(value)}", param=name, code="unsupported_parameter"
             )
-        if name in _NEUTRAL and not any(value == fine and type(value) is type(fine) for fine in _NEUTRAL[name]):
-            raise ApiError(
-                400, f"{name} is not supported, got {shown(value)}", param=name, code="unsupported_parameter"
-            )
-    asked = body.get("model", model)
-    if asked is not None and not isinstance(asked, str):
-        raise invalid("model", f"model must be a name, got {shown(asked)}")
-    if asked not in (None, model):
-        message = f"there is no model {shown(asked)}; this server has {model!r}"
+    requested_model = body.get("model", model)
+    if requested_model is not None and not isinstance(requested_model, str):
+        raise invalid_value("model", f"model must be a name, got {preview(requested_model)}")
+    if requested_model not in (None, model):
+        message = f"there is no model {preview(requested_model)}; this server has {model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _number(body: dict[str, Any], name: str, fine: Callable[[Any], bool], what: str) -> Any:
+def _read_real(body: dict[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
     value = body.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not fine(value)):
-        raise invalid(name, f"{name} must be {what}, got {shown(value)}")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not is_valid(value)):
+        raise invalid_value(name, f"{name} must be {expected}, got {preview(value)}")
     return value
 
 
-def whole(body: dict[str, Any], name: str, default: _Default, low: int, high: int) -> int | _Default:
-    """A field that must be a whole number between two others, both included; `default` where it is missing or null."""
-    what = f"a whole number from {low} to {high}"
-    value = _number(body, name, lambda x: isinstance(x, int) and low <= x <= high, what)
+def read_int(body: dict[str, Any], name: str, default: _Default, low: int, high: int) -> int | _Default:
+    """Read an integer from `low` to `high`, both included; return `default` if it is missing or null."""
+    expected = f"an integer from {low} to {high}"
+    value = _read_real(body, name, lambda x: isinstance(x, int) and low <= x <= high, expected)
     return default if value is None else value
 
 
-def real(body: dict[str, Any], name: str, default: float, low: float, high: float, *, above: bool = False) -> float:
-    """A field that must be a number between two others, both included; with `above`, the lower one is not."""
-    what = f"a number {'above' if above else 'from'} {low:g} {'and up to' if above else 'to'} {high:g}"
-    value = _number(body, name, lambda x: low <= x <= high and (x != low or not above) and math.isfinite(x), what)
+def read_number(
+    body: dict[str, Any], name: str, default: float, low: float, high: float, *, exclude_low: bool = False
+) -> float:
+    """Read a number from `low` to `high`, both included unless `exclude_low`; return `default` if it is missing."""
+    expected = f"a number {'above' if exclude_low else 'from'} {low:g} {'and up to' if exclude_low else 'to'} {high:g}"
+    value = _read_real(
+        body, name, lambda x: low <= x <= high and (x != low or not exclude_low) and math.isfinite(x), expected
+    )
     return default if value is None else float(value)
 
 
-def truth(body: dict[str, Any], name: str) -> bool:
-    """A field that must be true or false; false where it is missing or null."""
+def read_bool(body: dict[str, Any], name: str) -> bool:
+    """Read true or false; return False if it is missing or null."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise invalid(name, f"{name} must be true or false, got {shown(value)}")
+        raise invalid_value(name, f"{name} must be true or false, got {preview(value)}")
     return bool(value)
 
 
-def is_text(text: str) -> bool:
-    """Whether it has no unpaired surrogate, which JSON can spell and UTF-8 cannot."""
+def is_valid_unicode(text: str) -> bool:
+    """Return whether a text has no unpaired surrogates, which JSON can spell and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -118,20 +121,37 @@ def is_text(text: str) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
+def _describe_type(value: Any) -> str:
+    types = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return types.get(type(value), "a number")
 
 
-def shown(value: Any) -> str:
-    """A value as JSON, shortened to fit a line; if it is not JSON, as Python shows it."""
+def preview(value: Any) -> str:
+    """Format a value as JSON, shortened to fit a line; only the size of a large object or list is given."""
+    if isinstance(value, str) and len(value) > _PREVIEW_CHARS:
+        return f"{json.dumps(value[:_PREVIEW_CHARS])[:60]} ... ({len(value)} characters)"
+    if not _is_small(value):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} with {len(value):,} entries"
     try:
-        text = json.dumps(
-            value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value))
-        )
+        text = json.dumps(value)
     except (ValueError, RecursionError):
         text = reprlib.repr(value)
     return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value has few entries, nested ones included; no more than these few are visited."""
+    budget = _PREVIEW_CHARS
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict | list | str):
+            budget -= len(item)
+        if budget < 0:
+            return False
+        if isinstance(item, dict | list):
+            pending += item.values() if isinstance(item, dict) else item
+    return True
 
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -153,45 +173,45 @@ _CHAT = _BOTH | {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on one request, and on all of them together.
+    """Limits on each request, and on all of them together.
 
     Attributes:
-        body: bytes of a request.
-        prompt: tokens of a prompt.
-        max_tokens: tokens of a reply.
-        n: continuations of a request, of all its prompts together.
-        requests: open requests, including waiting ones.
-        seconds: time for a request, from its arrival to its end.
-        body_seconds: time for a request's headers to arrive, and as much again for its body.
+        max_body_bytes: Size of a body.
+        max_prompt_tokens: Length of a prompt.
+        max_tokens: Length of a reply.
+        max_choices: Continuations of a request, summed over its prompts.
+        max_requests: Open requests, waiting ones included.
+        request_seconds: Time from the arrival of a request to its end.
+        body_seconds: Time for the headers of a request to arrive, and again for its body.
     """
 
-    body: int = 4 * 2**20
-    prompt: int = 131_072
+    max_body_bytes: int = 4 * 2**20
+    max_prompt_tokens: int = 131_072
     max_tokens: int = 4096
-    n: int = 16
-    requests: int = 256
-    seconds: float = 600.0
+    max_choices: int = 16
+    max_requests: int = 256
+    request_seconds: float = 600.0
     body_seconds: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What a request asks for.
+    """The checked fields of a request for text.
 
     Attributes:
-        messages: of a chat, None for a completion.
-        prompts: of a completion: texts, or lists of token ids.
-        sampling: how tokens are chosen; its seed is set.
-        max_tokens: the most tokens of each continuation.
-        n: continuations of each prompt.
-        stops: texts before which a continuation ends.
-        logprobs: how many likely tokens are listed for each token, None for no log-probabilities.
-        echo: whether a completion begins with its prompt.
-        stream: whether tokens are sent as they come.
-        include_usage: whether a stream ends with the number of tokens.
-        session: a conversation's name.
-        ignore_eos: whether the token that ends a text is treated like any other.
-        return_token_ids: whether token ids are sent as well.
+        messages: Conversation of a chat request, or None for a completion.
+        prompts: Prompts of a completion, either texts or lists of token ids.
+        sampling: Rule by which tokens are chosen, with its seed set.
+        max_tokens: Largest number of tokens per continuation.
+        n: Number of continuations per prompt.
+        stop_texts: Texts before which a continuation ends.
+        logprobs: Number of likely tokens to list for each token, or None for no log-probabilities.
+        echo: True if the text of a completion begins with its prompt.
+        stream: True if tokens are sent as they are generated.
+        include_usage: True if a stream ends with the token counts.
+        session: Name of a session, or None.
+        ignore_eos: True if the end-of-text token is treated like any other.
+        return_token_ids: True if token ids are sent with the text.
     """
 
     messages: list[dict[str, str]] | None = None
@@ -199,7 +219,7 @@ class GenerationRequest:
     sampling: Sampling
     max_tokens: int
     n: int
-    stops: tuple[str, ...]
+    stop_texts: tuple[str, ...]
     logprobs: int | None
     echo: bool = False
     stream: bool
@@ -209,170 +229,179 @@ class GenerationRequest:
     return_token_ids: bool
 
     @property
-    def rows(self) -> int:
-        """Continuations of all prompts."""
+    def continuations(self) -> int:
+        """Number of continuations, summed over the prompts."""
         return self.n * (1 if self.messages is not None else len(self.prompts))
 
 
 def read_completion(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> GenerationRequest:
-    """What a body of /v1/completions asks for.
+    """Read the body of a request to /v1/completions.
 
     Raises:
-        ApiError: a field is wrong.
+        ApiError: A field is invalid.
     """
     check_fields(body, _COMPLETION, model)
-    logprobs = whole(body, "logprobs", None, 0, 20)
-    best_of = whole(body, "best_of", None, 1, limits.n)
-    wanted = GenerationRequest(
-        prompts=_prompts(body, limits, vocab_size),
-        echo=truth(body, "echo"),
+    logprobs = read_int(body, "logprobs", None, 0, 20)
+    best_of = read_int(body, "best_of", None, 1, limits.max_choices)
+    request = GenerationRequest(
+        prompts=_read_prompts(body, limits, vocab_size),
+        echo=read_bool(body, "echo"),
         logprobs=logprobs,
-        max_tokens=whole(body, "max_tokens", min(16, limits.max_tokens), 0, limits.max_tokens),
-        **_common(body, limits, vocab_size),
+        max_tokens=read_int(body, "max_tokens", min(16, limits.max_tokens), 0, limits.max_tokens),
+        **_read_common_fields(body, limits, vocab_size),
     )
-    if best_of is not None and best_of != wanted.n:
-        raise invalid("best_of", f"best_of must be equal to n ({wanted.n}) or left out, got {best_of}")
-    return _checked(wanted, limits)
+    if best_of is not None and best_of != request.n:
+        raise invalid_value("best_of", f"best_of must be equal to n ({request.n}) or left out, got {best_of}")
+    return _check_continuations(request, limits)
 
 
 def read_chat(body: dict[str, Any], limits: Limits, vocab_size: int, model: str) -> GenerationRequest:
-    """What a body of /v1/chat/completions asks for.
+    """Read the body of a request to /v1/chat/completions.
 
     Raises:
-        ApiError: a field is wrong.
+        ApiError: A field is invalid.
     """
     check_fields(body, _CHAT, model)
     if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
-        raise invalid("max_tokens", "expected max_tokens or max_completion_tokens, got both")
+        raise invalid_value("max_tokens", "expected max_tokens or max_completion_tokens, got both")
     name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
-    top = whole(body, "top_logprobs", None, 0, 20)
-    with_logprobs = truth(body, "logprobs")
-    if top is not None and not with_logprobs:
-        raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
-    wanted = GenerationRequest(
-        messages=_messages(body),
-        logprobs=(top or 0) if with_logprobs else None,
-        max_tokens=whole(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens),
-        **_common(body, limits, vocab_size),
+    top_logprobs = read_int(body, "top_logprobs", None, 0, 20)
+    with_logprobs = read_bool(body, "logprobs")
+    if top_logprobs is not None and not with_logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs requires logprobs: true")
+    request = GenerationRequest(
+        messages=_read_messages(body),
+        logprobs=(top_logprobs or 0) if with_logprobs else None,
+        max_tokens=read_int(body, name, min(1024, limits.max_tokens), 1, limits.max_tokens),
+        **_read_common_fields(body, limits, vocab_size),
     )
-    return _checked(wanted, limits)
+    return _check_continuations(request, limits)
 
 
-def _checked(wanted: GenerationRequest, limits: Limits) -> GenerationRequest:
-    if wanted.rows > limits.n:
-        raise invalid(
-            "n", f"a request may ask for at most {limits.n} continuations (n for each prompt), got {wanted.rows}"
-        )
-    if wanted.session is not None and wanted.rows > 1:
-        raise invalid("n", f"a session takes one continuation at a time, got {wanted.rows}")
-    return wanted
+def _check_continuations(request: GenerationRequest, limits: Limits) -> GenerationRequest:
+    if request.continuations > limits.max_choices:
+        expected = f"at most {limits.max_choices} continuations (n for each prompt)"
+        raise invalid_value("n", f"a request may ask for {expected}, got {request.continuations}")
+    if request.session is not None and request.continuations > 1:
+        raise invalid_value("n", f"a session takes one continuation at a time, got {request.continuations}")
+    return request
 
 
-def _common(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, Any]:
-    stream, options = truth(body, "stream"), body.get("stream_options")
+def _read_common_fields(body: dict[str, Any], limits: Limits, vocab_size: int) -> dict[str, Any]:
+    stream = read_bool(body, "stream")
+    options = body.get("stream_options")
     include_usage = False
     if options is not None:
         if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
-            raise invalid(
-                "stream_options", f"stream_options must be an object with include_usage, got {shown(options)}"
+            raise invalid_value(
+                "stream_options", f"stream_options must be an object with include_usage, got {preview(options)}"
             )
         if not stream:
-            raise invalid("stream_options", "stream_options requires stream: true")
-        include_usage = truth(options, "include_usage")
+            raise invalid_value("stream_options", "stream_options requires stream: true")
+        include_usage = read_bool(options, "include_usage")
     session = body.get("session")
-    if session is not None and (not isinstance(session, str) or not 1 <= len(session) <= 256 or not is_text(session)):
-        raise invalid("session", f"session must be a string of 1 to 256 characters, got {shown(session)}")
+    if session is not None and not (
+        isinstance(session, str) and 1 <= len(session) <= 256 and is_valid_unicode(session)
+    ):
+        raise invalid_value("session", f"session must be a string of 1 to 256 characters, got {preview(session)}")
     return {
-        "sampling": _sampling(body, vocab_size),
-        "n": whole(body, "n", 1, 1, limits.n),
-        "stops": _stops(body),
+        "sampling": _read_sampling(body, vocab_size),
+        "n": read_int(body, "n", 1, 1, limits.max_choices),
+        "stop_texts": _read_stop_texts(body),
         "stream": stream,
         "include_usage": include_usage,
         "session": session,
-        "ignore_eos": truth(body, "ignore_eos"),
-        "return_token_ids": truth(body, "return_token_ids"),
+        "ignore_eos": read_bool(body, "ignore_eos"),
+        "return_token_ids": read_bool(body, "return_token_ids"),
     }
 
 
-def _sampling(body: dict[str, Any], vocab_size: int) -> Sampling:
-    seed = whole(body, "seed", None, -(2**63), 2**64 - 1)
-    top_k = whole(body, "top_k", None, -1, 2**31)
+def _read_sampling(body: dict[str, Any], vocab_size: int) -> Sampling:
+    seed = read_int(body, "seed", None, -(2**63), 2**64 - 1)
+    top_k = read_int(body, "top_k", None, -1, 2**31)
     return Sampling(
-        temperature=real(body, "temperature", 1.0, 0.0, 100.0),
-        top_p=real(body, "top_p", 1.0, 0.0, 1.0, above=True),
-        min_p=real(body, "min_p", 0.0, 0.0, 0.999999),
+        temperature=read_number(body, "temperature", 1.0, 0.0, 100.0),
+        top_p=read_number(body, "top_p", 1.0, 0.0, 1.0, exclude_low=True),
+        min_p=read_number(body, "min_p", 0.0, 0.0, 0.999999),
         top_k=top_k if top_k is not None and top_k > 0 else None,
-        presence_penalty=real(body, "presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=real(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=real(body, "repetition_penalty", 1.0, 0.0, 100.0, above=True),
-        logit_bias=_bias(body, vocab_size),
+        presence_penalty=read_number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=read_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=read_number(body, "repetition_penalty", 1.0, 0.0, 100.0, exclude_low=True),
+        logit_bias=_read_logit_bias(body, vocab_size),
         seed=secrets.randbits(63) if seed is None else seed,
     )
 
 
-def _bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:
+def _read_logit_bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:
     table = body.get("logit_bias")
     if table is None or table == {}:
         return None
     if not isinstance(table, dict) or len(table) > 1024:
-        raise invalid("logit_bias", f"logit_bias must be an object with up to 1,024 token ids, got {shown(table)}")
+        raise invalid_value(
+            "logit_bias", f"logit_bias must be an object with up to 1,024 token ids, got {preview(table)}"
+        )
     bias = {}
     for token in table:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
-            raise invalid(
-                "logit_bias", f"the keys of logit_bias must be token ids below {vocab_size}, got {shown(token)}"
+            raise invalid_value(
+                "logit_bias", f"the keys of logit_bias must be token ids below {vocab_size}, got {preview(token)}"
             )
-        bias[int(token)] = real(table, token, 0.0, -100.0, 100.0)
+        bias[int(token)] = read_number(table, token, 0.0, -100.0, 100.0)
     return bias
 
 
-def _stops(body: dict[str, Any]) -> tuple[str, ...]:
+def _read_stop_texts(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    fine = isinstance(stops, list) and len(stops) <= 16
-    if not fine or not all(isinstance(text, str) and 0 < len(text) <= 1024 and is_text(text) for text in stops):
-        raise invalid(
-            "stop", f"stop must be a string of 1 to 1,024 characters, or a list of up to 16, got {shown(stop)}"
+    is_short_list = isinstance(stops, list) and len(stops) <= 16
+    if not is_short_list or not all(
+        isinstance(text, str) and 0 < len(text) <= 1024 and is_valid_unicode(text) for text in stops
+    ):
+        raise invalid_value(
+            "stop", f"stop must be a string of 1 to 1,024 characters, or a list of up to 16, got {preview(stop)}"
         )
     return tuple(stops)
 
 
-def _prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
+def _read_prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
     prompt = body.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt)):
         prompt = [prompt]
-    texts = isinstance(prompt, list) and all(isinstance(text, str) and is_text(text) for text in prompt)
-    ids = isinstance(prompt, list) and all(isinstance(x, list) and x and all(type(i) is int for i in x) for x in prompt)
-    if not prompt or not (texts or ids):
-        raise invalid(
-            "prompt", f"prompt must be a string, token ids, or a list of either, got {shown(body.get('prompt'))}"
+    prompts = prompt if isinstance(prompt, list) else []
+    are_texts = all(isinstance(text, str) and is_valid_unicode(text) for text in prompts)
+    are_ids = all(isinstance(ids, list) and ids and all(type(i) is int for i in ids) for ids in prompts)
+    if not prompts or not (are_texts or are_ids):
+        raise invalid_value(
+            "prompt", f"prompt must be a string, token ids, or a list of either, got {preview(body.get('prompt'))}"
         )
-    if len(prompt) > limits.n:
-        raise invalid("prompt", f"prompt may be a list of at most {limits.n}, got {len(prompt)}")
-    if ids and not texts:
-        wrong = next((i for x in prompt for i in x if not 0 <= i < vocab_size), None)
-        if wrong is not None:
-            raise invalid("prompt", f"token ids must be between 0 and {vocab_size - 1}, got {shown(wrong)}")
-    return prompt
+    if len(prompts) > limits.max_choices:
+        raise invalid_value("prompt", f"prompt may be a list of at most {limits.max_choices}, got {len(prompts)}")
+    if are_ids and not are_texts:
+        outside = next((i for ids in prompts for i in ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise invalid_value("prompt", f"token ids must be between 0 and {vocab_size - 1}, got {preview(outside)}")
+    return prompts
 
 
-def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
+def _read_messages(body: dict[str, Any]) -> list[dict[str, str]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise invalid("messages", f"messages must be a list of at least one message, got {shown(messages)}")
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+        raise invalid_value("messages", f"messages must be a list of at least one message, got {preview(messages)}")
+    return [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def _message(where: str, message: Any) -> dict[str, str]:
+def _read_message(location: str, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not set(message) <= {"role", "content", "name", "refusal"}:
-        raise invalid(where, f"{where} must be an object with role and content, got {shown(message)}")
+        raise invalid_value(location, f"{location} must be an object with role and content, got {preview(message)}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
+        raise invalid_value(
+            f"{location}.role", f"{location}.role must be one of {', '.join(_ROLES)}, got {preview(role)}"
+        )
     if isinstance(content, list):
         if not all(isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content):
-            raise invalid(f"{where}.content", f"{where}.content must be text, got {shown(content)}")
+            raise invalid_value(f"{location}.content", f"{location}.content must be text, got {preview(content)}")
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or not is_text(content):
-        raise invalid(f"{where}.content", f"{where}.content must be text, got {shown(content)}")
+    if not isinstance(content, str) or not is_valid_unicode(content):
+        raise invalid_value(f"{location}.content", f"{location}.content must be text, got {preview(content)}")
     return {"role": "system" if role == "developer" else role, "content": content}

@@ -83,7 +83,7 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def finish_by(self, deadline: float) -> None:
+    def set_deadline(self, deadline: float) -> None:
         """Let no job run beyond this moment, on the clock of `time.monotonic`: replies end, prompts are refused."""
         self._deadline = deadline
 

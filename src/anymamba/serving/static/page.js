@@ -1,4 +1,4 @@
-import { Conversation, ServerError, ask, reply } from "/page/chat.js";
+import { Conversation, ServerError, ask, reply } from "/static/chat.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty",
