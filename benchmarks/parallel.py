@@ -25,9 +25,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch 
 
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.core.process import keep_freed_memory
-from anymamba.training.api import begin
+from anymamba.training.api import create_run
 from anymamba.training.config.run_config import TrainingConfig
-from anymamba.training.distributed.process_group import Workers, joined
+from anymamba.training.distributed.process_group import World, init_distributed
 from anymamba.training.trainer import Trainer
 from benchmarks.machine import describe_machine
 from benchmarks.memory import high_water_mark, reset_high_water_mark
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     optimizer: str = "adamw"
 
     @property
-    def workers(self) -> int:
+    def world(self) -> int:
         """Processes; one has as many threads as there are workers elsewhere."""
         return 1 if not self.mesh else 2
 
@@ -104,7 +104,7 @@ class TimedNeighbors:
         return found
 
 
-def start(directory: Path, plan: Plan, sizes: dict[str, Any], workers: Workers) -> Trainer[Any]:
+def start(directory: Path, plan: Plan, sizes: dict[str, Any], world: World) -> Trainer[Any]:
     """A run that has taken no step yet."""
     config = TrainingConfig.from_dict(
         {
@@ -114,22 +114,22 @@ def start(directory: Path, plan: Plan, sizes: dict[str, Any], workers: Workers) 
             "schedule": {"kind": "constant", "warmup": 0, "steps": 10**6},
             "optimizer": {"kind": plan.optimizer},
             "parallel": plan.mesh,
-            "threads": 2 // plan.workers,
+            "threads": 2 // plan.world,
         }
     )
-    return begin(config, directory / f"run-{sizes['d_model']}", lambda _: None, workers)
+    return create_run(config, directory / f"run-{sizes['d_model']}", lambda _: None, world)
 
 
 def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None:
     """One of the processes of a contender: train, and write what was measured into the directory."""
     keep_freed_memory()
-    workers = joined()
+    world = init_distributed()
     # What is imported on the way counts as there before.
-    start(directory, plan._replace(length=64), {**TINY, "family": sizes["family"]}, workers)._take_step()
+    start(directory, plan._replace(length=64), {**TINY, "family": sizes["family"]}, world)._take_step()
     reset_high_water_mark()
     before = high_water_mark()
-    trainer = start(directory, plan, sizes, workers)
-    cp_group = workers.cp_group
+    trainer = start(directory, plan, sizes, world)
+    cp_group = world.cp_group
     timed = TimedNeighbors(cp_group) if cp_group else None
     loss = trainer._take_step()[0].loss
     reset_high_water_mark()
@@ -142,7 +142,7 @@ def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None
     if cp_group and timed:
         sent, waited = (cp_group.sent - sent) // steps, (timed.seconds - waited) / steps
     found = Found(seconds, loss, high_water_mark() - before, sent, waited)
-    (directory / f"found-{workers.rank}.json").write_text(json.dumps(found))
+    (directory / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 
 def run(plan: Plan, sizes: dict[str, Any], steps: int) -> Found:
@@ -155,8 +155,8 @@ def run(plan: Plan, sizes: dict[str, Any], steps: int) -> Found:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "words.txt").write_bytes(_text())
         arguments = ["-m", "benchmarks.parallel", "--worker", name, json.dumps(plan), json.dumps(sizes), str(steps)]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.workers)]
-        command = [sys.executable, *(launch if plan.workers > 1 else []), *arguments]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.world)]
+        command = [sys.executable, *(launch if plan.world > 1 else []), *arguments]
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{plan.name}: exit code {done.returncode}\n{done.stderr}")

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from anymamba.core.linear import apply_linear
 from anymamba.models.loss import chunked_cross_entropy
-from anymamba.training.api import begin
+from anymamba.training.api import create_run
 from anymamba.training.config.run_config import TrainingConfig
-from anymamba.training.metrics.metrics_table import MetricsTable
-from anymamba.training.metrics.progress import Display
+from anymamba.training.metrics.loggers import MetricsTable
+from anymamba.training.metrics.progress import ProgressDisplay
 from anymamba.training.tasks.language_model import LanguageTask
 from anymamba.training.trainer import Trainer
 from benchmarks.generation import our_model, prompt, transformers_model
@@ -123,7 +123,7 @@ def start_run(**sections: Any) -> Trainer[LanguageTask]:
         "threads": torch.get_num_threads(),
         **sections,
     }
-    return begin(TrainingConfig.from_dict(values), directory / "run", lambda _: None)
+    return create_run(TrainingConfig.from_dict(values), directory / "run", lambda _: None)
 
 
 def set_up_trainer(bare: bool, small: bool = False) -> Call:
@@ -136,15 +136,15 @@ def set_up_trainer(bare: bool, small: bool = False) -> Call:
 
         def step() -> dict[str, Tensor]:
             optimizer.zero_grad()
-            cost, _ = trainer.task.cost(model, batches[0], None, torch.float32)
-            (cost / batches[0].counted).backward()
+            cost, _ = trainer.task.loss(model, batches[0], None, torch.float32)
+            (cost / batches[0].loss_terms).backward()
             optimizer.step(1.0)
-            return {"loss": cost.detach() / batches[0].counted}
+            return {"loss": cost.detach() / batches[0].loss_terms}
 
         return step
-    table = MetricsTable(trainer.directory / "metrics.csv", 0, trainer.task.NAMES)
+    table = MetricsTable(trainer.directory / "metrics.csv", 0, trainer.task.METRICS)
     with redirect_stderr(io.StringIO()):
-        display = Display(trainer.config.schedule.steps, 0, 1)
+        display = ProgressDisplay(trainer.config.schedule.steps, 0, 1)
 
     def whole() -> dict[str, Tensor]:
         with redirect_stderr(io.StringIO()):

@@ -33,7 +33,7 @@ class Labeled(NamedTuple):
         return self.inputs.numel()
 
     @property
-    def counted(self) -> int:
+    def loss_terms(self) -> int:
         """Labels that are scored."""
         return int((self.labels != IGNORED).sum())
 
@@ -53,12 +53,12 @@ class Labeled(NamedTuple):
     def accuracy(self, model: nn.Module) -> float:
         """The share of the labels that have the largest logit."""
         right = (model(self.inputs).argmax(-1) == self.labels) & (self.labels != IGNORED)
-        return int(right.sum()) / max(1, self.counted)
+        return int(right.sum()) / max(1, self.loss_terms)
 
 
 class LabeledTask(Task[Labeled]):
     """Labels to predict from rows of inputs."""
 
-    def cost(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+    def loss(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Nats."""
         return batch.nats(model), None

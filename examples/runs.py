@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from anymamba.core.io import atomic_write
+from anymamba.training.api import train_or_resume
 from anymamba.training.config.run_config import RunConfig
-from anymamba.training.config.sections import CheckpointSection, EvaluationSection, at_least, option
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.metrics.metrics_table import can_plot, read_metrics
+from anymamba.training.config.sections import CheckpointSection, EvaluationSection, check_at_least, option
+from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.metrics.loggers import can_plot, read_metrics
 from anymamba.training.tasks.predict import Predictor
 from anymamba.training.tasks.task import Task
-from anymamba.training.trainer import Trainer, train_or_resume
+from anymamba.training.trainer import Trainer
 
 T = TypeVar("T", bound=Task[Any])
 C = TypeVar("C", bound="ExampleConfig")
@@ -34,7 +35,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows")
+        check_at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +185,9 @@ def file_config(
     data: dict[str, Any],
     batch: dict[str, int],
     optimizer: dict[str, float],
-) -> FileConfig:
+) -> TabularConfig:
     """A run on files with this default number of steps, evaluated every hundred."""
-    return FileConfig.from_dict(
+    return TabularConfig.from_dict(
         {
             "task": task,
             "model": model,

@@ -27,11 +27,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from anymamba import MambaLM, MambaLMConfig, SsdPath, portable
 from anymamba.scan.chunking import final_state
-from anymamba.training.api import begin
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.api import create_run
+from anymamba.training.distributed.process_group import World
 from tests.models.cases import FAMILIES
 from tests.training.cases import silent, tiny
-from tests.workers import run_cases, shared_directory
+from tests.world import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -87,9 +87,9 @@ def counted():
     def wrapped(function, kind, place, name):
         def call(*args, **kwargs):
             whole = args[place] if len(args) > place else kwargs[name]
-            workers = 2 if kind == "send" else dist.get_world_size(kwargs.get("group"))
+            world = 2 if kind == "send" else dist.get_world_size(kwargs.get("group"))
             if not nested and whole.numel() > 1:
-                found[kind, workers] += whole.nbytes
+                found[kind, world] += whole.nbytes
             nested.append(kind)  # one of them may call another
             try:
                 return function(*args, **kwargs)
@@ -123,7 +123,7 @@ def step_case(rank, name, model, sections, mesh):
     batch = {"tokens": 192 if size == 3 else 256, "accumulation": 1, **sections.get("batch", {})}
     batch["length"] = batch["tokens"] // batch["accumulation"] // (size // context) if context > 1 else 32
     config = tiny(corpus, model=model, parallel={"timeout": 60, **mesh}, **{**sections, "batch": batch})
-    trainer = begin(config, shared_directory(name), silent, Workers(rank, size))
+    trainer = create_run(config, shared_directory(name), silent, World(rank, size))
     trainer._take_step()  # of which FSDP's is longer
     with counted() as found:
         trainer._take_step()
@@ -135,7 +135,7 @@ def step_case(rank, name, model, sections, mesh):
         gradient=2 if mesh.get("reduce") == "bfloat16" else 4,
     )
     assert expected
-    assert dict(found) == {(message.kind, message.workers): message.size for message in expected}
+    assert dict(found) == {(message.kind, message.world): message.size for message in expected}
 
 
 def bytes_on_the_wire():

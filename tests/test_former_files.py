@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from anymamba import GenerationState, LMCache, MambaLM
 from anymamba.training.api import open_run
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 from tests.support import FLOOR, LOSSES_FLOOR, MODEL_FLOOR, assert_near
 from tests.training.cases import silent
 

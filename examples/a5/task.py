@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba import LatentModel
-from anymamba.training.config.sections import OptimizerSection, ScheduleSection, at_least, option
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection, check_at_least, option
 from anymamba.training.tasks.task import Evaluation
 from examples.a5.words import ELEMENTS, draw
 from examples.labeled import Labeled, LabeledTask
@@ -35,7 +35,7 @@ class A5Section(Sizes):
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        at_least(self, 1, "d_intermediate", "length")
+        check_at_least(self, 1, "d_intermediate", "length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class WordReader(nn.Module):
 class A5Task(LabeledTask):
     """The product of a word so far, after each of its tokens."""
 
-    NAMES = ("accuracy", "last_accuracy")
+    METRICS = ("accuracy", "last_accuracy")
     config: A5Config
 
     def __init__(self, config: A5Config) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.config.sections import OptimizerSection, ScheduleSection, at_least, option
+from anymamba.training.config.sections import OptimizerSection, ScheduleSection, check_at_least, option
 from anymamba.training.tasks.task import Evaluation
 from examples.autoencoder.model import Autoencoder
 from examples.digits.images import BRIGHTEST, Digits
@@ -29,8 +29,8 @@ class AutoencoderSection(Sizes):
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        at_least(self, 1, "code")
-        at_least(self, 2, "n_layer")
+        check_at_least(self, 1, "code")
+        check_at_least(self, 2, "n_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class AutoencoderConfig(ExampleConfig):
 class AutoencoderTask(LabeledTask):
     """The binary cross entropy of pixels; the test images decide nothing."""
 
-    NAMES = ("validation_error",)
+    METRICS = ("validation_error",)
     config: AutoencoderConfig
 
     def __init__(self, config: AutoencoderConfig, digits: Digits) -> None:
@@ -69,7 +69,7 @@ class AutoencoderTask(LabeledTask):
         images = self.training[torch.from_numpy(rows)]
         return [Labeled(images, images)]
 
-    def cost(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+    def loss(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Nats of all pixels."""
         return F.binary_cross_entropy_with_logits(model(batch.inputs), batch.labels, reduction="sum"), None
 

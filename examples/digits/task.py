@@ -64,7 +64,7 @@ class PixelReader(nn.Module):
 class DigitsTask(LabeledTask):
     """Classification of the digits; the test images decide nothing."""
 
-    NAMES = ("validation_accuracy",)
+    METRICS = ("validation_accuracy",)
     config: DigitsConfig
 
     def __init__(self, config: DigitsConfig, digits: Digits) -> None:

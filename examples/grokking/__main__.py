@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anymamba.training.metrics.metrics_table import Row, read_metrics
+from anymamba.training.metrics.loggers import StepMetrics, read_metrics
 from examples.grokking.task import GrokkingConfig, GrokkingTask
 from examples.runs import Given, command, markdown
 
@@ -18,7 +18,7 @@ _ACCURACIES = {"training_accuracy": "trained on", "test_accuracy": "held out"}
 _RATIOS = ("ratio_of_states", "ratio_of_embedding", "ratio_of_head")
 
 
-def plot(figure: Any, rows: list[Row]) -> None:
+def plot(figure: Any, rows: list[StepMetrics]) -> None:
     """Accuracies above, participation ratios below, over the steps on a logarithmic axis."""
     above = figure.add_subplot(2, 1, 1, ylabel="right sums, %", xscale="log")
     below = figure.add_subplot(2, 1, 2, ylabel="participation ratio", xlabel="step", xscale="log")
@@ -31,7 +31,7 @@ def plot(figure: Any, rows: list[Row]) -> None:
     below.legend()
 
 
-def table(rows: list[Row], shares: tuple[float, ...] = (0.5, 0.99)) -> str:
+def table(rows: list[StepMetrics], shares: tuple[float, ...] = (0.5, 0.99)) -> str:
     """The first evaluations at which each accuracy reached a share, and the first and last evaluation."""
     moments = {"first": rows[0]}
     for name, label in _ACCURACIES.items():

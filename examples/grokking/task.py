@@ -20,7 +20,7 @@ from anymamba.training.config.sections import (
     EvaluationSection,
     OptimizerSection,
     ScheduleSection,
-    at_least,
+    check_at_least,
     option,
 )
 from anymamba.training.tasks.task import Evaluation
@@ -42,8 +42,8 @@ class GrokkingSection:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 2, "modulus", "terms")
-        at_least(self, 1, "d_model", "d_state")
+        check_at_least(self, 2, "modulus", "terms")
+        check_at_least(self, 1, "d_model", "d_state")
         if not 0 < self.share < 1:
             raise ValueError(f"share must be above 0 and below 1, got {self.share}")
         if self.modulus**self.terms > 2**20:
@@ -67,7 +67,7 @@ class GrokkingConfig(ExampleConfig):
 class GrokkingTask(LabeledTask):
     """The sum of all numbers, predicted after the last of them."""
 
-    NAMES = ("training_accuracy", "test_accuracy", "ratio_of_states", "ratio_of_embedding", "ratio_of_head")
+    METRICS = ("training_accuracy", "test_accuracy", "ratio_of_states", "ratio_of_embedding", "ratio_of_head")
     config: GrokkingConfig
 
     def __init__(self, config: GrokkingConfig) -> None:

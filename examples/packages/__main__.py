@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.tasks.tabular_runs import file_task
+from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.tasks.tabular_tasks import make_task
 from examples.packages.chunks import PACKAGES, Chunk, read_chunks, write_chunks
 from examples.runs import Given, command, file_config, labels_of, markdown, report
 
@@ -45,7 +45,7 @@ def accuracy(found: list[str], test: list[Chunk]) -> float:
     return sum(a == chunk.package for a, chunk in zip(found, test, strict=True)) / len(test)
 
 
-def config_of(given: Given, source: Path) -> FileConfig:
+def config_of(given: Given, source: Path) -> TabularConfig:
     """A run on the pieces."""
     sizes = {"n_layer": 2, "d_model": 64, "d_state": 16, "headdim": 32}
     return file_config(
@@ -83,7 +83,7 @@ def run(given: Given) -> None:
     for name, characters in (("words", False), ("up to four characters", True)):
         share = accuracy(by_words(training, test, characters), test)
         rows.append([f"TF-IDF of {name}, logistic regression", "", f"{100 * share:.1f} %", ""])
-    found = given.trained(file_task(config_of(given, given.out / "training.jsonl"), report))
+    found = given.trained(make_task(config_of(given, given.out / "training.jsonl"), report))
     said = labels_of(found, given.out / "test.jsonl")
     share, name = accuracy(said, test), "Mamba-2 in both directions, bytes"
     rows.append([name, found.parameters, f"{100 * share:.1f} %", f"{found.seconds:.0f}"])

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.tasks.tabular_runs import file_task
+from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.tasks.tabular_tasks import make_task
 from examples.digits.images import BRIGHTEST, CLASSES, SIDE, load_digits
 from examples.labeled import Labeled
 from examples.runs import Given, command, file_config, labels_of, markdown, report
@@ -42,7 +42,7 @@ def write_images(part: Labeled, directory: Path, name: str) -> None:
     np.save(directory / f"{name}-labels.npy", part.labels.numpy())
 
 
-def config_of(given: Given) -> FileConfig:
+def config_of(given: Given) -> TabularConfig:
     """A run on the images."""
     return file_config(
         given,
@@ -77,7 +77,7 @@ def run(given: Given) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for part, name in ((digits.training, "training"), (digits.test, "test")):
         write_images(part, given.out, name)
-    found = given.trained(file_task(config_of(given), report))
+    found = given.trained(make_task(config_of(given), report))
     said, labels = labels_of(found, given.out / "test.npy"), [str(digit) for digit in digits.test.labels.tolist()]
     wrong, total = sum(a != b for a, b in zip(said, labels, strict=True)), len(labels)
     images = enlarged(digits.test.inputs)

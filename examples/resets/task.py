@@ -13,7 +13,7 @@ from anymamba.training.config.sections import (
     EvaluationSection,
     OptimizerSection,
     ScheduleSection,
-    at_least,
+    check_at_least,
     option,
 )
 from anymamba.training.tasks.task import Evaluation
@@ -40,8 +40,8 @@ class ResetSection:
             raise ValueError(f"task must be one of {', '.join(STREAMS)}, got {self.task!r}")
         if self.variant not in VARIANTS[self.task]:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS[self.task])}, got {self.variant!r}")
-        at_least(self, 1, "rows")
-        at_least(self, SHORTEST, "length")
+        check_at_least(self, 1, "rows")
+        check_at_least(self, SHORTEST, "length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ResetTask(LabeledTask):
     length, which only a state with some margin reads without one.
     """
 
-    NAMES = ("worst_accuracy",)
+    METRICS = ("worst_accuracy",)
     config: ResetConfig
 
     def __init__(self, config: ResetConfig) -> None:

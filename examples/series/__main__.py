@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.tasks.tabular import FileTask
-from anymamba.training.tasks.tabular_runs import file_task
+from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.tasks.tabular import TabularTask
+from anymamba.training.tasks.tabular_tasks import make_task
 from examples.runs import Finished, Given, command, file_config, markdown, report
 
 CHANNELS, HELD_OUT, ORDERS = 4, 0.1, (1, 2, 4, 8, 12, 16, 24)
@@ -67,7 +67,7 @@ def best_order(known: np.ndarray) -> int:
     return min(ORDERS, key=lambda order: rmse(autoregression(known[:cut], known, order), known[cut:]))
 
 
-def config_of(given: Given, seed: int, source: Path) -> FileConfig:
+def config_of(given: Given, seed: int, source: Path) -> TabularConfig:
     """A run on the series."""
     return file_config(
         given,
@@ -81,7 +81,7 @@ def config_of(given: Given, seed: int, source: Path) -> FileConfig:
     )
 
 
-def forecasts(found: Finished[FileTask], series: np.ndarray, cut: int) -> np.ndarray:
+def forecasts(found: Finished[TabularTask], series: np.ndarray, cut: int) -> np.ndarray:
     """The last value and the change that the model expects, for each step from `cut` on, (s, c)."""
     scale = found.task.scale
     assert scale is not None
@@ -116,7 +116,7 @@ def run(given: Given) -> None:
         [f"linear autoregression, order {order}", (CHANNELS * order + 1) * CHANNELS, f"{rmse(linear, held):.4f}", ""],
     ]
     for seed in given.seeds:
-        found = given.trained(file_task(config_of(given, seed, source), report))
+        found = given.trained(make_task(config_of(given, seed, source), report))
         predicted = forecasts(found, series, cut)
         shown.setdefault("Mamba-3", predicted)
         rows.append([f"Mamba-3, seed {seed}", found.parameters, f"{rmse(predicted, held):.4f}", f"{found.seconds:.0f}"])

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from anymamba import MambaLM
 from anymamba.core.io import atomic_write, read_json, write_json
-from anymamba.training.metrics.metrics_table import can_plot, read_metrics
-from anymamba.training.trainer import train_or_resume
+from anymamba.training.api import train_or_resume
+from anymamba.training.metrics.loggers import can_plot, read_metrics
 from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn
 
 LABELS = {

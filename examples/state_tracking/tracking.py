@@ -14,9 +14,8 @@ from torch import Tensor
 from anymamba import MambaLM
 from anymamba.models.config import MambaLMConfig
 from anymamba.training.config.run_config import RunConfig
-from anymamba.training.config.sections import at_least, option
-from anymamba.training.tasks.lm_step import autocast
-from anymamba.training.tasks.task import Evaluation, Task
+from anymamba.training.config.sections import check_at_least, option
+from anymamba.training.tasks.task import Evaluation, Task, autocast
 from examples.state_tracking.languages import LANGUAGES, NONE, Sequences
 from examples.state_tracking.settle import watching
 
@@ -44,14 +43,14 @@ class TrackingSection:
     d_state: int = option(64, "state size of a head")
     headdim: int = option(16, "width of a head")
     turning: float = option(0.5, "share of the state that turns, in the variants with a rotation")
-    block: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "table of further fields of the block's config", "free": False}
-    )
+    block: dict[str, Any] = option(dict, "table of further fields of the block's config")
     labels: Literal["end", "every"] = option(
         "every", "answers that are learned: that of a sequence, or of its beginnings too"
     )
     rows: int = option(256, "the most sequences of a step")
-    tokens: int | None = option(None, "the most tokens of a step: longer sequences are fewer", default="any number")
+    tokens: int | None = option(
+        None, "the most tokens of a step: longer sequences are fewer", default_text="any number"
+    )
     shortest: int = option(3, "tokens of the shortest sequence")
     longest_first: int = option(40, "tokens of the longest sequence when the curriculum begins")
     longest_last: int = option(160, "tokens of the longest sequence when it ends")
@@ -66,7 +65,9 @@ class TrackingSection:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim", "rows", "shortest", "validation_rows", "tokens")
+        check_at_least(
+            self, 1, "n_layer", "d_model", "d_state", "headdim", "rows", "shortest", "validation_rows", "tokens"
+        )
         if not self.shortest <= self.longest_first <= self.longest_last:
             raise ValueError(
                 "shortest <= longest_first <= longest_last must hold, "
@@ -120,7 +121,7 @@ class TrackingBatch(NamedTuple):
         return self.inputs.numel()
 
     @property
-    def counted(self) -> int:
+    def loss_terms(self) -> int:
         """Answers."""
         return self.answers.numel()
 
@@ -132,7 +133,7 @@ class TrackingBatch(NamedTuple):
 class TrackingTask(Task[TrackingBatch]):
     """The answer of a sequence, predicted after its last token."""
 
-    NAMES = ("scaled_accuracy",)
+    METRICS = ("scaled_accuracy",)
     config: TrackingConfig
 
     def __init__(self, config: TrackingConfig) -> None:
@@ -185,13 +186,13 @@ class TrackingTask(Task[TrackingBatch]):
         drawn = self.language.sample(chance, rows, c.shortest, longest)
         return [TrackingBatch.of(drawn, c.labels, self.settle(step))]
 
-    def cost(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
+    def loss(self, model: MambaLM, batch: TrackingBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """The negative log-likelihood of the answers, and the penalty, which is a mean, once for each of them."""
         if batch.settle == 0:
             return self._likelihood(model, batch, dtype), None
         with watching(model) as unsettled:
             cost = self._likelihood(model, batch, dtype)
-        return cost + batch.settle * batch.counted * torch.stack(unsettled).mean(), None
+        return cost + batch.settle * batch.loss_terms * torch.stack(unsettled).mean(), None
 
     def _likelihood(self, model: MambaLM, batch: TrackingBatch, dtype: torch.dtype) -> Tensor:
         return F.cross_entropy(self._logits(model, batch, dtype), batch.answers, reduction="sum")

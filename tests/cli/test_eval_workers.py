@@ -18,7 +18,7 @@ from anymamba.cli.main import main
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.generation.scoring import likelihood
 from tests.models.cases import FAMILIES, small_lm
-from tests.workers import run_cases, shared_directory
+from tests.world import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -153,7 +153,7 @@ def other_texts_case(rank):
             code, out, err = said(rank, last + 1, model, *(path.name for path in texts))
         assert (code, out) == (2, "")
         assert err.count("\n") == (rank == 0)
-        assert rank or f"worker {last} of {last + 1}: 1.txt: every worker must see the same text" in err, err
+        assert rank or f"rank {last} of {last + 1}: 1.txt: every worker must see the same text" in err, err
 
 
 WORKER_CASES = {

@@ -273,13 +273,13 @@ def test_a_mesh_that_does_not_fit_is_one_line_and_exit_code_2_on_every_worker(co
         port = str(probe.getsockname()[1])
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, "-m", "anymamba", "train", config, "--out", tmp_path / "run", "--parallel.shard", "3"]
-    workers = [
+    world = [
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **places, "RANK": rank})
         for rank in "01"
     ]
-    said = [worker.communicate()[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [2, 2]
-    assert "replicate · shard · context = (what is left) · 3 · 1 must be the number of workers, got 2" in said[0]
+    said = [worker.communicate()[1] for worker in world]
+    assert [worker.returncode for worker in world] == [2, 2]
+    assert "replicate · shard · context = (what is left) · 3 · 1 must be the number of ranks, got 2" in said[0]
     assert [text.count("\n") for text in said] == [1, 0]
     assert not (tmp_path / "run").exists()
 

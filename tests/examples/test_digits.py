@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.training.trainer import train_or_resume
+from anymamba.training.api import train_or_resume
 from examples.digits.__main__ import main
 from examples.digits.images import SIDE, load_digits, shifted
 from examples.digits.task import DigitsConfig, DigitsSection, DigitsTask

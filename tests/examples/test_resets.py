@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.training.trainer import train_or_resume
+from anymamba.training.api import train_or_resume
 from examples.labeled import IGNORED
 from examples.resets.__main__ import main
 from examples.resets.by_hand import by_hand

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.training.trainer import train_or_resume
+from anymamba.training.api import train_or_resume
 from examples.state_tracking import table
 from examples.state_tracking.__main__ import _configs, main
 from examples.state_tracking.languages import LANGUAGES, NONE, SYMBOLS

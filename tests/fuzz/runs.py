@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 from tests.fuzz.child import Finding, run_in_child
 from tests.training.cases import write_corpus
 from tests.training.killing import OPERATIONS, trainer_for

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from anymamba.training.api import begin, open_run
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.api import create_run, open_run
+from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
 pytestmark = [
@@ -31,15 +31,15 @@ def test_a_compiled_run_follows_the_plain_one_and_resumes_bit_for_bit(tmp_path):
         sections = {"evaluation": {"every": 2}, "schedule": {"steps": 4}}
         return tiny(corpus, precision={"compile": compile, **precision}, **sections)
 
-    assert begin(config(False), tmp_path / "plain", silent).run()
+    assert create_run(config(False), tmp_path / "plain", silent).run()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    whole = begin(config(True), tmp_path / "whole", silent)
+    whole = create_run(config(True), tmp_path / "whole", silent)
     assert whole.run()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # whatever the layer and the number of sequences
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
-    part = begin(config(True), tmp_path / "part", silent)
+    part = create_run(config(True), tmp_path / "part", silent)
     part.save()
     for _ in range(3):
         part._take_step()
@@ -52,13 +52,13 @@ def test_a_compiled_run_follows_the_plain_one_and_resumes_bit_for_bit(tmp_path):
     for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
-    recomputed = begin(config(True, activation_checkpointing=True), tmp_path / "recomputed", silent)
+    recomputed = create_run(config(True, activation_checkpointing=True), tmp_path / "recomputed", silent)
     assert recomputed.run()
     assert losses(tmp_path / "recomputed") == losses(tmp_path / "whole")
 
 
 def test_what_is_not_finite_is_found_in_a_compiled_layer(tmp_path):
-    trainer = begin(tiny(write_corpus(tmp_path / "corpus"), precision={"compile": True}), tmp_path / "run", silent)
+    trainer = create_run(tiny(write_corpus(tmp_path / "corpus"), precision={"compile": True}), tmp_path / "run", silent)
     with torch.no_grad():
         trainer.model.backbone.layers[1].mixer.D[0] = math.nan
     with pytest.raises(FloatingPointError, match=r"not finite first: the parameter backbone\.layers\.1\.mixer\.D"):

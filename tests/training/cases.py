@@ -4,7 +4,7 @@ import numpy as np
 
 from anymamba.training import TrainingConfig
 from anymamba.training.tasks.language_model import LanguageTask
-from anymamba.training.tasks.tabular import FileTask
+from anymamba.training.tasks.tabular import TabularTask
 
 # Documents of awkward lengths: shorter than a row, one token, longer than several rows.
 LENGTHS = [700, 5, 1, 130, 64, 257, 400, 33, 90, 610]
@@ -38,7 +38,7 @@ def tiny(corpus, **sections):
 
 def draw_nothing(setattr=setattr):
     """Let runs draw no plots: each takes longer than a small run. A test passes the `setattr` of its monkeypatch."""
-    for task in (LanguageTask, FileTask):
+    for task in (LanguageTask, TabularTask):
         setattr(task, "plot", lambda task, directory: None)
 
 

@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.tasks.tabular_runs import begin_files, open_files
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.training.test_tabular import config_of, write_files
 
@@ -31,8 +30,8 @@ OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.
 def trainer_for(directory, mode):
     if mode == "files":
         if checkpoints(directory / "checkpoints"):
-            return open_files(directory, {}, silent)
-        return begin_files(config_of(directory.parent / "corpus", "masked-lm"), directory, silent)
+            return open_run(directory, {}, silent)
+        return create_run(config_of(directory.parent / "corpus", "masked-lm"), directory, silent)
     if checkpoints(directory / "checkpoints"):
         return open_run(directory, {}, silent)
     config = tiny(
@@ -43,7 +42,7 @@ def trainer_for(directory, mode):
         evaluation={"every": 5, "sample_tokens": 0},
         checkpoints={"every": 2},
     )
-    return begin(config, directory, silent)
+    return create_run(config, directory, silent)
 
 
 def child(directory, mode, operations):

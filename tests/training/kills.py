@@ -23,7 +23,7 @@ from pathlib import Path
 from anymamba.training import TrainingConfig, train
 from anymamba.training.checkpoint import async_save
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import draw_nothing, tiny, write_corpus
 from tests.training.killing import OPERATIONS
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from anymamba import MambaLM
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint import async_save
 from anymamba.training.checkpoint.async_save import Part, Saver
-from anymamba.training.checkpoint.run_state import Facts, checkpoints
+from anymamba.training.checkpoint.run_state import Manifest, checkpoints
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors
 from anymamba.training.distributed.process_group import SharedError
 from tests.training.cases import silent
@@ -28,7 +28,7 @@ from tests.training.test_process_group import (
     prepare,
     workers_of,
 )
-from tests.workers import run_cases, shared_directory
+from tests.world import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -37,7 +37,7 @@ def trained(rank, name, fields, mesh, stop=None):
     """A run of several workers, perhaps stopped, and its checkpoints, the latest first."""
     prepare(rank)
     directory = shared_directory(name)
-    trainer = begin(config_of(fields, mesh), directory, silent, workers_of(rank))
+    trainer = create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
     trainer.run([lambda row: row.step == stop], shown=False)
     dist.barrier()
     return trainer, checkpoints(directory / "checkpoints")
@@ -99,7 +99,7 @@ def background_case(rank, mesh):
         return written
 
     directory = shared_directory(f"often{'-'.join(mesh)}")
-    trainer = begin(config_of(fields, mesh), directory, silent, workers_of(rank))
+    trainer = create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
     with replaced(Part, "write", slow):
         trainer.run(shown=False)
     dist.barrier()
@@ -131,11 +131,11 @@ def full_disk_case(rank, victim):
     prepare(rank)
     directory = shared_directory(f"full{victim}")
     config = config_of(STREAM | {"checkpoints": {"every": 1, "keep": 9}}, {"shard": 2})
-    trainer = begin(config, directory, silent, workers_of(rank))
+    trainer = create_run(config, directory, silent, workers_of(rank))
     trainer.run([lambda row: row.step == 2], shown=False)
     again = open_run(directory, {}, silent, workers_of(rank))
     name = f"optimizer-0000{victim + 1}-of-00002.safetensors"
-    words = rf"^worker {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
+    words = rf"^rank {victim} of 2: \S*step-00000003: cannot be written; .* File too large: \S*/{name}'"
     again._take_step()
     disk = replaced(Part, "write", on_a_full_disk) if rank == victim else nullcontext()
     with pytest.raises(SharedError, match=words), disk:
@@ -155,7 +155,7 @@ def failed_in_the_background_case(rank):
     prepare(rank)
     directory = shared_directory("fails")
     config = config_of({"schedule": {"steps": 500}, "checkpoints": {"every": 2}}, {"shard": 2})
-    trainer = begin(config, directory, silent, workers_of(rank))
+    trainer = create_run(config, directory, silent, workers_of(rank))
     trainer.save()
 
     def failing(write):
@@ -166,7 +166,7 @@ def failed_in_the_background_case(rank):
 
         return written
 
-    words = r"worker 1 of 2: .*step-00000002: .*No space left.*model-00002-of"
+    words = r"rank 1 of 2: .*step-00000002: .*No space left.*model-00002-of"
     with pytest.raises(SharedError, match=words), replaced(Part, "write", failing):
         trainer.run(shown=False)
     assert 2 <= trainer.step <= 4
@@ -176,7 +176,7 @@ def failed_in_the_background_case(rank):
     dist.barrier()
 
 
-FACTS = Facts(7, 0, "data", False, {}, [])
+TASK_FILE = Manifest(7, 0, "data", False, {}, [])
 
 
 def silent_worker_case(rank):
@@ -189,8 +189,8 @@ def silent_worker_case(rank):
             time.sleep(0.02)
 
     part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
-    saver.start(part, FACTS, before=-1, keep=2)
-    with pytest.raises(SharedError, match=r"worker 1 of 2: .*step-00000007: cannot be written; .*no answer"):
+    saver.start(part, TASK_FILE, before=-1, keep=2)
+    with pytest.raises(SharedError, match=r"rank 1 of 2: .*step-00000007: cannot be written; .*no answer"):
         saver.finish()
     assert checkpoints(directory) == []
     dist.barrier()
@@ -201,7 +201,7 @@ def error_meanwhile_case(rank):
     directory = shared_directory("meanwhile")
     saver = Saver(directory, workers_of(rank), 30)
     part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
-    saver.start(part, FACTS, before=-1, keep=2)
+    saver.start(part, TASK_FILE, before=-1, keep=2)
     with pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     dist.barrier()
@@ -216,7 +216,7 @@ def slow_disk_case(rank):
     saver = Saver(directory, workers_of(rank), 30)
     name = f"model-0000{rank + 1}-of-00002.safetensors"
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
-    saver.start(part, FACTS, before=-1, keep=2)
+    saver.start(part, TASK_FILE, before=-1, keep=2)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
     with replaced(async_save, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
@@ -224,7 +224,7 @@ def slow_disk_case(rank):
     assert checkpoints(directory) == []
     # A later one has all the time it needs, and does not fail with the one that was given up.
     later = part._replace(others=lambda _: (disk.set(), thread.join()))
-    saver.start(later, FACTS, before=-1, keep=2)
+    saver.start(later, TASK_FILE, before=-1, keep=2)
     saver.finish()
     assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
     assert not list(directory.glob(".*"))

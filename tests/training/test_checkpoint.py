@@ -10,11 +10,16 @@ from safetensors.torch import save_file
 
 from anymamba import MambaLM
 from anymamba.core.io import read_json, read_tensors, run_lock, write_json
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run, train_or_resume
 from anymamba.training.checkpoint import run_state as module
 from anymamba.training.checkpoint import sharded_tensors
-from anymamba.training.checkpoint.run_state import Facts, begin_checkpoint, checkpoints, finish_checkpoint, load_latest
-from anymamba.training.trainer import train_or_resume
+from anymamba.training.checkpoint.run_state import (
+    Manifest,
+    begin_checkpoint,
+    checkpoints,
+    finish_checkpoint,
+    load_latest,
+)
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -22,7 +27,7 @@ from tests.training.cases import silent, tiny, write_corpus
 def trainer(tmp_path):
     """A run of six steps, saved after steps 4 and 6."""
     corpus = write_corpus(tmp_path / "corpus")
-    trainer = begin(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
+    trainer = create_run(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
     assert trainer.run()
     return trainer
 
@@ -39,7 +44,7 @@ def test_as_many_are_kept_as_the_config_asks(trainer):
 def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, reached):
     corpus = write_corpus(tmp_path / "corpus")
     config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9}, checkpoints={"keep": 9})
-    trainer = begin(config, tmp_path / "run", silent)
+    trainer = create_run(config, tmp_path / "run", silent)
     for trainer.step in (2, 4, 6):
         trainer.save()
     assert steps(trainer) == [6, 4, 2]
@@ -97,7 +102,7 @@ def test_a_changed_config_is_on_the_disk_before_it_replaces_the_former_one(train
 
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
     monkeypatch.setattr(Path, "replace", replace)
-    module.amend_checkpoint(directory, {"seed": 5}, [])
+    module.replace_config(directory, {"seed": 5}, [])
     manifest = (directory / "training.json").stat().st_ino
     assert events == [manifest, (manifest, directory / "training.json"), directory.stat().st_ino]
     assert module._read_manifest(directory)["config"] == {"seed": 5}
@@ -188,7 +193,7 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
 @pytest.mark.parametrize("damage", ["fewer", "more", "other rows", "scalar", "other sizes"])
 def test_odd_carried_states_are_refused_whoever_wrote_their_checksum(tmp_path, damage):
     config = tiny(write_corpus(tmp_path / "corpus"), data={"mode": "stream"}, evaluation={"sample_tokens": 0})
-    trainer = begin(config, tmp_path / "run", silent)
+    trainer = create_run(config, tmp_path / "run", silent)
     assert trainer.run()
     path, former = checkpoints(trainer.directory / "checkpoints")
     shutil.rmtree(former)
@@ -237,7 +242,7 @@ def test_one_that_cannot_be_read_is_not_skipped_like_a_damaged_one(trainer, monk
 
 def test_a_file_of_another_worker_that_is_gone_is_an_error(tmp_path):
     temporary = begin_checkpoint(tmp_path, 3)
-    facts = Facts(3, 0, "data", False, {}, [])
+    facts = Manifest(3, 0, "data", False, {}, [])
     with pytest.raises(OSError, match=r"step-00000003: cannot be written; .*model-00002-of-00002.safetensors"):
         finish_checkpoint(temporary, facts, {"model-00002-of-00002.safetensors": "0"}, before=-1, keep=1)
     assert checkpoints(tmp_path) == []
@@ -290,7 +295,7 @@ def test_a_changed_config_is_refused_with_the_names(trainer):
 def test_changed_text_is_refused(trainer):
     corpus = write_corpus(trainer.directory.parent / "corpus")
     (corpus / "more.txt").write_text("more")
-    other = begin(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
+    other = create_run(tiny(corpus, evaluation={"sample_tokens": 0}), trainer.directory.parent / "other", silent)
     shutil.rmtree(trainer.directory / "data")
     shutil.copytree(other.directory / "data", trainer.directory / "data")
     with pytest.raises(ValueError, match="not the data that the run started with"):
@@ -299,7 +304,7 @@ def test_changed_text_is_refused(trainer):
 
 def test_a_run_is_not_overwritten(trainer):
     with pytest.raises(ValueError, match="there is a run already; continue it with --resume"):
-        begin(trainer.config, trainer.directory, silent)
+        create_run(trainer.config, trainer.directory, silent)
 
 
 def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
@@ -307,7 +312,7 @@ def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
     before = {path: path.read_bytes() for path in trainer.directory.iterdir() if path.is_file()}
     assert len(before) > 3
     with pytest.raises(ValueError, match=r"found config\.json, model\.safetensors, metrics\.csv and no checkpoints"):
-        begin(trainer.config, trainer.directory, silent)
+        create_run(trainer.config, trainer.directory, silent)
     fresh = train_or_resume(trainer.task, trainer.directory, silent)
     with pytest.raises(ValueError, match="expected a directory without a run or a model, found config"):
         fresh.run()
@@ -321,8 +326,8 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(trainer, tmp
     with monkeypatch.context() as patch:
         patch.setattr(sharded_tensors, "write_tensors", full)
         with pytest.raises(OSError, match="No space left"):
-            begin(trainer.config, tmp_path / "again", silent).run()
-    assert begin(trainer.config, tmp_path / "again", silent).run()
+            create_run(trainer.config, tmp_path / "again", silent).run()
+    assert create_run(trainer.config, tmp_path / "again", silent).run()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
@@ -336,7 +341,7 @@ class TestTwoProcesses:
             for attempt in (
                 second.run,
                 lambda: open_run(trainer.directory, {}, silent),
-                lambda: begin(trainer.config, trainer.directory, silent),
+                lambda: create_run(trainer.config, trainer.directory, silent),
                 lambda: train_or_resume(trainer.task, trainer.directory, silent),
             ):
                 with pytest.raises(ValueError, match=self.message):

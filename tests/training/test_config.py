@@ -61,7 +61,7 @@ def test_only_fields_that_change_a_weight_count_as_changed():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[optimizer]\nlr = 1", "optimizer: no such field; did you mean optimizer?"),
+        ("[optimiser]\nlr = 1", "optimiser: no such field; did you mean optimizer?"),
         ("[optimizer]\nlearning_rate = 1", "optimizer.learning_rate: no such field"),
         ("lr = 1", "lr: no such field; did you mean optimizer.lr?"),
         ("sead = 1", "sead: no such field; did you mean seed?"),

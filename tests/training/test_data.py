@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from anymamba.core.io import digest_file, run_lock
 from anymamba.generation.tokenizers import ByteTokenizer
 from anymamba.models.loss import IGNORED_LABEL
-from anymamba.training.data.batches import Batches, Sequence, permuted, segments
+from anymamba.training.data.batches import Batches, Sequence, permute_indices, segments
 from anymamba.training.data.documents import sample, split
 from anymamba.training.data.shards import open_corpus, prepare
 from anymamba.training.data.sources import find_documents
-from anymamba.training.tasks.lm_step import batch_loss_sum
+from anymamba.training.tasks.language_model import batch_loss_sum
 from tests.models.cases import small_lm
 from tests.support import assert_near
 from tests.training.cases import LENGTHS, tiny, write_corpus
@@ -244,10 +244,10 @@ class TestOrder:
     @pytest.mark.parametrize("count", [1, 2, 3, 63, 100, 1025])
     def test_a_permutation_is_one(self, count):
         for epoch in range(3):
-            assert sorted(permuted(np.arange(count), count, 7, epoch)) == list(range(count))
+            assert sorted(permute_indices(np.arange(count), count, 7, epoch)) == list(range(count))
 
     def test_permutations_differ_by_seed_and_epoch(self):
-        orders = [tuple(permuted(np.arange(50), 50, seed, epoch)) for seed in range(3) for epoch in range(3)]
+        orders = [tuple(permute_indices(np.arange(50), 50, seed, epoch)) for seed in range(3) for epoch in range(3)]
         assert len(set(orders)) == 9
 
     @pytest.mark.parametrize("mode", ["packed", "stream"])
@@ -309,7 +309,7 @@ class TestPacking:
                 total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
                 count += len(wanted)
         total.backward()
-        assert batch.counted == count
+        assert batch.loss_terms == count
         assert_near(nats, total, 1e-12)
         for name, parameter in model.named_parameters():
             assert_near(packed[name], parameter.grad, 1e-9, name)
@@ -326,7 +326,7 @@ class TestPacking:
                 (batch,) = source.step(step)
                 cost, carried = batch_loss_sum(model, batch, carried, torch.float64)
                 nats += cost.item()
-            order = torch.from_numpy(permuted(np.arange(len(tokens.lengths)), len(tokens.lengths), 0, 0))
+            order = torch.from_numpy(permute_indices(np.arange(len(tokens.lengths)), len(tokens.lengths), 0, 0))
             sequence = Sequence(tokens, order)
             whole = sequence.pack([(row * lane, row * lane + steps * 20) for row in range(3)], True)
             expected, state = batch_loss_sum(model, whole, None, torch.float64)

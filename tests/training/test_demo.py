@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.training.api import begin
+from anymamba.training.api import create_run
 from anymamba.training.checkpoint import run_state, sharded_tensors
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -38,7 +38,7 @@ def demo(tmp_path):
 
 
 def begun(tmp_path):
-    return begin(tiny(write_corpus(tmp_path / "corpus")), tmp_path / "runs" / "demo", silent)
+    return create_run(tiny(write_corpus(tmp_path / "corpus")), tmp_path / "runs" / "demo", silent)
 
 
 def test_a_demo_that_was_stopped_or_finished_continues(demo, tmp_path):

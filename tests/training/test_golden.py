@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from anymamba.training.api import begin
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.api import create_run
+from anymamba.training.metrics.loggers import read_metrics
 from tests.support import LOSSES_FLOOR
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -51,7 +51,7 @@ def test_losses_are_those_of_the_list(tmp_path, family):
         schedule={"steps": 8},
         evaluation={"every": 0, "sample_tokens": 0},
     )
-    trainer = begin(config, tmp_path / "run", silent)
+    trainer = create_run(config, tmp_path / "run", silent)
     set_parameters(trainer.model)
     trainer.run()
     losses = [row.loss for row in read_metrics(tmp_path / "run" / "metrics.csv")]

@@ -7,9 +7,9 @@ import torch
 
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import load_tokenizer
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint.run_state import checkpoints, load_checkpoint
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 from anymamba.training.optim.optimizer import learning_rate
 from tests.models.cases import small_lm
 from tests.training.cases import silent, tiny, write_corpus
@@ -39,7 +39,7 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
     model = small_lm(family, **MODEL, tie_embeddings=tied, rms_norm=False, d_intermediate=128)
     model.save_pretrained(tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    trainer = begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
+    trainer = create_run(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert_equal(trainer.model.state_dict(), model.state_dict())
     assert trainer.model.config == MambaLM.from_pretrained(tmp_path / "model").config
     assert trainer.model.training
@@ -50,7 +50,7 @@ def test_a_run_begins_with_the_weights_and_the_sizes_of_the_model(corpus, tmp_pa
 
 def test_weights_are_learned_in_the_precision_of_the_run(corpus, tmp_path):
     small_lm(**MODEL, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    trainer = begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
+    trainer = create_run(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
@@ -58,9 +58,9 @@ def test_weights_are_learned_in_the_precision_of_the_run(corpus, tmp_path):
 def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_path, kind):
     small_lm("Mamba3", **MODEL).save_pretrained(tmp_path / "model")
     config = begun_with(corpus, tmp_path / "model", optimizer={"kind": kind}, data={"mode": "stream"})
-    whole = begin(config, tmp_path / "whole", silent)
+    whole = create_run(config, tmp_path / "whole", silent)
     assert whole.run()
-    part = begin(config, tmp_path / "part", silent)
+    part = create_run(config, tmp_path / "part", silent)
     part.save()
     for _ in range(3):
         part._take_step()
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_pa
 def test_sizes_that_contradict_the_model_are_refused(corpus, tmp_path, section, message):
     small_lm("Mamba2", **MODEL).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=f"model.init = .*: not what the other fields say: {message}"):
-        begin(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
+        create_run(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
     assert not (tmp_path / "run").exists()
 
 
@@ -99,7 +99,7 @@ def test_sizes_that_say_the_same_are_not(corpus, tmp_path):
     model.save_pretrained(tmp_path / "model")
     section = {"family": "Mamba2", "n_layer": model.config.n_layer, "d_model": model.config.d_model}
     section |= {"tie_embeddings": True, "d_intermediate": 0, "block": {"d_conv": model.config.block_config().d_conv}}
-    begin(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
+    create_run(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
 
 
 class TestTokenizer:
@@ -119,7 +119,7 @@ class TestTokenizer:
     def test_that_of_the_model_is_taken(self, corpus, tmp_path, tokenizer):
         small_lm(vocab_size=280).save_pretrained(tmp_path / "model")
         shutil.copy(tokenizer / "tokenizer.json", tmp_path / "model")
-        assert begin(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent).run()
+        assert create_run(begun_with(corpus, tmp_path / "model"), tmp_path / "run", silent).run()
         shutil.rmtree(tmp_path / "model")
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
         assert open_run(tmp_path / "run", {}, silent).run()
@@ -128,13 +128,13 @@ class TestTokenizer:
         small_lm(**MODEL).save_pretrained(tmp_path / "model")
         config = begun_with(corpus, tmp_path / "model", data={"tokenizer": str(tokenizer)})
         with pytest.raises(ValueError, match="it has 270 tokens, the model 256"):
-            begin(config, tmp_path / "run", silent)
+            create_run(config, tmp_path / "run", silent)
         small_lm(vocab_size=280).save_pretrained(tmp_path / "wide")
         with pytest.raises(ValueError, match=r"no tokenizer\.json beside the weights"):
-            begin(begun_with(corpus, tmp_path / "wide"), tmp_path / "run", silent)
+            create_run(begun_with(corpus, tmp_path / "wide"), tmp_path / "run", silent)
 
     def test_a_directory_will_do(self, corpus, tmp_path, tokenizer):
-        assert begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent).run()
+        assert create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent).run()
         assert load_tokenizer(None, tmp_path / "run", 280).vocab_size == 270
 
 
@@ -147,9 +147,9 @@ class TestChanges:
         def config(steps):
             return tiny(corpus, schedule={"kind": kind, "steps": steps, "decay": 0.3}, data={"mode": mode})
 
-        whole = begin(config(12), tmp_path / "whole", silent)
+        whole = create_run(config(12), tmp_path / "whole", silent)
         assert whole.run()
-        part = begin(config(6), tmp_path / "part", silent)
+        part = create_run(config(6), tmp_path / "part", silent)
         part.save()
         for _ in range(4 if kind == "wsd" else 6):  # a wsd schedule of 6 steps decays in the last 2
             part._take_step()
@@ -160,9 +160,9 @@ class TestChanges:
         assert open_run(tmp_path / "part", {}, silent).config.schedule.steps == 12
 
     def test_a_constant_schedule_can_be_given_a_decay(self, corpus, tmp_path):
-        whole = begin(tiny(corpus, schedule={"kind": "wsd", "decay": 0.5}), tmp_path / "whole", silent)
+        whole = create_run(tiny(corpus, schedule={"kind": "wsd", "decay": 0.5}), tmp_path / "whole", silent)
         assert whole.run()
-        part = begin(tiny(corpus, schedule={"kind": "constant", "steps": 3}), tmp_path / "part", silent)
+        part = create_run(tiny(corpus, schedule={"kind": "constant", "steps": 3}), tmp_path / "part", silent)
         assert part.run()
         changes = {"schedule.kind": "wsd", "schedule.steps": "6", "schedule.decay": "0.5"}
         ended = open_run(tmp_path / "part", changes, silent)
@@ -179,7 +179,7 @@ class TestChanges:
         ],
     )
     def test_rates_of_the_steps_taken_are_not_rewritten(self, corpus, tmp_path, kind, taken, changes, refused):
-        trainer = begin(tiny(corpus, schedule={"kind": kind, "decay": 0.5}), tmp_path / "run", silent)
+        trainer = create_run(tiny(corpus, schedule={"kind": kind, "decay": 0.5}), tmp_path / "run", silent)
         trainer.save()
         for _ in range(taken):
             trainer._take_step()
@@ -193,14 +193,14 @@ class TestChanges:
             open_run(tmp_path / "run", changes, silent)
 
     def test_steps_that_have_been_taken_are_not_undone(self, corpus, tmp_path):
-        assert begin(tiny(corpus, schedule={"kind": "constant"}), tmp_path / "run", silent).run()
+        assert create_run(tiny(corpus, schedule={"kind": "constant"}), tmp_path / "run", silent).run()
         with pytest.raises(ValueError, match=r"schedule.steps \(was 6, got 3\); 6 steps have been taken; to start"):
             open_run(tmp_path / "run", {"schedule.steps": "3"}, silent)
 
     @pytest.mark.parametrize("kind", ["adamw", "muon"])
     def test_a_learning_rate_applies_from_the_next_step_on_and_is_recorded(self, corpus, tmp_path, kind):
         config = tiny(corpus, optimizer={"kind": kind}, checkpoints={"keep": 9})
-        part = begin(config, tmp_path / "run", silent)
+        part = create_run(config, tmp_path / "run", silent)
         part.save()
         for _ in range(3):
             part._take_step()
@@ -224,7 +224,7 @@ class TestChanges:
 
     def test_a_kill_after_a_change_does_not_undo_it(self, corpus, tmp_path, monkeypatch):
         config = tiny(corpus, checkpoints={"every": 0})
-        part = begin(config, tmp_path / "run", silent)
+        part = create_run(config, tmp_path / "run", silent)
         part.save()
         again = open_run(tmp_path / "run", {"optimizer.lr": "0.001"}, silent)
 
@@ -239,6 +239,6 @@ class TestChanges:
         assert third.run()
 
     def test_changes_of_the_model_or_the_data_are_refused(self, corpus, tmp_path):
-        begin(tiny(corpus), tmp_path / "run", silent).save()
+        create_run(tiny(corpus), tmp_path / "run", silent).save()
         with pytest.raises(ValueError, match=r"changed: seed \(was 0, got 1\); to start another run from its weights:"):
             open_run(tmp_path / "run", {"seed": "1", "optimizer.lr": "1"}, silent)

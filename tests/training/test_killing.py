@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 

@@ -6,7 +6,7 @@ import pytest
 
 from anymamba.training import resume, train
 from anymamba.training.checkpoint.run_state import load_latest
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
 

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.training.metrics.metrics_table import MetricsTable, Row, read_metrics
+from anymamba.training.metrics.loggers import MetricsTable, StepMetrics, read_metrics
 
 
 def row(step):
-    return Row(step, 64 * step, 1.0 / step, 1e-3, 0.1, 0.5, {"bits": 2.0} if step % 2 else {})
+    return StepMetrics(step, 64 * step, 1.0 / step, 1e-3, 0.1, 0.5, {"bits": 2.0} if step % 2 else {})
 
 
 def test_a_table_keeps_the_rows_that_count(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from anymamba import LatentModel, MambaLM, SequenceClassifier
 from anymamba.blocks.base import ProjectionPart
 from anymamba.training.config.sections import OptimizerSection, ScheduleSection
-from anymamba.training.optim.muon import Muon, orthogonalized
+from anymamba.training.optim.muon import Muon, orthogonalize
 from anymamba.training.optim.optimizer import (
     Optimizer,
     clip_gradients,
@@ -152,15 +152,15 @@ def test_muon_is_for_matrices():
 def test_orthogonalized_keeps_singular_vectors_and_levels_singular_values(shape):
     matrix = torch.randn(shape, dtype=torch.float64)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    level = u.mT @ orthogonalized(matrix) @ v.mT
+    level = u.mT @ orthogonalize(matrix) @ v.mT
     torch.testing.assert_close(level, torch.diag(level.diagonal()), rtol=0, atol=1e-12)
     assert (level.diagonal()[s > 0.01 * s.max()] > 0.5).all()
     assert (level.diagonal() < 1.3).all()
-    torch.testing.assert_close(orthogonalized(matrix.float()), orthogonalized(matrix).float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(orthogonalize(matrix.float()), orthogonalize(matrix).float(), rtol=0, atol=1e-4)
 
 
 def test_orthogonalized_zeros_are_zeros():
-    assert (orthogonalized(torch.zeros(3, 4)) == 0).all()
+    assert (orthogonalize(torch.zeros(3, 4)) == 0).all()
 
 
 @KINDS
@@ -269,7 +269,7 @@ def test_muon_leaves_the_ends_of_models_around_a_stack_to_adamw():
 def test_parts_are_taken_from_muon_by_name():
     model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    chosen = OptimizerSection(kind="muon", muon_without=("in_proj[z]", "out_proj"), lr=0.01, weight_decay=0.0)
+    chosen = OptimizerSection(kind="muon", muon_exclude=("in_proj[z]", "out_proj"), lr=0.01, weight_decay=0.0)
     owners = {row.name: row.owner for row in plan(model, chosen)}
     layer = "backbone.layers.1.mixer."
     assert owners[f"{layer}dt_proj.weight"] == owners[f"{layer}in_proj.weight[x]"] == "Muon"
@@ -281,5 +281,5 @@ def test_parts_are_taken_from_muon_by_name():
     moved = model.backbone.layers[1].mixer.in_proj.weight - before[f"{layer}in_proj.weight"]
     assert_near(moved[32:].abs(), torch.full((32, 16), 0.01), 0.02)  # AdamW's first step has one size
     assert moved[:32].abs().std() > 1e-3
-    with pytest.raises(ValueError, match=r"muon_without must name projections or their parts, as .*got 'q_proj'"):
-        plan(model, OptimizerSection(kind="muon", muon_without=("q_proj",)))
+    with pytest.raises(ValueError, match=r"muon_exclude must name projections or their parts, as .*got 'q_proj'"):
+        plan(model, OptimizerSection(kind="muon", muon_exclude=("q_proj",)))

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from anymamba import MambaLM
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint.run_state import checkpoints
 from anymamba.training.config.sections import ParallelSection
-from anymamba.training.distributed.process_group import SharedError, Workers
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.distributed.process_group import SharedError, World
+from anymamba.training.metrics.loggers import read_metrics
 from tests.support import assert_near
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
-from tests.workers import run_cases, shared_directory
+from tests.world import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -66,7 +66,7 @@ def config_of(fields, mesh):
 
 
 def workers_of(rank):
-    return Workers(rank, dist.get_world_size())
+    return World(rank, dist.get_world_size())
 
 
 def prepare(rank):
@@ -84,7 +84,7 @@ def alone(rank, fields):
     """The directory of the same run in one process."""
     directory = shared_directory("alone") / re.sub(r"\W", "", json.dumps(fields))
     if rank == 0 and not (directory / "model.safetensors").exists():
-        begin(config_of(fields, {}), directory, silent).run(shown=False)
+        create_run(config_of(fields, {}), directory, silent).run(shown=False)
     dist.barrier()
     return directory
 
@@ -103,7 +103,7 @@ def run_case(rank, name, fields, mesh):
     """Losses, norms, evaluations and final weights are those of one process."""
     prepare(rank)
     expected, directory = alone(rank, fields), shared_directory(name)
-    begin(config_of(fields, mesh), directory, silent, workers_of(rank)).run(shown=False)
+    create_run(config_of(fields, mesh), directory, silent, workers_of(rank)).run(shown=False)
     if rank == 0:
         assert_same_run(directory, expected)
     dist.barrier()
@@ -113,7 +113,7 @@ def resume_case(rank, name, fields, first, then):
     """A run that is stopped and continues on another mesh ends as one process does."""
     prepare(rank)
     expected, directory = alone(rank, fields), shared_directory(name)
-    trainer = begin(config_of(fields, first), directory, silent, workers_of(rank))
+    trainer = create_run(config_of(fields, first), directory, silent, workers_of(rank))
     trainer.run([lambda row: row.step == 3], shown=False)
     assert trainer.step == 3
     assert not trainer.finished
@@ -132,7 +132,7 @@ def exact_resume_case(rank, fields, mesh):
     for name in ("whole", "stopped"):
         directory = shared_directory(f"{name}-{'-'.join(mesh)}")
         stop = [lambda row: row.step == 3] if name == "stopped" else []
-        begin(config_of(fields, mesh), directory, silent, workers_of(rank)).run(stop, shown=False)
+        create_run(config_of(fields, mesh), directory, silent, workers_of(rank)).run(stop, shown=False)
         if stop:
             open_run(directory, {}, silent, workers_of(rank)).run(shown=False)
         ends.append(checkpoints(directory / "checkpoints")[0])
@@ -148,7 +148,7 @@ def alone_after_case(rank):
     prepare(rank)
     fields = STREAM | PARTS
     expected, directory = alone(rank, fields), shared_directory("then alone")
-    begin(config_of(fields, {"shard": 2}), directory, silent, workers_of(rank)).run(
+    create_run(config_of(fields, {"shard": 2}), directory, silent, workers_of(rank)).run(
         [lambda row: row.step == 3], shown=False
     )
     if rank == 0:
@@ -158,9 +158,9 @@ def alone_after_case(rank):
 
 
 MISTAKES = {
-    "must be the number of workers, got 2": ({}, {"replicate": 3}),
-    "1 · 2 · 2 must be the number of workers": ({}, {"replicate": 1, "shard": 2, "context": 2}),
-    "must be a multiple of the workers that divide them": ({"batch": {"tokens": 32, "length": 32}}, {}),
+    "must be the number of ranks, got 2": ({}, {"replicate": 3}),
+    "1 · 2 · 2 must be the number of ranks": ({}, {"replicate": 1, "shard": 2, "context": 2}),
+    "must be a multiple of the ranks that divide them": ({"batch": {"tokens": 32, "length": 32}}, {}),
     "must have 4 tokens or more, got 3": (MAMBA2 | {"batch": {"tokens": 6, "length": 6}}, {"context": 2}),
     "torch cannot compile layers": ({"precision": {"compile": True}}, {"context": 2}),
 }
@@ -172,7 +172,7 @@ def mistakes_case(rank):
     for number, (words, (fields, mesh)) in enumerate(MISTAKES.items()):
         directory = shared_directory(f"mistake{number}")
         with pytest.raises(SharedError, match=words):
-            begin(config_of(fields, mesh), directory, silent, workers_of(rank))
+            create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
         assert not directory.exists()
 
 
@@ -183,7 +183,7 @@ def mistake_elsewhere_case(rank):
         if rank == 1:
             raise ValueError("no such file")
 
-    with pytest.raises(SharedError, match="worker 1 of 2: no such file"):
+    with pytest.raises(SharedError, match="rank 1 of 2: no such file"):
         workers_of(rank).together(look)
 
 
@@ -193,7 +193,7 @@ def bfloat16_case(rank):
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         fields = {"precision": {"dtype": "bfloat16"}}
         directory = shared_directory(f"bfloat16{'-'.join(mesh)}")
-        trainer = begin(config_of(fields, {**mesh, "reduce": "bfloat16"}), directory, silent, workers_of(rank))
+        trainer = create_run(config_of(fields, {**mesh, "reduce": "bfloat16"}), directory, silent, workers_of(rank))
         trainer.run(shown=False)
         if rank == 0:
             found, wanted = losses_of(directory), losses_of(alone_bfloat16())
@@ -205,7 +205,7 @@ def bfloat16_case(rank):
 def alone_bfloat16():
     directory = shared_directory("alone bfloat16")
     if not (directory / "model.safetensors").exists():
-        begin(config_of({"precision": {"dtype": "bfloat16"}}, {}), directory, silent).run(shown=False)
+        create_run(config_of({"precision": {"dtype": "bfloat16"}}, {}), directory, silent).run(shown=False)
     return directory
 
 
@@ -214,31 +214,31 @@ def overflow_case(rank):
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         directory = shared_directory(f"overflow{'-'.join(mesh)}")
-        trainer = begin(config_of({}, mesh), directory, silent, workers_of(rank))
-        cost = trainer.task.cost
+        trainer = create_run(config_of({}, mesh), directory, silent, workers_of(rank))
+        cost = trainer.task.loss
 
         def broken(*inputs, cost=cost):
             nats, state = cost(*inputs)
             return nats * float("inf") if rank == 1 else nats, state
 
-        trainer.task.cost = broken
-        with pytest.raises(FloatingPointError, match=r"not finite first: .*worker 1 of 2"):
+        trainer.task.loss = broken
+        with pytest.raises(FloatingPointError, match=r"not finite first: .*rank 1 of 2"):
             trainer.run(shown=False)
         assert trainer.step == 0
 
 
 def hang_case(rank):
     """The error names a worker that does not answer, and what the others wait for."""
-    workers = workers_of(rank)
-    workers.arrange(ParallelSection(timeout=2), torch.device("cpu"))
+    world = workers_of(rank)
+    world.set_mesh(ParallelSection(timeout=2), torch.device("cpu"))
     heard, end = shared_directory("heard"), time.monotonic() + 60
     if rank == 1:
         while not heard.exists() and time.monotonic() < end:
             time.sleep(0.1)
         return
-    with pytest.raises(TimeoutError, match=r"waited 2 s to add up gradients .*no answer from worker 1 "):  # noqa: SIM117
-        with workers.watched():
-            workers.sum(torch.zeros(3), "to add up gradients")
+    with pytest.raises(TimeoutError, match=r"waited 2 s to add up gradients .*no answer from rank 1 "):  # noqa: SIM117
+        with world.translate_comm_errors():
+            world.all_reduce_sum(torch.zeros(3), "to add up gradients")
     heard.touch()
 
 

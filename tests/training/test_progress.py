@@ -7,17 +7,17 @@ import threading
 
 import pytest
 
-from anymamba.training.metrics.metrics_table import Row
-from anymamba.training.metrics.progress import Display, _History
+from anymamba.training.metrics.loggers import StepMetrics
+from anymamba.training.metrics.progress import ProgressDisplay, _History
 
 fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
 
 
 def show(steps):
     """Show what a run shows."""
-    display = Display(steps=40, done=0, every=10)
+    display = ProgressDisplay(steps=40, done=0, every=10)
     for step in range(1, steps + 1):
-        display.at(Row(step, 64 * step, 4.0 / step, 1e-3, 0.1, 0.5, {}), 64)
+        display.at(StepMetrics(step, 64 * step, 4.0 / step, 1e-3, 0.1, 0.5, {}), 64)
         display._shown = 0.0
         if step == 20:
             display.report("step 20: a sample\n  | of\x1b[2J two\rlines\udc80")
@@ -128,9 +128,9 @@ def test_elsewhere_there_are_plain_lines(terminal, dumb, monkeypatch):
 
 def test_an_evaluation_is_shown_in_place_of_the_time_left(terminal, monkeypatch):
     def look(steps):
-        display = Display(steps=40, done=0, every=10)
+        display = ProgressDisplay(steps=40, done=0, every=10)
         display.evaluating()  # nothing, before there is a step
-        display.at(Row(40, 64, 4.0, 1e-3, 0.1, 0.5, {}), 64)
+        display.at(StepMetrics(40, 64, 4.0, 1e-3, 0.1, 0.5, {}), 64)
         display.evaluating()
 
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
@@ -144,7 +144,7 @@ def test_an_evaluation_is_shown_in_place_of_the_time_left(terminal, monkeypatch)
 
 def test_a_run_without_a_step_leaves_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    Display(steps=3, done=3, every=1).close()
+    ProgressDisplay(steps=3, done=3, every=1).close()
     assert stream.getvalue() == ""
 
 
@@ -152,9 +152,9 @@ def test_the_time_left_is_that_of_the_steps_since_the_start(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     now = [0.0]
     monkeypatch.setattr("anymamba.training.metrics.progress.perf_counter", lambda: now[0])
-    display = Display(steps=10_000, done=1_000, every=1)
+    display = ProgressDisplay(steps=10_000, done=1_000, every=1)
     now[0] = 20.0
-    display.at(Row(1_010, 0, 1.0, 1.0, 1.0, 1.5, {}), 300)
+    display.at(StepMetrics(1_010, 0, 1.0, 1.0, 1.0, 1.5, {}), 300)
     assert "200 tokens/s  4:59:40 left" in stream.getvalue()
 
 

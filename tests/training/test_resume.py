@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from anymamba.core.io import digest_file, open_tensors, read_json, write_json
 from anymamba.training import TrainingConfig
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint import run_state as module
 from anymamba.training.checkpoint.run_state import checkpoints, load_latest
 from anymamba.training.checkpoint.sharded_tensors import StoredTensor
@@ -28,7 +28,7 @@ from tests.training.test_process_group import (
     resume_case,
     workers_of,
 )
-from tests.workers import run_cases, shared_directory
+from tests.world import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -152,7 +152,7 @@ def init_case(rank):
     dist.barrier()
     values = {**config_of({}, {"shard": 2}).to_dict(), **config}
     directory = shared_directory("second")
-    trainer = begin(TrainingConfig.from_dict(values), directory, silent, workers_of(rank))
+    trainer = create_run(TrainingConfig.from_dict(values), directory, silent, workers_of(rank))
     trainer.run([lambda row: row.step == 3], shown=False)
     dist.barrier()
     if rank == 0:

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from anymamba.training.checkpoint.sharded_tensors import (
-    Piece,
     StoredTensors,
+    TensorShard,
     file_name,
-    files_of,
     is_divided,
-    write_pieces,
+    list_files,
+    write_shards,
 )
 
 WHOLE = {"a": torch.arange(21.0).view(7, 3), "b": torch.arange(5.0, dtype=torch.float64), "count": torch.tensor(3.0)}
@@ -28,11 +28,11 @@ def write(directory, spans=SPANS, **changed):
         for name, both in spans.items():
             if both[place]:
                 rows = torch.cat([WHOLE[name][begin:end] for begin, end in both[place]])
-                pieces[name] = Piece(rows, both[place], len(WHOLE[name]))
+                pieces[name] = TensorShard(rows, both[place], len(WHOLE[name]))
         files.append(directory / file_name("model", place, 2))
-        write_pieces(files[-1], pieces)
+        write_shards(files[-1], pieces)
     if changed:
-        tensors = {name: x.rows if isinstance(x, Piece) else x for name, x in pieces.items()}
+        tensors = {name: x.rows if isinstance(x, TensorShard) else x for name, x in pieces.items()}
         said = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
         save_file(tensors, files[-1], metadata={"pieces": json.dumps({**said, **changed})})
     return files
@@ -58,8 +58,8 @@ def test_any_rows_can_be_read(tmp_path):
 def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
     """That is so for an optimizer before its first step."""
     files = [tmp_path / file_name("optimizer", place, 2) for place in range(2)]
-    write_pieces(files[0], {"rng": torch.arange(3)})
-    write_pieces(files[1], {})
+    write_shards(files[0], {"rng": torch.arange(3)})
+    write_shards(files[1], {})
     assert list(StoredTensors(files)) == ["rng"]
 
 
@@ -129,13 +129,13 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         StoredTensors(files[:1])
     with pytest.raises(ValueError, match="each of the 7 rows of a"):
         StoredTensors([*files, files[1]])
-    write_pieces(files[1], {"a": Piece(torch.zeros(4, 2), SPANS["a"][1], 7)})
+    write_shards(files[1], {"a": TensorShard(torch.zeros(4, 2), SPANS["a"][1], 7)})
     with pytest.raises(ValueError, match=r"of shape \(7, 3\), got torch.float32 of shape \(7, 2\)"):
         StoredTensors(files)
-    write_pieces(files[1], {"a": Piece(torch.zeros(4, 3).half(), SPANS["a"][1], 7)})
+    write_shards(files[1], {"a": TensorShard(torch.zeros(4, 3).half(), SPANS["a"][1], 7)})
     with pytest.raises(ValueError, match=r"torch.float32 of shape \(7, 3\), got torch.float16"):
         StoredTensors(files)
-    write_pieces(files[1], {"a": Piece(WHOLE["a"][[1, 2, 3, 6]], SPANS["a"][1], 7), "count": WHOLE["count"]})
+    write_shards(files[1], {"a": TensorShard(WHOLE["a"][[1, 2, 3, 6]], SPANS["a"][1], 7), "count": WHOLE["count"]})
     with pytest.raises(ValueError, match="count should be in one file, got 2"):
         StoredTensors(files)
     save_file({"x": torch.zeros(1)}, files[0], metadata={"pieces": "[3]"})
@@ -145,9 +145,9 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 
 def test_the_numbers_of_files_must_be_complete():
     numbered = [file_name("model", place, 3) for place in range(3)]
-    assert files_of("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"]) == numbered
-    assert files_of("model", ["model.safetensors", "optimizer.safetensors"]) == ["model.safetensors"]
-    assert files_of("carried", numbered) == []
+    assert list_files("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"]) == numbered
+    assert list_files("model", ["model.safetensors", "optimizer.safetensors"]) == ["model.safetensors"]
+    assert list_files("carried", numbered) == []
     assert is_divided(numbered)
     assert not is_divided(["model.safetensors", "training.json"])
     for wrong in (
@@ -158,4 +158,4 @@ def test_the_numbers_of_files_must_be_complete():
         ["model-00000-of-00000.safetensors"],
     ):
         with pytest.raises(ValueError, match="should be one file, or all of those that workers wrote, got model"):
-            files_of("model", wrong)
+            list_files("model", wrong)

@@ -10,12 +10,11 @@ import torch
 from anymamba import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor
 from anymamba.training import read_config, resume, train
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.config.tabular_config import KINDS, FileConfig
-from anymamba.training.data.sequence_batches import order_of_step
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.config.tabular_config import KINDS, TabularConfig
+from anymamba.training.data.sequence_batches import sequences_of_step
+from anymamba.training.metrics.loggers import read_metrics
 from anymamba.training.tasks.predict import Predictor
-from anymamba.training.tasks.self_supervised import MASK
-from anymamba.training.tasks.tabular_runs import TASKS, file_task
+from anymamba.training.tasks.tabular_tasks import MASK, TASKS, make_task
 from tests.support import assert_near
 from tests.training.cases import silent
 
@@ -64,7 +63,7 @@ def config_of(directory, kind, **sections):
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
-    return FileConfig.from_dict(values)
+    return TabularConfig.from_dict(values)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def test_every_kind_of_the_config_has_a_task():
 )
 def test_fields_that_a_family_does_not_have_are_refused_before_the_first_step(section, found, files):
     with pytest.raises(ValueError, match=found):
-        file_task(config_of(files, "classification", model=section), silent)
+        make_task(config_of(files, "classification", model=section), silent)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +106,7 @@ def test_a_resumed_run_ends_with_the_same_bytes_and_predicts(kind, files, tmp_pa
         for part in ("whole", "parts")
     ]
     assert rows[0] == rows[1]
-    assert set(rows[0][1][2]) == set(whole.task.NAMES)
+    assert set(rows[0][1][2]) == set(whole.task.METRICS)
     assert all(math.isfinite(x) for x in rows[0][1][2].values())
     assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
     model = SequenceModel.from_pretrained(tmp_path / "whole")
@@ -167,7 +166,7 @@ def test_predictions_name_the_sequences_of_a_column(kind, tmp_path):
         "batch": {"rows": 2},
         "schedule": {"steps": 1},
     }
-    train(FileConfig.from_dict(values), tmp_path / "run", report=silent)
+    train(TabularConfig.from_dict(values), tmp_path / "run", report=silent)
     predictor = Predictor(tmp_path / "run")
     lines = list(predictor.predict(predictor.read(str(tmp_path / "steps.csv")), rows=3, steps=2))
     each = 2 if kind == "next-value" else 1
@@ -176,13 +175,13 @@ def test_predictions_name_the_sequences_of_a_column(kind, tmp_path):
 
 
 def test_hidden_bytes_are_those_of_the_step_and_real(files):
-    task = file_task(config_of(files, "masked-lm"), silent)
+    task = make_task(config_of(files, "masked-lm"), silent)
     first, again, later = task.batches(0)[0], task.batches(0)[0], task.batches(1)[0]
     assert torch.equal(first.inputs, again.inputs)
     assert not torch.equal(first.inputs, later.inputs)
     hidden = first.inputs == MASK
     assert torch.equal(hidden, first.targets != -100)
-    assert first.counted == int(hidden.sum()) > 0
+    assert first.loss_terms == int(hidden.sum()) > 0
     real = torch.arange(first.inputs.shape[1]) < first.lengths.unsqueeze(1)
     assert not (hidden & ~real).any()
 
@@ -190,17 +189,17 @@ def test_hidden_bytes_are_those_of_the_step_and_real(files):
 def test_a_stack_that_cannot_be_is_refused_before_files_are_read():
     nowhere = {"task": "classification", "data": {"sources": ["nowhere.csv"], "targets": ["x"]}}
     with pytest.raises(ValueError, match="n_layer must be even, a layer for each direction of a pair, got 3"):
-        FileConfig.from_dict({**nowhere, "model": {"n_layer": 3}})
+        TabularConfig.from_dict({**nowhere, "model": {"n_layer": 3}})
     with pytest.raises(ValueError, match="schedule must be one of cyclic, stretched, or a list of layers, got 'odd'"):
-        FileConfig.from_dict({**nowhere, "model": {"bidirectional": False, "stack": {"schedule": "odd"}}})
+        TabularConfig.from_dict({**nowhere, "model": {"bidirectional": False, "stack": {"schedule": "odd"}}})
     series = {"task": "next-value", "data": {"sources": ["nowhere.csv"]}}
     for given in (nowhere, series):
         with pytest.raises(ValueError, match=r"its stack cannot have class tokens; model.pooling"):
-            FileConfig.from_dict({**given, "model": {"stack": {"class_tokens": ["start"]}}})
+            TabularConfig.from_dict({**given, "model": {"stack": {"class_tokens": ["start"]}}})
 
 
 def test_every_sequence_comes_once_before_any_comes_again():
-    seen = [i for step in range(6) for i in order_of_step(3, step, 4, 8)]
+    seen = [i for step in range(6) for i in sequences_of_step(3, step, 4, 8)]
     for epoch in range(3):
         assert sorted(seen[8 * epoch : 8 * epoch + 8]) == list(range(8))
     assert seen[:8] != seen[8:16]
@@ -211,7 +210,7 @@ def test_a_config_is_read_from_a_file_and_options(tmp_path, files):
     config = read_config(tmp_path / "a.toml", {"batch.rows": "8", "data.targets": ["u", "v"]})
     assert (config.task, config.batch.rows, config.data.targets) == ("regression", 8, ("u", "v"))
     assert read_config(tmp_path / "a.toml", {"task": "classification"}).task == "classification"
-    assert FileConfig.from_dict(config.to_dict()) == config
+    assert TabularConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match=r"--batch\.tokens: no such field"):
         read_config(tmp_path / "a.toml", {"batch.tokens": "8"})
 
@@ -254,5 +253,5 @@ def test_other_files_and_other_inputs_are_refused(files, tmp_path):
     source.write_text(source.read_text().replace("fast", "quick"))
     with pytest.raises(ValueError, match="not the data that the run started with: expected the checksum"):
         resume(tmp_path / "run", report=silent)
-    with pytest.raises(ValueError, match="expected a model that `anymamba train --task` made"):
+    with pytest.raises(ValueError, match="expected a model of `anymamba train --task`"):
         Predictor(tmp_path)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from anymamba import Mamba3
+from anymamba.training.api import train_or_resume
 from anymamba.training.config.run_config import RunConfig
-from anymamba.training.config.sections import at_least, option
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.config.sections import check_at_least, option
+from anymamba.training.metrics.loggers import read_metrics
 from anymamba.training.tasks.task import Evaluation, Task
-from anymamba.training.trainer import train_or_resume
 from tests.training.cases import silent
 
 
@@ -21,7 +21,7 @@ class SumSection:
     solved_below: float = option(0.0, "mean cost that ends the run")
 
     def __post_init__(self):
-        at_least(self, 1, "rows")
+        check_at_least(self, 1, "rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
         return self.x.shape[0] * self.x.shape[1]
 
     @property
-    def counted(self):
+    def loss_terms(self):
         return self.x.shape[0] * self.x.shape[1]
 
     def to(self, device):
@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
 class SumTask(Task[Numbers]):
     """The running mean of numbers; rows of 2, 3, ... numbers."""
 
-    NAMES = ("cost", "length")
+    METRICS = ("cost", "length")
 
     def __init__(self, config):
         self.config = config
@@ -65,13 +65,13 @@ class SumTask(Task[Numbers]):
         x = torch.randn(self.config.sum.rows, 2 + step // 2, 4, generator=chance)
         return [Numbers(x, x.cumsum(1) / 4)]
 
-    def cost(self, model, batch, carried, dtype):
+    def loss(self, model, batch, carried, dtype):
         return (model(batch.x) - batch.y).square().sum() / 4, None
 
     @torch.no_grad()
     def evaluate(self, model, step, dtype):
         (batch,) = self.batches(10)
-        cost = self.cost(model, batch, None, dtype)[0].item() / batch.counted
+        cost = self.loss(model, batch, None, dtype)[0].item() / batch.loss_terms
         return Evaluation({"cost": cost, "length": 7.0}, f"{cost:.3f}", solved=cost < self.config.sum.solved_below)
 
 

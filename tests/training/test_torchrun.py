@@ -72,19 +72,19 @@ class Launched:
             self.agent = subprocess.Popen(launch, stdout=file, stderr=file, cwd=Path(__file__).parents[2])
 
     def __enter__(self):
-        self.workers = []
+        self.world = []
         try:
             self.until(lambda: any(int(path.name[5:]) >= 20 for path in checkpoints(self.checkpoints)))
-            self.workers = children(self.agent.pid)
-            assert len(self.workers) == 2
+            self.world = children(self.agent.pid)
+            assert len(self.world) == 2
         except BaseException:
-            self.workers = children(self.agent.pid)
+            self.world = children(self.agent.pid)
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_):
-        for process in (*self.workers, self.agent.pid):
+        for process in (*self.world, self.agent.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self.agent.wait()
@@ -133,13 +133,13 @@ def check_whole(launched, tmp_path):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
     with Launched(tmp_path, timeout=20) as launched:
-        os.kill(launched.workers[1], signal.SIGSTOP)
+        os.kill(launched.world[1], signal.SIGSTOP)
         launched.until(launched.lines)
         assert re.match(
-            r"anymamba: worker 0 of 2 waited 20 s to .* \(parallel.timeout\); no answer from worker 1 ",
+            r"anymamba: rank 0 of 2 waited 20 s to .* \(parallel.timeout\); no answer from rank 1 ",
             launched.lines()[0],
         ), launched.lines()
-        launched.until(lambda: not is_alive(launched.workers[0]))
+        launched.until(lambda: not is_alive(launched.world[0]))
     check_whole(launched, tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_is_named_with_what_the_others_wait_for(tmp_path):
 def test_workers_without_a_launcher_end_with_one_line(tmp_path):
     with Launched(tmp_path, timeout=60) as launched:
         launched.agent.kill()
-        launched.until(lambda: not any(map(is_alive, launched.workers)))
-        assert any("torchrun, or the worker or machine that has its store, is gone" in x for x in launched.lines())
+        launched.until(lambda: not any(map(is_alive, launched.world)))
+        assert any("lost connection to the torchrun store" in x for x in launched.lines())
         assert "Traceback" not in launched.said.read_text()
     check_whole(launched, tmp_path)

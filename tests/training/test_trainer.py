@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import ByteTokenizer, load_tokenizer
-from anymamba.training.api import begin, open_run
+from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.evaluation.held_out import evaluate
-from anymamba.training.metrics.metrics_table import read_metrics
+from anymamba.training.metrics.loggers import read_metrics
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -24,7 +23,7 @@ def corpus(tmp_path):
 def gradients(corpus, directory, **sections):
     """The gradients of the first step, before clipping."""
     config = tiny(corpus, optimizer={"clip": 0.0}, **sections)
-    trainer = begin(config, directory, silent)
+    trainer = create_run(config, directory, silent)
     loss, _, _ = trainer._differentiate(trainer.task.batches(0))
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
@@ -36,7 +35,7 @@ def losses(trainer):
 @pytest.mark.usefixtures("plots")
 def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     config = tiny(corpus, schedule={"steps": 30}, evaluation={"every": 10, "sample_tokens": 8, "prompt": "alp"})
-    trainer = begin(config, tmp_path / "run", silent)
+    trainer = create_run(config, tmp_path / "run", silent)
     assert trainer.run()
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row.step for row in rows] == list(range(1, 31))
@@ -71,7 +70,7 @@ class TestTokenizers:
         return file
 
     def test_checkpoints_have_the_tokenizer(self, corpus, tmp_path, tokenizer):
-        trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
+        trainer = create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
         assert trainer.run()
         for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
             found = load_tokenizer(None, directory, trainer.model.config.vocab_size)
@@ -82,7 +81,7 @@ class TestTokenizers:
         (tokenizer.parent / "tokenizer_config.json").unlink()
         tokenizer.write_text(tokenizer.read_text().replace("<end>", "<|endoftext|>"))
         told = []
-        trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", told.append)
+        trainer = create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", told.append)
         tokens = trainer.task.corpus.train
         assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
         assert not any("ends a document" in line for line in told)
@@ -94,13 +93,13 @@ class TestTokenizers:
     def test_an_unknown_end_token_is_reported_and_can_be_named(self, corpus, tmp_path, tokenizer):
         (tokenizer.parent / "tokenizer_config.json").unlink()
         told = []
-        trainer = begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "without", told.append)
+        trainer = create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "without", told.append)
         (line,) = [line for line in told if "ends a document" in line]
         assert line.endswith("name it with --data.end_token TOKEN")
         tokens = trainer.task.corpus.train
         assert not bool((tokens.read(0, tokens.total) == 0).any())
         named = {"tokenizer": str(tokenizer), "end_token": "<end>"}
-        tokens = begin(tiny(corpus, data=named), tmp_path / "with", silent).task.corpus.train
+        tokens = create_run(tiny(corpus, data=named), tmp_path / "with", silent).task.corpus.train
         assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
         assert load_tokenizer(None, tmp_path / "with", 280).end == [0]
         for tokenizer_name, token, message in (
@@ -108,11 +107,13 @@ class TestTokenizers:
             ("bytes", "<end>", "bytes have no token that ends a document"),
         ):
             with pytest.raises(ValueError, match=message):
-                begin(tiny(corpus, data={"tokenizer": tokenizer_name, "end_token": token}), tmp_path / "bad", silent)
+                create_run(
+                    tiny(corpus, data={"tokenizer": tokenizer_name, "end_token": token}), tmp_path / "bad", silent
+                )
 
     def test_one_is_made_of_the_training_text(self, corpus, tmp_path):
         config = tiny(corpus, data={"tokenizer": "bpe:280"}, batch={"length": 16})
-        trainer = begin(config, tmp_path / "run", silent)
+        trainer = create_run(config, tmp_path / "run", silent)
         tokens = trainer.task.corpus.train
         assert trainer.model.config.vocab_size == 280
         assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)  # an end to each document
@@ -121,7 +122,7 @@ class TestTokenizers:
         text = "alpha  beta\n\tgamma ä\U0001f600"
         assert (made.decode(made.encode(text)), made.end) == (text, [0])
         assert trainer.run()
-        again = begin(config, tmp_path / "again", silent)
+        again = create_run(config, tmp_path / "again", silent)
         assert again.task.corpus.checksum == trainer.task.corpus.checksum
         assert (tmp_path / "again/tokenizer.json").read_bytes() == (tmp_path / "run/tokenizer.json").read_bytes()
         assert open_run(tmp_path / "run", {}, silent).run()
@@ -129,32 +130,33 @@ class TestTokenizers:
     def test_a_failed_attempt_leaves_none_to_a_run_on_bytes(self, corpus, tmp_path, tokenizer):
         short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
         with pytest.raises(ValueError, match="too little text to train on"):
-            begin(short, tmp_path / "run", silent)
-        assert begin(tiny(corpus), tmp_path / "run", silent).run()
+            create_run(short, tmp_path / "run", silent)
+        assert create_run(tiny(corpus), tmp_path / "run", silent).run()
         assert isinstance(load_tokenizer(None, tmp_path / "run", 256), ByteTokenizer)
         assert not list((tmp_path / "run").glob("*tokenizer*"))
 
     def test_a_failed_attempt_leaves_no_end_to_another_tokenizer(self, corpus, tmp_path, tokenizer):
         short = tiny(corpus, data={"tokenizer": str(tokenizer)}, batch={"tokens": 10**6, "length": 10**6})
         with pytest.raises(ValueError, match="too little text to train on"):
-            begin(short, tmp_path / "run", silent)
+            create_run(short, tmp_path / "run", silent)
         (tokenizer.parent / "tokenizer_config.json").unlink()
-        begin(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
+        create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
         assert load_tokenizer(None, tmp_path / "run", 280).end == []
 
 
 def test_held_out_bits_count_every_byte(corpus, tmp_path):
-    trainer = begin(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
+    trainer = create_run(tiny(corpus, precision={"dtype": "float64"}), tmp_path / "run", silent)
     held_out, nats = trainer.task.corpus.held_out, 0.0
     place = 0
     for length in held_out.lengths.tolist():
         ids = held_out.read(place, place + length).unsqueeze(0)
         place += length
         nats += math.log(256) + trainer.model(ids, labels=ids).loss.item() * (length - 1)
-    found = evaluate(trainer.model, trainer.task.corpus, torch.float64)
+    trainer.task.evaluate(trainer.model, 0, torch.float64)
+    found = trainer.task.held_out
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / held_out.total, rel=1e-12)
     corpus = trainer.task.corpus
-    assert found.neighbors == {
+    assert found.baselines == {
         "byte 5-gram": corpus.ngram_bits / held_out.total,
         "xz -9": 8 * corpus.xz_bytes / held_out.total,
     }
@@ -177,7 +179,7 @@ def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family)
     runs = []
     for recompute in (False, True):
         config = tiny(corpus, precision={"activation_checkpointing": recompute}, **sections)
-        trainer = begin(config, tmp_path / str(recompute), silent)
+        trainer = create_run(config, tmp_path / str(recompute), silent)
         trainer.run()
         runs.append(trainer)
     assert losses(runs[0]) == losses(runs[1])
@@ -189,7 +191,7 @@ def test_activation_checkpointing_changes_no_bit(corpus, tmp_path, mode, family)
 def test_compiling_without_a_compiler_is_refused(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler: no-such-compiler was not found"):
-        begin(tiny(corpus, precision={"compile": True}), tmp_path / "run", silent)
+        create_run(tiny(corpus, precision={"compile": True}), tmp_path / "run", silent)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -197,7 +199,7 @@ def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
     runs = []
     for dtype in ("float32", "bfloat16"):
         config = tiny(corpus, precision={"dtype": dtype}, data={"mode": "stream"}, schedule={"steps": 8})
-        trainer = begin(config, tmp_path / dtype, silent)
+        trainer = create_run(config, tmp_path / dtype, silent)
         trainer.run()
         assert trainer.model.dtype == torch.float32
         runs.append(losses(trainer))
@@ -211,9 +213,9 @@ def test_bfloat16_keeps_weights_and_follows_float32(corpus, tmp_path):
 def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
     sections = {"precision": {"dtype": dtype}, "optimizer": {"kind": kind}}
     config = tiny(corpus, data={"mode": mode}, batch={"accumulation": 2}, **sections)
-    whole = begin(config, tmp_path / "whole", silent)
+    whole = create_run(config, tmp_path / "whole", silent)
     assert whole.run()
-    part = begin(config, tmp_path / "part", silent)
+    part = create_run(config, tmp_path / "part", silent)
     part.save()
     for _ in range(3):
         part._take_step()
@@ -235,8 +237,8 @@ def test_a_resumed_run_is_bit_equal(corpus, tmp_path, mode, dtype, kind):
 def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been_stopped(corpus, tmp_path, number, monkeypatch):
     """Every file of its last checkpoint, torch's generator included: an additional save draws nothing."""
     config = tiny(corpus, data={"mode": "stream"}, evaluation={"sample_tokens": 4})
-    assert begin(config, tmp_path / "whole", silent).run()
-    stopped = begin(config, tmp_path / "part", silent)
+    assert create_run(config, tmp_path / "whole", silent).run()
+    stopped = create_run(config, tmp_path / "part", silent)
     batches = stopped.task.batches
     monkeypatch.setattr(
         stopped.task, "batches", lambda step: (signal.raise_signal(number) if step == 2 else None, batches(step))[1]
@@ -249,13 +251,13 @@ def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been_stopped(co
         assert (part / file.name).read_bytes() == file.read_bytes(), file.name
     rng = load_file(whole / "optimizer.safetensors")["rng"]
     torch.manual_seed(config.seed)
-    begin(config, tmp_path / "fresh", silent)
+    create_run(config, tmp_path / "fresh", silent)
     assert torch.equal(rng, torch.get_rng_state())  # a run draws its fresh weights and nothing else
 
 
 class TestNonFinite:
     def broken(self, corpus, directory):
-        trainer = begin(tiny(corpus), directory, silent)
+        trainer = create_run(tiny(corpus), directory, silent)
         trainer.save()
         for _ in range(3):
             trainer._take_step()
@@ -308,6 +310,6 @@ def test_no_plot_without_matplotlib_is_one_line(corpus, tmp_path, monkeypatch, c
     import anymamba.training.trainer as loop
 
     monkeypatch.setattr(loop, "can_plot", lambda: False)
-    assert begin(tiny(corpus), tmp_path / "run", silent).run()
+    assert create_run(tiny(corpus), tmp_path / "run", silent).run()
     assert capsys.readouterr().err.count("matplotlib is not installed") == 1
     assert not (tmp_path / "run" / "loss.png").exists()

@@ -24,8 +24,8 @@ from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.training.config.sections import ParallelSection
 from anymamba.training.data.documents import Document
-from anymamba.training.data.sources import check_unpacked, expect_utf8, files_of, shortened
-from anymamba.training.distributed.process_group import Workers, joined
+from anymamba.training.data.sources import check_unpacked, check_utf8, list_files, shorten_list
+from anymamba.training.distributed.process_group import World, init_distributed
 
 _BLOCK = 2**20  # bytes of text that are tokenized at once
 _DAY = 24 * 60 * 60  # seconds
@@ -69,23 +69,23 @@ class _Text(NamedTuple):
 
 def run(args: argparse.Namespace) -> None:
     """Score every file as a text of its own, and all together."""
-    workers = joined()
-    with workers.watched():
-        _run(args, workers)
+    world = init_distributed()
+    with world.translate_comm_errors():
+        _run(args, world)
 
 
-def _run(args: argparse.Namespace, workers: Workers) -> None:
-    found = workers.first(lambda: json.dumps(_texts(args.files, workers.size > 1)))
+def _run(args: argparse.Namespace, world: World) -> None:
+    found = world.run_on_main(lambda: json.dumps(_texts(args.files, world.size > 1)))
     texts = [_Text(*text) for text in json.loads(found)]
-    model, tokenizer = _load(args, workers)
+    model, tokenizer = _load(args, world)
     if len(texts) > 1 and not isinstance(tokenizer, ByteTokenizer):
         paths = [text.path for text in texts if Path(text.path).is_file()]
-        workers.first(lambda: _expected(paths, expect_utf8))
+        world.run_on_main(lambda: _expected(paths, check_utf8))
     began = perf_counter()
-    scores = _scores(texts, model, tokenizer, args.special_tokens, workers)
+    scores = _scores(texts, model, tokenizer, args.special_tokens, world)
     total = _Score(*(sum(values) for values in zip(*scores, strict=True)))
-    workers.together(lambda: _check_predicted(texts[0], scores[0], total))
-    if not workers.leads:
+    world.run_checked(lambda: _check_predicted(texts[0], scores[0], total))
+    if not world.is_main:
         return
     if len(texts) == 1:
         print(f"tokens          {total.tokens:,} ({total.size / total.tokens:.2f} bytes each)")
@@ -97,28 +97,28 @@ def _run(args: argparse.Namespace, workers: Workers) -> None:
     print(f"{total.tokens / (perf_counter() - began):.1f} tokens/s", file=sys.stderr)
 
 
-def _load(args: argparse.Namespace, workers: Workers) -> tuple[MambaLM, Tokenizer]:
+def _load(args: argparse.Namespace, world: World) -> tuple[MambaLM, Tokenizer]:
     """The model and tokenizer, on every worker; the first one fetches them and speaks."""
-    if workers.size == 1:
+    if world.size == 1:
         return load(args)
-    source, device = workers.first(lambda: str(resolve_source(args.model))), workers.device_name(args.device)
-    with nullcontext() if workers.leads else redirect_stderr(io.StringIO()):
-        found = workers.together(lambda: load(argparse.Namespace(**{**vars(args), "model": source, "device": device})))
+    source, device = world.run_on_main(lambda: str(resolve_source(args.model))), world.local_device(args.device)
+    with nullcontext() if world.is_main else redirect_stderr(io.StringIO()):
+        found = world.run_checked(lambda: load(argparse.Namespace(**{**vars(args), "model": source, "device": device})))
     # Workers take as long as their texts: one that is lost closes its connections, and is noticed at once.
-    workers.arrange(ParallelSection(context=workers.size, timeout=_DAY), found[0].device)
+    world.set_mesh(ParallelSection(context=world.size, timeout=_DAY), found[0].device)
     return found
 
 
-def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, workers: Workers) -> list[_Score]:
+def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, world: World) -> list[_Score]:
     """What each text costs. Workers take whole texts, and share those that are more than the part of one."""
-    if workers.size > 1:
-        expected = workers.first(lambda: json.dumps([digest_file(text.path) for text in texts]))
-        workers.together(lambda: _check_same(texts, json.loads(expected)))
-    places = _divided([text.size for text in texts], workers.size)
-    own = [number for number, place in enumerate(places) if place == workers.rank]
+    if world.size > 1:
+        expected = world.run_on_main(lambda: json.dumps([digest_file(text.path) for text in texts]))
+        world.run_checked(lambda: _check_same(texts, json.loads(expected)))
+    places = _divided([text.size for text in texts], world.size)
+    own = [number for number, place in enumerate(places) if place == world.rank]
     shared = [number for number, place in enumerate(places) if place is None]
     sizes = [texts[number].size for number in (*own, *shared)]
-    progress, done = Progress(sum(sizes) if all(sizes) and workers.leads else 0), 0
+    progress, done = Progress(sum(sizes) if all(sizes) and world.is_main else 0), 0
     found = torch.zeros(len(texts), len(_Score._fields), dtype=torch.float64)
 
     def score(numbers: list[int], cp_group: ContextParallelGroup | None) -> None:
@@ -129,13 +129,13 @@ def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: b
                 cost = _score(_named(path), file, model, tokenizer, special, progress, done, cp_group)
             done += size
             # What all workers count of a text that they share is counted once.
-            once = 1 if cp_group is None or workers.leads else 0
+            once = 1 if cp_group is None or world.is_main else 0
             found[number] = torch.tensor([*(once * count for count in cost[:-1]), cost.nats], dtype=torch.float64)
 
-    workers.together(lambda: score(own, None))
-    workers.together(lambda: score(shared, workers.cp_group))
+    world.run_checked(lambda: score(own, None))
+    world.run_checked(lambda: score(shared, world.cp_group))
     progress.close()
-    rows = workers.sum(found, "to add up what the texts cost").tolist()
+    rows = world.all_reduce_sum(found, "to add up what the texts cost").tolist()
     return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
 
 
@@ -197,7 +197,7 @@ def _files_of(path: str) -> list[str]:
         raise ValueError(f"{path}: no such file or directory")
     if not Path(path).is_dir():
         return [path]
-    files = [str(document.path) for document in files_of(path)]
+    files = [str(document.path) for document in list_files(path)]
     if not files:
         raise ValueError(f"{path}: no text files there")
     _expected(files, check_unpacked)
@@ -213,7 +213,7 @@ def _expected(files: list[str], check: Callable[[Document, bytes], None]) -> str
         except ValueError as error:  # noqa: PERF203
             problems.append(f"{path}: {error}")
     if problems:
-        raise ValueError("; ".join(shortened(problems)))
+        raise ValueError("; ".join(shorten_list(problems)))
     return ""
 
 

@@ -24,7 +24,7 @@ from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
 from anymamba.models.lm import MambaLM
 from anymamba.models.mamba3_activation import is_ambiguous
-from anymamba.training.tasks.tabular import FACTS
+from anymamba.training.tasks.tabular import TASK_FILE
 from anymamba.version import __version__
 
 _BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
@@ -110,9 +110,9 @@ def sequence_model_rows(directory: Path, kind: type[SequenceModel]) -> list[tupl
 
 def _trained_for(directory: Path) -> list[tuple[str, str]]:
     """What a run on files wrote beside the model, if one made it."""
-    if not (directory / FACTS).is_file():
+    if not (directory / TASK_FILE).is_file():
         return []
-    facts = read_json(directory / FACTS)
+    facts = read_json(directory / TASK_FILE)
     targets, columns = (" ".join(facts.get(name) or []) for name in ("targets", "columns"))
     of, read = f" of {targets}" if targets else "", f", reading {columns}" if columns else ""
     return [("trained for", f"{facts.get('task')}{of}{read}")]

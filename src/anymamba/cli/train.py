@@ -7,28 +7,26 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from anymamba.training.api import begin, open_run, to_stderr
+from anymamba.training.api import create_run, open_run, to_stderr
 from anymamba.training.config.run_config import read_config
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.distributed.process_group import Workers, joined
+from anymamba.training.distributed.process_group import World, init_distributed
 from anymamba.training.optim.optimizer import plan_table
-from anymamba.training.tasks.tabular import FileTask
-from anymamba.training.tasks.tabular_runs import begin_files, is_file_run, open_files
+from anymamba.training.tasks.tabular import TabularTask
 from anymamba.training.trainer import Trainer
 
 
 def run(args: argparse.Namespace) -> None:
     """Train, and say where the result is."""
-    _train(args, _overrides(args), joined())
+    _train(args, _overrides(args), init_distributed())
 
 
-def _train(args: argparse.Namespace, overrides: dict[str, str | list[str]], workers: Workers) -> None:
+def _train(args: argparse.Namespace, overrides: dict[str, str | list[str]], world: World) -> None:
     try:
-        trainer = _prepared(args, overrides, workers)
+        trainer = _prepared(args, overrides, world)
     except KeyboardInterrupt:
         to_stderr("stopped before the first step: there is nothing to save; the text tokenized so far is kept")
         raise
-    if not workers.leads:
+    if not world.is_main:
         if not args.plan:
             trainer.run()
         return
@@ -49,22 +47,13 @@ def _overrides(args: argparse.Namespace) -> dict[str, str | list[str]]:
     return overrides if args.task is None else {"task": args.task, **overrides}
 
 
-def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], workers: Workers) -> Trainer[Any]:
+def _prepared(args: argparse.Namespace, overrides: dict[str, str | list[str]], world: World) -> Trainer[Any]:
     if args.resume is None:
-        config = workers.together(lambda: _config(args, overrides))
-        if isinstance(config, FileConfig):
-            workers.together(workers.require_single_process)
-            return begin_files(config, Path(args.out), to_stderr)
-        return begin(config, Path(args.out), to_stderr, workers)
+        return create_run(world.run_checked(lambda: _config(args, overrides)), Path(args.out), to_stderr, world)
     if args.config is not None:
         raise ValueError(f"--resume uses the config of the run; remove {args.config}")
-    trainer: Trainer[Any]
-    if is_file_run(Path(args.resume)):
-        workers.together(workers.require_single_process)
-        trainer = open_files(Path(args.resume), overrides, to_stderr)
-    else:
-        trainer = open_run(Path(args.resume), overrides, to_stderr, workers)
-    if workers.leads:
+    trainer = open_run(Path(args.resume), overrides, to_stderr, world)
+    if world.is_main:
         finished = "; the run is finished" if trainer.finished else ""
         to_stderr(f"resuming after step {trainer.step}{finished}")
     return trainer
@@ -90,13 +79,13 @@ def _conclude(trainer: Trainer[Any], finished: bool) -> None:
     if not finished:
         print(f"stopped after step {trainer.step}; continue with: anymamba train --resume {where}")
         return
-    if isinstance(trainer.task, FileTask):
+    if isinstance(trainer.task, TabularTask):
         print(f"model: {where}; every step: {where}/metrics.csv")
         print(f"anymamba predict {where} FILE")
         return
     if trainer.task.held_out is not None:
-        bits, neighbors = trainer.task.held_out
-        beside = "; ".join(f"{name} {x:.4f}" for name, x in neighbors.items())
+        bits, baselines = trainer.task.held_out
+        beside = "; ".join(f"{name} {x:.4f}" for name, x in baselines.items())
         print(f"held-out text: {bits:.4f} bits per byte, lower is better ({beside})")
     print(f"model: {where}; every step: {where}/metrics.csv; samples: {where}/samples")
     print(f"anymamba generate {where} --prompt {shlex.quote(trainer.task.prompt)} --temperature 0.8")

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from anymamba.cli.argtypes import WHOLE, one_of
 from anymamba.training.config.run_config import RunConfig, TrainingConfig
-from anymamba.training.config.tabular_config import KINDS, FileConfig
+from anymamba.training.config.tabular_config import KINDS, TabularConfig
 from anymamba.training.config.values import choices, is_list
 
 
@@ -36,7 +36,7 @@ def add_train(commands: Any) -> None:
     )
     _add_fields(parser.add_argument_group("fields of the config"), TrainingConfig, ())
     others = parser.add_argument_group("further fields of the other tasks' config")
-    _add_fields(others, FileConfig, (*TrainingConfig.fields_by_name(), "task"))
+    _add_fields(others, TabularConfig, (*TrainingConfig.fields_by_name(), "task"))
 
 
 def _add_fields(fields: Any, config: type[RunConfig], known: Sequence[str]) -> None:

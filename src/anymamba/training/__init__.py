@@ -10,35 +10,35 @@ from anymamba.training.config.sections import CheckpointSection as CheckpointSec
 from anymamba.training.config.sections import EvaluationSection as EvaluationSection
 from anymamba.training.config.sections import OptimizerSection as OptimizerSection
 from anymamba.training.config.sections import ScheduleSection as ScheduleSection
-from anymamba.training.config.sections import at_least as at_least
+from anymamba.training.config.sections import check_at_least as check_at_least
 from anymamba.training.config.sections import option as option
-from anymamba.training.config.tabular_config import FileConfig as FileConfig
+from anymamba.training.config.tabular_config import TabularConfig as TabularConfig
 
 if TYPE_CHECKING:
     from anymamba.training.api import resume as resume
     from anymamba.training.api import train as train
-    from anymamba.training.metrics.metrics_table import can_plot as can_plot
-    from anymamba.training.metrics.metrics_table import read_metrics as read_metrics
+    from anymamba.training.api import train_or_resume as train_or_resume
+    from anymamba.training.metrics.loggers import can_plot as can_plot
+    from anymamba.training.metrics.loggers import read_metrics as read_metrics
     from anymamba.training.tasks.predict import Predictor as Predictor
-    from anymamba.training.tasks.tabular import FileTask as FileTask
-    from anymamba.training.tasks.tabular_runs import file_task as file_task
+    from anymamba.training.tasks.tabular import TabularTask as TabularTask
+    from anymamba.training.tasks.tabular_tasks import make_task as make_task
     from anymamba.training.tasks.task import Evaluation as Evaluation
     from anymamba.training.tasks.task import Task as Task
     from anymamba.training.trainer import Trainer as Trainer
-    from anymamba.training.trainer import train_or_resume as train_or_resume
 
 _NEEDS_TORCH = {
     "train": "anymamba.training.api",
     "resume": "anymamba.training.api",
-    "can_plot": "anymamba.training.metrics.metrics_table",
-    "read_metrics": "anymamba.training.metrics.metrics_table",
+    "can_plot": "anymamba.training.metrics.loggers",
+    "read_metrics": "anymamba.training.metrics.loggers",
     "Predictor": "anymamba.training.tasks.predict",
-    "FileTask": "anymamba.training.tasks.tabular",
-    "file_task": "anymamba.training.tasks.tabular_runs",
+    "TabularTask": "anymamba.training.tasks.tabular",
+    "make_task": "anymamba.training.tasks.tabular_tasks",
     "Evaluation": "anymamba.training.tasks.task",
     "Task": "anymamba.training.tasks.task",
     "Trainer": "anymamba.training.trainer",
-    "train_or_resume": "anymamba.training.trainer",
+    "train_or_resume": "anymamba.training.api",
 }
 
 

@@ -1,92 +1,100 @@
-"""Runs of `anymamba train`: how one begins in a directory, and how it continues from its latest checkpoint."""
+"""Runs of `anymamba train`: how one is created in a directory, and how it is opened again to continue."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from anymamba.core.io import run_lock
+from anymamba.core.dtypes import parse_device
+from anymamba.core.io import read_json, run_lock
 from anymamba.training.checkpoint.resume import check_no_run, reopen
 from anymamba.training.checkpoint.run_state import checkpoints
-from anymamba.training.config.resolve import placed, settled
+from anymamba.training.compile import check_compiler
+from anymamba.training.config.resolve import resolve_config, validate_mesh
 from anymamba.training.config.run_config import TrainingConfig
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.distributed.process_group import Workers, is_restarted, joined
+from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.distributed.process_group import World, init_distributed, is_restarted
 from anymamba.training.tasks.language_model import LanguageTask
-from anymamba.training.tasks.tabular_runs import begin_files, is_file_run, open_files
+from anymamba.training.tasks.tabular import TabularTask
+from anymamba.training.tasks.tabular_tasks import make_task
+from anymamba.training.tasks.task import Task
 from anymamba.training.trainer import Callback, Trainer
+
+Report = Callable[[str], None]
+T = TypeVar("T", bound=Task[Any])
 
 
 def train(
-    config: TrainingConfig | FileConfig | None = None,
+    config: TrainingConfig | TabularConfig | None = None,
     directory: str | os.PathLike[str] = "runs/train",
     *,
     callbacks: Iterable[Callback] = (),
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
 ) -> Trainer[Any]:
-    """Train a language model, or a model on files: what `anymamba train CONFIG --out DIRECTORY` does.
+    """Train a language model, or a model on files, as `anymamba train CONFIG --out DIRECTORY` does.
 
-        run = train(read_config("mine.toml", {"optimizer.lr": "1e-3"}), "runs/mine", callbacks=[print])
+        run = train(read_config("mine.toml", {"optimizer.lr": 1e-3}), "runs/mine", callbacks=[print])
         run.finished, run.step, run.evaluated.values, run.model
 
     Args:
-        config: of the run; all defaults if not given.
-        directory: of the run.
-        callbacks: called after every step with its `Row`; one that returns True ends the run there, as Ctrl-C does.
-        report: receives lines about what happens; if not given, they go to stderr with live progress.
+        config: Config of the run; all defaults if omitted.
+        directory: Directory of the run.
+        callbacks: Functions called after every step with its `StepMetrics`. One that returns True stops the run, as
+            Ctrl-C does.
+        report: Receives lines about what happens. If omitted, they go to stderr with live progress.
 
     Returns:
         The run, finished or stopped.
 
     Raises:
-        ValueError: the directory has a run or a model already, or the config or the text cannot work.
-        FloatingPointError: the loss or gradient is not finite.
+        ValueError: The directory has a run or a model already, or the config or the data cannot work.
+        FloatingPointError: The loss or the gradient is not finite.
     """
-    trainer: Trainer[Any]
-    workers = joined()
-    if isinstance(config, FileConfig):
-        workers.require_single_process()
-        trainer = begin_files(config, Path(directory), report or to_stderr)
-    else:
-        trainer = begin(config or TrainingConfig(), Path(directory), report or to_stderr, workers)
+    trainer = create_run(config or TrainingConfig(), Path(directory), report or to_stderr, init_distributed())
     trainer.run(callbacks, shown=report is None)
     return trainer
 
 
 def resume(
     directory: str | os.PathLike[str],
-    changes: Mapping[str, str | Sequence[str]] | None = None,
+    changes: Mapping[str, Any] | None = None,
     *,
     callbacks: Iterable[Callback] = (),
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
 ) -> Trainer[Any]:
-    """Continue a run from its latest good checkpoint: what `anymamba train --resume DIRECTORY` does.
+    """Continue a run from its latest good checkpoint, as `anymamba train --resume DIRECTORY` does.
 
     Args:
-        directory: of the run.
-        changes: of its config, as texts by dotted name: {"optimizer.lr": "1e-4"}.
-        callbacks: as for `train`.
-        report: as for `train`.
+        directory: Directory of the run.
+        changes: Config fields to change, by dotted name: {"optimizer.lr": 1e-4}.
+        callbacks: Functions called after every step, see `train`.
+        report: Receives lines about what happens, see `train`.
 
     Returns:
         The run, finished or stopped.
 
     Raises:
-        ValueError: there is none, or `changes` name what a run cannot change.
-        FloatingPointError: the loss or gradient is not finite.
+        ValueError: There is no run, or `changes` name fields that a run cannot change.
+        FloatingPointError: The loss or the gradient is not finite.
     """
-    trainer: Trainer[Any]
-    workers = joined()
-    if is_file_run(Path(directory)):
-        workers.require_single_process()
-        trainer = open_files(Path(directory), changes or {}, report or to_stderr)
-    else:
-        trainer = open_run(Path(directory), changes or {}, report or to_stderr, workers)
+    trainer = open_run(Path(directory), changes or {}, report or to_stderr, init_distributed())
     trainer.run(callbacks, shown=report is None)
     return trainer
+
+
+def train_or_resume(task: T, directory: Path, report: Report) -> Trainer[T]:
+    """Create the run of a task in a directory, or open the one that is there.
+
+    Raises:
+        ValueError: The run in the directory has another task or config.
+    """
+    if not checkpoints(directory / "checkpoints"):
+        return Trainer(task, directory, None, report)
+    reopened = reopen(directory, type(task.config), lambda _: task.config, report)
+    return Trainer(task, directory, reopened, report)
 
 
 def to_stderr(message: str) -> None:
@@ -94,21 +102,30 @@ def to_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def begin(
-    config: TrainingConfig, directory: Path, report: Callable[[str], None], workers: Workers | None = None
-) -> Trainer[LanguageTask]:
-    """A run that is about to begin in a directory.
+def create_run(
+    config: TrainingConfig | TabularConfig, directory: Path, report: Report, world: World | None = None
+) -> Trainer[Any]:
+    """Create a run in a directory, up to its first step.
 
-    If torchrun has restarted the workers because one of them was lost, the run continues if it has begun.
+    If torchrun has restarted the processes because one of them was lost, and the run has a checkpoint, it continues.
 
     Raises:
-        ValueError: the directory has a run or a model already, or the config or the text cannot work.
+        ValueError: The directory has a run or a model already, or the config or the data cannot work.
     """
-    workers = workers or Workers()
-    if workers.any(is_restarted()) and workers.any(workers.leads and bool(checkpoints(directory / "checkpoints"))):
-        return open_run(directory, {}, report, workers)
-    config, task = workers.together(lambda: settled(placed(config, workers))), None
+    world = world or World()
+    if isinstance(config, TabularConfig):
+        world.run_checked(world.require_single_process)
+        return _create_tabular_run(config, directory, report)
+    if world.any_rank(is_restarted()) and world.any_rank(
+        world.is_main and bool(checkpoints(directory / "checkpoints"))
+    ):
+        return open_run(directory, {}, report, world)
+    # 1) Resolve the config before anything is read or written.
+    requested = config
+    config = world.run_checked(lambda: resolve_config(validate_mesh(requested, world)))
+    task: LanguageTask | None = None
 
+    # 2) The main rank claims the directory and tokenizes the text for all ranks.
     def make() -> str:
         nonlocal task
         directory.mkdir(parents=True, exist_ok=True)
@@ -116,32 +133,61 @@ def begin(
             check_no_run(directory)
             if config.model.init is not None:
                 report(f"starting from the weights of {config.model.init}")
-            task = LanguageTask(config, directory, report, workers=workers)
+            task = LanguageTask(config, directory, report, world=world)
         return ""
 
-    workers.first(make)  # it tokenizes the text, once for all workers
-    opened = workers.together(lambda: task or LanguageTask(config, directory, report, workers=workers, prepared=True))
-    return Trainer(opened, directory, None, report, workers)
+    world.run_on_main(make)
+    # 3) The other ranks open what it has written.
+    opened = world.run_checked(lambda: task or LanguageTask(config, directory, report, world=world, prepared=True))
+    return Trainer(opened, directory, None, report, world)
 
 
-def open_run(
-    directory: Path,
-    overrides: Mapping[str, str | Sequence[str]],
-    report: Callable[[str], None],
-    workers: Workers | None = None,
-) -> Trainer[LanguageTask]:
-    """A run that is about to continue from its latest good checkpoint.
+def open_run(directory: Path, overrides: Mapping[str, Any], report: Report, world: World | None = None) -> Trainer[Any]:
+    """Open a run at its latest good checkpoint.
 
     Raises:
-        ValueError: there is none, or `overrides` change what the run is.
+        ValueError: There is no run, or `overrides` change fields that a run cannot change.
     """
-    instead = f"; to start another run from its weights: anymamba train --model.init {directory} --out DIR"
-    workers = workers or Workers()
-    quiet = report if workers.leads else lambda _: None
-    reopened = reopen(directory, TrainingConfig, lambda config: config.replaced(overrides), quiet, instead, workers)
+    world = world or World()
+    if _is_tabular_run(directory):
+        world.run_checked(world.require_single_process)
+        return _open_tabular_run(directory, overrides, report)
+    alternative = f"; to start another run from its weights: anymamba train --model.init {directory} --out DIR"
+    report_once: Report = report if world.is_main else lambda _: None
+    reopened = reopen(
+        directory, TrainingConfig, lambda config: config.replaced(overrides), report_once, alternative, world
+    )
 
     def open_task() -> LanguageTask:
-        placed(reopened.config, workers)
-        return LanguageTask(reopened.config, directory, quiet, begun=reopened.checkpoint.path, workers=workers)
+        validate_mesh(reopened.config, world)
+        return LanguageTask(reopened.config, directory, report_once, begun=reopened.checkpoint.path, world=world)
 
-    return Trainer(workers.together(open_task), directory, reopened, quiet, workers)
+    return Trainer(world.run_checked(open_task), directory, reopened, report_once, world)
+
+
+def _create_tabular_run(config: TabularConfig, directory: Path, report: Report) -> Trainer[TabularTask]:
+    device = parse_device(config.device, "device =")
+    if config.precision.compile:
+        check_compiler(device)
+    directory.mkdir(parents=True, exist_ok=True)
+    with run_lock(directory):
+        check_no_run(directory)
+        task = make_task(config, report)
+    return Trainer(task, directory, None, report)
+
+
+def _open_tabular_run(directory: Path, overrides: Mapping[str, Any], report: Report) -> Trainer[TabularTask]:
+    """Open a run on files, which are read again."""
+    reopened = reopen(directory, TabularConfig, lambda config: config.replaced(overrides), report)
+    return Trainer(make_task(reopened.config, report), directory, reopened, report)
+
+
+def _is_tabular_run(directory: Path) -> bool:
+    """Return whether a directory has a run on files, according to the first checkpoint that can be read."""
+    for path in checkpoints(directory / "checkpoints"):
+        try:
+            config = read_json(path / "training.json").get("config")
+        except (OSError, ValueError):
+            continue
+        return isinstance(config, dict) and "task" in config
+    return False

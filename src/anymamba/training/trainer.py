@@ -16,45 +16,31 @@ from torch import Tensor
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import run_lock
 from anymamba.core.process import catch_signals
-from anymamba.training.checkpoint.async_save import Part, Saver, Tensors, copied, own_file
-from anymamba.training.checkpoint.resume import Reopened, check_no_run, reopen
-from anymamba.training.checkpoint.run_state import Facts, RunState, amend_checkpoint, checkpoints
+from anymamba.training.checkpoint.async_save import Part, Saver, Tensors, copy_to_host, rank_file
+from anymamba.training.checkpoint.resume import Reopened, check_no_run
+from anymamba.training.checkpoint.run_state import Manifest, RunState, replace_config
 from anymamba.training.compile import compile_layers, recompute_layers
 from anymamba.training.distributed.fsdp import (
-    add_up,
-    divide,
-    expect_all_parts,
-    fill,
-    filled,
-    gathered,
-    pieces,
-    put_away,
-    skeleton,
+    all_reduce_grads,
+    full_state_dict,
+    load_local,
+    local_state_dict,
+    meta_copy,
+    reshard,
+    set_last_microbatch,
+    shard_model,
+    with_state,
 )
-from anymamba.training.distributed.process_group import Workers
-from anymamba.training.metrics.loggers import Log, open_logs
-from anymamba.training.metrics.metrics_table import MetricsTable, Row, can_plot
-from anymamba.training.metrics.progress import Display
+from anymamba.training.distributed.process_group import World
+from anymamba.training.metrics.loggers import Log, MetricsTable, StepMetrics, can_plot, open_logs
+from anymamba.training.metrics.progress import ProgressDisplay
 from anymamba.training.optim.optimizer import Optimizer, clip_gradients, learning_rate
-from anymamba.training.tasks.lm_step import first_non_finite
-from anymamba.training.tasks.task import Evaluation, Task
+from anymamba.training.tasks.task import Evaluation, Task, first_non_finite
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-Callback = Callable[[Row], object]
+Callback = Callable[[StepMetrics], object]
 T = TypeVar("T", bound=Task[Any])
-
-
-def train_or_resume(task: T, directory: Path, report: Callable[[str], None]) -> Trainer[T]:
-    """Begin a run in a directory, or continue the one that is there.
-
-    Raises:
-        ValueError: the run that is there has another task or config.
-    """
-    if not checkpoints(directory / "checkpoints"):
-        return Trainer(task, directory, None, report)
-    reopened = reopen(directory, type(task.config), lambda _: task.config, report)
-    return Trainer(task, directory, reopened, report)
 
 
 class Trainer(Generic[T]):
@@ -75,11 +61,11 @@ class Trainer(Generic[T]):
         directory: Path,
         reopened: Reopened[Any] | None,
         report: Callable[[str], None],
-        workers: Workers | None = None,
+        world: World | None = None,
     ) -> None:
         """Build a new model, or that of a checkpoint; `workers` have taken their places, and the task knows them."""
         self.task, self.directory, self._report = task, directory, report
-        self._workers = workers = workers or Workers()
+        self._world = world = world or World()
         self.config = config = task.config
         checkpoint = reopened.checkpoint if reopened is not None else None
         if checkpoint is not None and checkpoint.data != task.fingerprint:
@@ -90,7 +76,7 @@ class Trainer(Generic[T]):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.precision.dtype]
-        self._device = parse_device(workers.device_name(config.device), "device =")
+        self._device = parse_device(world.local_device(config.device), "device =")
         self.step, self.tokens, self.solved = 0, 0, False
         self.evaluated: Evaluation | None = None
         self._carried: list[Any] = []
@@ -99,11 +85,11 @@ class Trainer(Generic[T]):
         self.model.to(self._device)
         self._saved, self.changes = -1, list[dict[str, Any]]()
         self._amended: Path | None = None  # a checkpoint whose config is to be replaced
-        self._saver = Saver(directory / "checkpoints", workers, float(config.parallel.timeout))
-        self._plain = self.model if workers.size == 1 else skeleton(self.model)  # as files have it
-        if workers.shard > 1:
-            divide(self.model, workers, config.parallel.reduce)
-        self.optimizer = Optimizer(self.model, config.optimizer, workers)
+        self._saver = Saver(directory / "checkpoints", world, float(config.parallel.timeout))
+        self._plain = self.model if world.size == 1 else meta_copy(self.model)  # as files have it
+        if world.shard_size > 1:
+            shard_model(self.model, world, config.parallel.reduce)
+        self.optimizer = Optimizer(self.model, config.optimizer, world)
         if reopened is not None:
             self._restore(reopened)
         if config.precision.compile:
@@ -131,39 +117,44 @@ class Trainer(Generic[T]):
             FloatingPointError: the loss or gradient is not finite; the state before that step is saved.
             ValueError: another process is using the run, or a new run would replace what is there.
         """
-        workers, lock = self._workers, ExitStack()
+        world, lock = self._world, ExitStack()
         # The saver waits for its thread after the other workers have been told what happened.
-        with lock, catch_signals(signal.SIGINT, signal.SIGTERM) as interrupted, self._saver, workers.watched():
-            workers.together(lambda: self._enter(lock))
-            self._train(lambda: workers.any(interrupted()), list(callbacks), shown)
+        with (
+            lock,
+            catch_signals(signal.SIGINT, signal.SIGTERM) as interrupted,
+            self._saver,
+            world.translate_comm_errors(),
+        ):
+            world.run_checked(lambda: self._enter(lock))
+            self._train(lambda: world.any_rank(interrupted()), list(callbacks), shown)
             self.save()
             self._write_model(self.directory)
         return self.finished
 
     def _enter(self, lock: ExitStack) -> None:
         """Keep other processes out of the directory, and check that the run may write to it."""
-        if not self._workers.leads:
+        if not self._world.is_main:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         lock.enter_context(run_lock(self.directory))
         if self._saved < 0:
             check_no_run(self.directory)
         if self._amended is not None:
-            amend_checkpoint(self._amended, self.config.to_dict(), self.changes)
+            replace_config(self._amended, self.config.to_dict(), self.changes)
 
     def _train(self, interrupted: Callable[[], bool], callbacks: list[Callback], shown: bool) -> None:
-        c, leads = self.config, self._workers.leads
-        display = Display(c.schedule.steps, self.step, c.evaluation.log_every, shown and leads)
-        logs: list[Log] = self._workers.together(lambda: open_logs(c, self.directory, self.step) if leads else [])
+        c, leads = self.config, self._world.is_main
+        display = ProgressDisplay(c.schedule.steps, self.step, c.evaluation.log_every, shown and leads)
+        logs: list[Log] = self._world.run_checked(lambda: open_logs(c, self.directory, self.step) if leads else [])
         if self._saved < 0:
             self.save()  # before there are metrics, so that a run with metrics can be resumed
-        self._workers.together(lambda: logs.insert(0, self._table()) if leads else None)
+        self._world.run_checked(lambda: logs.insert(0, self._table()) if leads else None)
         if not can_plot():
             display.report("no plots: matplotlib is not installed (pip install 'anymamba[train]')")
         try:
             stopped = False
             while not self.finished and not stopped and not interrupted():
-                self._workers.check_launcher()
+                self._world.check_launcher()
                 row, tokens = self._take_step()
                 display.at(row, tokens)
                 if self._due(c.evaluation.every):
@@ -176,7 +167,7 @@ class Trainer(Generic[T]):
                     self.save(wait=False)
                 for callback in callbacks if leads else ():
                     stopped |= callback(row) is True
-                stopped = self._workers.any(stopped or self._saver.failed)
+                stopped = self._world.any_rank(stopped or self._saver.failed)
         except FloatingPointError:
             self.save()
             raise
@@ -186,7 +177,7 @@ class Trainer(Generic[T]):
                 log.close()
 
     def _table(self) -> MetricsTable:
-        return MetricsTable(self.directory / "metrics.csv", self.step, self.task.NAMES)
+        return MetricsTable(self.directory / "metrics.csv", self.step, self.task.METRICS)
 
     def save(self, *, wait: bool = True) -> None:
         """Write a checkpoint of the current state, unless it has been written.
@@ -200,7 +191,9 @@ class Trainer(Generic[T]):
         if self._saved != self.step:
             self._finish_saving()  # before the copies of the next one are made
             c = self.config
-            facts = Facts(self.step, self.tokens, self.task.fingerprint, self.solved, c.to_dict(), list(self.changes))
+            facts = Manifest(
+                self.step, self.tokens, self.task.fingerprint, self.solved, c.to_dict(), list(self.changes)
+            )
             self._saver.start(self._part(), facts, before=self._saved, keep=c.checkpoints.keep)
             self._saved_before, self._saved = self._saved, self.step
         if wait:
@@ -216,34 +209,34 @@ class Trainer(Generic[T]):
 
     def _part(self) -> Part:
         """What this worker writes of a checkpoint; a copy if steps are taken meanwhile."""
-        workers, task, files = self._workers, self.task, dict[str, Tensors]()
-        kept: Callable[[Tensors], Tensors] = copied if workers.size > 1 else lambda tensors: tensors
+        world, task, files = self._world, self.task, dict[str, Tensors]()
+        kept: Callable[[Tensors], Tensors] = copy_to_host if world.size > 1 else lambda tensors: tensors
         model = self._plain
-        if workers.writes:
+        if world.is_writer:
             state: Tensors = {**self.optimizer.tensors(), "rng": torch.get_rng_state()}
-            files |= own_file("optimizer", workers.place, workers.shard, kept(state))
-            if workers.shard > 1:
-                files |= own_file("model", workers.place, workers.shard, kept(pieces(self.model)))
-            elif workers.size > 1:
-                model = filled(model, kept(pieces(self.model)))
-        if self._carried and workers.rank % workers.context == 0:
-            files |= own_file("carried", workers.reader, workers.readers, kept(task.carried_tensors(self._carried)))
-        write = task.write_model if workers.shard == 1 else task.write_description
-        return Part(files, lambda directory: write(model, directory) if workers.leads else None)
+            files |= rank_file("optimizer", world.shard_rank, world.shard_size, kept(state))
+            if world.shard_size > 1:
+                files |= rank_file("model", world.shard_rank, world.shard_size, kept(local_state_dict(self.model)))
+            elif world.size > 1:
+                model = with_state(model, kept(local_state_dict(self.model)))
+        if self._carried and world.rank % world.context_size == 0:
+            files |= rank_file("carried", world.dp_rank, world.dp_size, kept(task.carried_tensors(self._carried)))
+        write = task.write_model if world.shard_size == 1 else task.write_description
+        return Part(files, lambda directory: write(model, directory) if world.is_main else None)
 
     def _write_model(self, directory: Path) -> None:
         """Write the whole model; if workers have divided it between them, the first one gathers it."""
-        workers, model = self._workers, self.model
-        if workers.shard > 1:
-            tensors = gathered(self.model, workers.leads)
-            model = filled(self._plain, tensors) if workers.leads else model
-        workers.together(lambda: self.task.write_model(model, directory) if workers.leads else None)
+        world, model = self._world, self.model
+        if world.shard_size > 1:
+            tensors = full_state_dict(self.model, world.is_main)
+            model = with_state(self._plain, tensors) if world.is_main else model
+        world.run_checked(lambda: self.task.write_model(model, directory) if world.is_main else None)
 
-    def _take_step(self) -> tuple[Row, int]:
+    def _take_step(self) -> tuple[StepMetrics, int]:
         """Take a step; returns its metrics and the number of tokens that it read."""
         began, c = perf_counter(), self.config
-        if self._workers.size > 1:  # a checkpoint has the state of one generator only
-            torch.manual_seed((c.seed * 1_000_003 + self.step * 65_537 + self._workers.rank) % 2**63)
+        if self._world.size > 1:  # a checkpoint has the state of one generator only
+            torch.manual_seed((c.seed * 1_000_003 + self.step * 65_537 + self._world.rank) % 2**63)
         batches = [batch.to(self._device) for batch in self.task.batches(self.step)]
         loss, norm, carried = self._differentiate(batches)
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -253,55 +246,57 @@ class Trainer(Generic[T]):
         self._carried = carried
         tokens = self._total(sum(batch.tokens for batch in batches))
         self.step, self.tokens = self.step + 1, self.tokens + tokens
-        return Row(self.step, self.tokens, loss, share * c.optimizer.lr, norm, perf_counter() - began, {}), tokens
+        return StepMetrics(
+            self.step, self.tokens, loss, share * c.optimizer.lr, norm, perf_counter() - began, {}
+        ), tokens
 
     def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
         """The mean cost, the norm of its gradient (before clipping), and the states for the next step."""
         self.optimizer.zero_grad()
-        total, count, states, workers = 0.0, self._count(batches), [], self._workers
+        total, count, states, world = 0.0, self._count(batches), [], self._world
         for number, (cost, state) in enumerate(self._costs(batches), 1):
-            expect_all_parts(self.model, number == len(batches))
-            workers.doing("to add up gradients")
+            set_last_microbatch(self.model, number == len(batches))
+            world.set_activity("to add up gradients")
             (cost / count).backward()
             total += cost.item()
             states.append(state)
-        if workers.size > 1 and workers.shard == 1:
-            add_up(self.model.parameters(), workers, self.config.parallel.reduce)
-        norm = clip_gradients(self.model, self.config.optimizer.clip, workers)
-        total = workers.sum(torch.tensor(total, dtype=torch.float64)).item() if workers.size > 1 else total
+        if world.size > 1 and world.shard_size == 1:
+            all_reduce_grads(self.model.parameters(), world, self.config.parallel.reduce)
+        norm = clip_gradients(self.model, self.config.optimizer.clip, world)
+        total = world.all_reduce_sum(torch.tensor(total, dtype=torch.float64)).item() if world.size > 1 else total
         return total / count, norm, [] if all(state is None for state in states) else states
 
     def _costs(self, batches: list[Any]) -> Iterator[tuple[Tensor, Any]]:
         carried = self._carried or [None] * len(batches)
         for batch, state in zip(batches, carried, strict=True):
-            yield self.task.cost(self.model, batch, state, self._dtype)
+            yield self.task.loss(self.model, batch, state, self._dtype)
 
     def _count(self, batches: list[Any]) -> int:
         """The number of terms in the cost, over all workers."""
-        return max(1, self._total(sum(batch.counted for batch in batches)))
+        return max(1, self._total(sum(batch.loss_terms for batch in batches)))
 
     def _total(self, here: int) -> int:
-        if self._workers.size == 1:
+        if self._world.size == 1:
             return here
-        return int(self._workers.sum(torch.tensor(here), "to count what a step reads").item())
+        return int(self._world.all_reduce_sum(torch.tensor(here), "to count what a step reads").item())
 
     def _diagnose(self, batches: list[Any], loss: float, norm: float) -> str:
         def compute() -> Tensor:
             return torch.stack([cost for cost, _ in self._costs(batches)]).sum() / self._count(batches)
 
         self.optimizer.zero_grad()
-        where = self._workers.told(first_non_finite(self.model, compute, self._workers.any))
+        where = self._world.first_message(first_non_finite(self.model, compute, self._world.any_rank))
         return (
             f"step {self.step + 1}: the loss is {loss} and the norm of its gradient {norm}; not finite first: {where}. "
             f"The state after step {self.step} is kept in {self.directory / 'checkpoints'}"
         )
 
-    def _evaluate(self, display: Display) -> dict[str, float]:
+    def _evaluate(self, display: ProgressDisplay) -> dict[str, float]:
         display.evaluating()
         self.model.eval()  # without dropout
         self.evaluated = found = self.task.evaluate(self.model, self.step, self._dtype)
         self.model.train()
-        put_away(self.model)
+        reshard(self.model)
         self.solved = found.solved
         display.report(found.text)
         display.score(found.values)
@@ -318,10 +313,10 @@ class Trainer(Generic[T]):
             self.changes.append({"step": checkpoint.step, **values})
             self._amended = checkpoint.path
         with _naming(checkpoint):
-            if self._workers.shard == 1:
+            if self._world.shard_size == 1:
                 self.task.read_model(self.model, checkpoint.model.whole())
             else:
-                fill(self.model, checkpoint.model)
+                load_local(self.model, checkpoint.model)
             self.optimizer.restore(checkpoint.optimizer)
             if checkpoint.carried is not None:
                 self._carried = self.task.carried_from(self.model, checkpoint.carried)

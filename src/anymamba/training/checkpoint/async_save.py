@@ -22,16 +22,16 @@ from torch import Tensor
 
 from anymamba.core.io import digest_file, fsync
 from anymamba.training.checkpoint.run_state import (
-    Facts,
+    Manifest,
     begin_checkpoint,
     checkpoint_path,
+    checkpoint_write_errors,
     finish_checkpoint,
-    keeping_others,
 )
-from anymamba.training.checkpoint.sharded_tensors import Piece, file_name, write_pieces
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.checkpoint.sharded_tensors import TensorShard, file_name, write_shards
+from anymamba.training.distributed.process_group import World
 
-Tensors = dict[str, Tensor | Piece]
+Tensors = dict[str, Tensor | TensorShard]
 _PATIENCE = 20.0  # seconds that a run which has failed waits for what is being written; torchrun kills it after 30
 
 
@@ -55,22 +55,23 @@ class Part(NamedTuple):
         self.others(directory)
         for name, tensors in self.tensors.items():
             check_time()
-            write_pieces(directory / name, tensors)
+            write_shards(directory / name, tensors)
 
 
-def own_file(kind: str, place: int, places: int, tensors: Tensors) -> dict[str, Tensors]:
+def rank_file(kind: str, place: int, places: int, tensors: Tensors) -> dict[str, Tensors]:
     """The file of a kind that the worker at one of several places writes.
 
     Tensors that are not divided are the same at all places, and the first one writes them.
     """
-    own = {name: x for name, x in tensors.items() if (len(x.rows) if isinstance(x, Piece) else place == 0)}
+    own = {name: x for name, x in tensors.items() if (len(x.rows) if isinstance(x, TensorShard) else place == 0)}
     return {file_name(kind, place, places): own}
 
 
-def copied(tensors: Tensors) -> Tensors:
+def copy_to_host(tensors: Tensors) -> Tensors:
     """Copies in the memory of the host, which no step changes."""
     return {
-        name: x._replace(rows=_to_host(x.rows)) if isinstance(x, Piece) else _to_host(x) for name, x in tensors.items()
+        name: x._replace(rows=_to_host(x.rows)) if isinstance(x, TensorShard) else _to_host(x)
+        for name, x in tensors.items()
     }
 
 
@@ -103,9 +104,9 @@ class _Save:
 class Saver:
     """Writes the checkpoints of a run, one after another."""
 
-    def __init__(self, directory: Path, workers: Workers, seconds: float) -> None:
+    def __init__(self, directory: Path, world: World, seconds: float) -> None:
         """`directory` is for the checkpoints; a worker may finish at most `seconds` after the first."""
-        self._directory, self._workers, self._seconds = directory, workers, seconds
+        self._directory, self._world, self._seconds = directory, world, seconds
         self._thread: Thread | None = None
         self._save = _Save()
 
@@ -114,7 +115,7 @@ class Saver:
         """Whether this worker knows that a checkpoint cannot be written; `finish` raises the error."""
         return self._thread is not None and self._save.error is not None
 
-    def start(self, part: Part, facts: Facts, *, before: int, keep: int) -> None:
+    def start(self, part: Part, facts: Manifest, *, before: int, keep: int) -> None:
         """Start to write a checkpoint once the one before it is written; a single process also finishes it.
 
         Args:
@@ -127,24 +128,24 @@ class Saver:
             OSError: it cannot be written, or the one before it could not; earlier ones are kept.
         """
         self.finish()
-        temporary = Path(self._workers.first(lambda: str(begin_checkpoint(self._directory, facts.step))))
+        temporary = Path(self._world.run_on_main(lambda: str(begin_checkpoint(self._directory, facts.step))))
 
         def name(digests: dict[str, str]) -> None:
             finish_checkpoint(temporary, facts, digests, before=before, keep=keep)
 
         save = self._save = _Save()
-        if self._workers.size == 1:
+        if self._world.size == 1:
             self._lead(part, temporary, facts.step, [], name, save)
             return
-        store, key = self._workers.mailbox()
-        keys = [f"{key}/{rank}" for rank in range(self._workers.size)]
+        store, key = self._world.store_channel()
+        keys = [f"{key}/{rank}" for rank in range(self._world.size)]
 
         def work() -> None:
             try:
-                if self._workers.leads:
+                if self._world.is_main:
                     self._lead(part, temporary, facts.step, self._answers(store, keys, facts.step, save), name, save)
                 else:
-                    self._follow(part, temporary, facts.step, partial(store.set, keys[self._workers.rank]), save)
+                    self._follow(part, temporary, facts.step, partial(store.set, keys[self._world.rank]), save)
             except Exception as error:
                 known = isinstance(error, OSError | ValueError | TypeError)
                 save.error = error if known else OSError(f"{type(error).__name__}: {error}")
@@ -162,8 +163,8 @@ class Saver:
             return
         self._thread.join()
         self._thread = None
-        self._workers.first(str)  # in the store, where others can wait for as long as the first one writes
-        self._workers.together(self._raise)
+        self._world.run_on_main(str)  # in the store, where others can wait for as long as the first one writes
+        self._world.run_checked(self._raise)
 
     def _raise(self) -> None:
         if self._save.error is not None:
@@ -202,15 +203,15 @@ class Saver:
         digests: dict[str, str] = {}
         try:
             try:
-                with keeping_others(checkpoint_path(self._directory, step)):
+                with checkpoint_write_errors(checkpoint_path(self._directory, step)):
                     part.write(temporary, save.check_time)
             except OSError as error:
-                mistake = OSError(f"worker 0 of {self._workers.size}: {error}") if self._workers.size > 1 else error
+                mistake = OSError(f"rank 0 of {self._world.size}: {error}") if self._world.size > 1 else error
             except Exception as error:
                 mistake = error
             for rank, said in answers:  # even if this worker has failed, as they may still be writing
                 if said[0] == "-":
-                    mistake = mistake or OSError(f"worker {rank} of {self._workers.size}: {said[1:]}")
+                    mistake = mistake or OSError(f"rank {rank} of {self._world.size}: {said[1:]}")
                 else:
                     digests |= json.loads(said[1:])
             if mistake is not None:
@@ -223,7 +224,7 @@ class Saver:
     def _follow(self, part: Part, temporary: Path, step: int, say: Callable[[str], object], save: _Save) -> None:
         """Write this worker's part, and report it."""
         try:
-            with keeping_others(checkpoint_path(self._directory, step)):
+            with checkpoint_write_errors(checkpoint_path(self._directory, step)):
                 part.write(temporary, save.check_time)
                 for file in part.tensors:
                     fsync(temporary / file)
@@ -244,4 +245,4 @@ class Saver:
                 yield rank, store.get(key).decode()
                 store.delete_key(key)
             else:
-                yield rank, f"-{target}: cannot be written; earlier ones are kept (no answer from this worker)"
+                yield rank, f"-{target}: cannot be written; earlier ones are kept (no answer from this rank)"

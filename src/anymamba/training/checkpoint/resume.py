@@ -12,7 +12,7 @@ from anymamba.core.io import run_lock
 from anymamba.training.checkpoint.run_state import RunState, checkpoints, load_latest
 from anymamba.training.config.run_config import RunConfig
 from anymamba.training.config.sections import ScheduleSection
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.distributed.process_group import World
 from anymamba.training.optim.optimizer import learning_rate
 
 _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
@@ -58,7 +58,7 @@ def reopen(
     wanted: Callable[[C], C],
     report: Callable[[str], None],
     instead: str = "",
-    workers: Workers | None = None,
+    world: World | None = None,
 ) -> Reopened[C]:
     """Open a run at its latest good checkpoint.
 
@@ -76,10 +76,10 @@ def reopen(
     Raises:
         ValueError: there is no checkpoint, another process is using the run, or the config differs in more.
     """
-    workers, lock = workers or Workers(), ExitStack()
+    world, lock = world or World(), ExitStack()
     with lock:
-        workers.together(lambda: lock.enter_context(run_lock(directory)) if workers.leads else None)
-        checkpoint = load_latest(directory / "checkpoints", report, workers)
+        world.run_checked(lambda: lock.enter_context(run_lock(directory)) if world.is_main else None)
+        checkpoint = load_latest(directory / "checkpoints", report, world)
     began = kind.from_dict(checkpoint.config, str(directory))
     config, step = wanted(began), checkpoint.step
     changes, fields = began.changed(config), kind.fields_by_name()

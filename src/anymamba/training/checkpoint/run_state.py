@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from anymamba.core.io import digest_file, fsync, read_json, write_json
-from anymamba.training.checkpoint.sharded_tensors import StoredTensors, files_of, is_divided
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.checkpoint.sharded_tensors import StoredTensors, is_divided, list_files
+from anymamba.training.distributed.process_group import World
 
 _MANIFEST = "training.json"
-_VERSION, _DIVIDED = 2, 3  # the second has files with pieces of tensors
+_VERSION = _DIVIDED = 1
 _NAME = re.compile("step-[0-9]{8,}")
 _NUMBERS = itertools.count()  # of the temporary directories of this process
 _FIELDS = {"step": int, "tokens": int, "config": dict, "data": str, "solved": bool, "files": dict}  # of the manifest
@@ -73,7 +73,7 @@ class RunState(NamedTuple):
                 tensors.close()
 
 
-class Facts(NamedTuple):
+class Manifest(NamedTuple):
     """What the manifest of a checkpoint says: the attributes of `RunState` that are not tensors."""
 
     step: int
@@ -96,7 +96,7 @@ def begin_checkpoint(directory: Path, step: int) -> Path:
         OSError: it cannot be made.
     """
     target = checkpoint_path(directory, step)
-    with keeping_others(target):
+    with checkpoint_write_errors(target):
         directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(directory)
         # A number, since one that was given up may still be written to under its own name.
@@ -105,7 +105,7 @@ def begin_checkpoint(directory: Path, step: int) -> Path:
     return temporary
 
 
-def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *, before: int, keep: int) -> Path:
+def finish_checkpoint(temporary: Path, facts: Manifest, digests: dict[str, str], *, before: int, keep: int) -> Path:
     """Give a checkpoint its name; then remove those that no longer count, and all but the latest `keep` of the others.
 
     Args:
@@ -121,7 +121,7 @@ def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *,
     """
     directory = temporary.parent
     target = checkpoint_path(directory, facts.step)
-    with keeping_others(target):
+    with checkpoint_write_errors(target):
         found = sorted(path.name for path in temporary.iterdir())
         if missing := sorted(digests.keys() - set(found)):
             raise FileNotFoundError(f"{', '.join(missing)}, which other workers wrote, cannot be found")
@@ -143,7 +143,7 @@ def finish_checkpoint(temporary: Path, facts: Facts, digests: dict[str, str], *,
 
 
 @contextmanager
-def keeping_others(target: Path) -> Iterator[None]:
+def checkpoint_write_errors(target: Path) -> Iterator[None]:
     """Raise an error that names the checkpoint if it cannot be written in the block.
 
     Raises:
@@ -161,31 +161,31 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
-def load_latest(directory: Path, report: Callable[[str], None], workers: Workers | None = None) -> RunState:
+def load_latest(directory: Path, report: Callable[[str], None], world: World | None = None) -> RunState:
     """The latest good checkpoint in a directory; `report` receives a line for each that is damaged.
 
     Raises:
         ValueError: there is none.
     """
-    workers = workers or Workers()
-    found = json.loads(workers.first(lambda: json.dumps([path.name for path in checkpoints(directory)])))
+    world = world or World()
+    found = json.loads(world.run_on_main(lambda: json.dumps([path.name for path in checkpoints(directory)])))
     for name in found:
         try:
-            state = workers.together(partial(_load_or_error, directory / name, workers))
+            state = world.run_checked(partial(_load_or_error, directory / name, world))
         except ValueError as error:
             report(f"{error}; using the checkpoint before it")
             continue
-        workers.together(partial(_check_read, state))
+        world.run_checked(partial(_check_read, state))
         assert isinstance(state, RunState)
         return state
-    workers.together(lambda: _refuse(directory, len(found)))
+    world.run_checked(lambda: _refuse(directory, len(found)))
     raise AssertionError("unreachable")
 
 
-def _load_or_error(path: Path, workers: Workers) -> RunState | OSError:
+def _load_or_error(path: Path, world: World) -> RunState | OSError:
     """A checkpoint, or why it cannot be read here: it may be good, so it must not be skipped like a damaged one."""
     try:
-        return load_checkpoint(path, workers)
+        return load_checkpoint(path, world)
     except OSError as error:
         return error
 
@@ -207,13 +207,13 @@ def _refuse(directory: Path, damaged: int) -> None:
     )
 
 
-def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
+def load_checkpoint(path: Path, world: World | None = None) -> RunState:
     """Open a checkpoint and check every byte; each of several workers checks some of the files.
 
     Raises:
         ValueError: it is damaged.
     """
-    manifest, workers = _read_manifest(path), workers or Workers()
+    manifest, world = _read_manifest(path), world or World()
     for name, kind in _FIELDS.items():
         if type(value := manifest.get(name)) is not kind:
             raise ValueError(f"{path}: damaged: {_MANIFEST} should have a {kind.__name__} {name}, got {value!r:.60}")
@@ -222,7 +222,7 @@ def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
     files, version = manifest["files"], manifest.get("version")
     if version != (expected := _DIVIDED if is_divided(list(files)) else _VERSION):
         raise ValueError(f"{path}: expected a checkpoint of version {expected}, got {version}")
-    for name in sorted(files)[workers.rank :: workers.size]:
+    for name in sorted(files)[world.rank :: world.size]:
         if (found := digest_file(path / name)) != files[name]:
             raise ValueError(f"{path}: damaged: {name} should have the checksum {files[name]}, got {found}")
     try:
@@ -253,11 +253,11 @@ def load_checkpoint(path: Path, workers: Workers | None = None) -> RunState:
 
 def _stored(path: Path, kind: str, names: list[str]) -> StoredTensors | None:
     """The tensors of a kind, if there are any."""
-    files = files_of(kind, names)
+    files = list_files(kind, names)
     return StoredTensors([path / name for name in files]) if files else None
 
 
-def amend_checkpoint(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
+def replace_config(path: Path, config: dict[str, Any], changes: list[dict[str, Any]]) -> None:
     """Give a checkpoint another config, with which the run continues however often it is stopped; all or nothing."""
     _write_manifest(path, {**_read_manifest(path), "config": config, "changes": changes}, durable=True)
     fsync(path)

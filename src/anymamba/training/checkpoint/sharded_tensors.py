@@ -23,7 +23,7 @@ from anymamba.core.io import open_tensors, parse_json, write_tensors
 _NUMBERED = re.compile(r"(\w+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
-class Piece(NamedTuple):
+class TensorShard(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
@@ -42,7 +42,7 @@ def file_name(kind: str, place: int, places: int) -> str:
     return f"{kind}.safetensors" if places == 1 else f"{kind}-{place + 1:05d}-of-{places:05d}.safetensors"
 
 
-def files_of(kind: str, names: list[str]) -> list[str]:
+def list_files(kind: str, names: list[str]) -> list[str]:
     """The files of a kind among the names in a checkpoint, in the order of their numbers.
 
     Raises:
@@ -64,15 +64,15 @@ def is_divided(names: list[str]) -> bool:
     return any(_NUMBERED.fullmatch(name) for name in names)
 
 
-def write_pieces(path: Path, tensors: Mapping[str, Tensor | Piece]) -> None:
+def write_shards(path: Path, tensors: Mapping[str, Tensor | TensorShard]) -> None:
     """Write what one worker has of the tensors of a kind.
 
     Raises:
         OSError: it cannot be written.
     """
-    pieces = {name: x for name, x in tensors.items() if isinstance(x, Piece)}
+    pieces = {name: x for name, x in tensors.items() if isinstance(x, TensorShard)}
     table = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
-    content = {name: x.rows if isinstance(x, Piece) else x for name, x in tensors.items()}
+    content = {name: x.rows if isinstance(x, TensorShard) else x for name, x in tensors.items()}
     # Without metadata, a file without tensors could not be read, as that of an optimizer before its first step.
     write_tensors(path, content, {"pieces": json.dumps(table)} if _NUMBERED.fullmatch(path.name) else {})
 

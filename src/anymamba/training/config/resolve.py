@@ -11,45 +11,45 @@ from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_to
 from anymamba.models.mamba3_activation import warn_if_ambiguous
 from anymamba.training.compile import check_compiler
 from anymamba.training.config.run_config import TrainingConfig
-from anymamba.training.data.train_bpe import byte_pair_size
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.data.run_tokenizer import bpe_vocab_size
+from anymamba.training.distributed.process_group import World
 
 
-def placed(config: TrainingConfig, workers: Workers) -> TrainingConfig:
+def validate_mesh(config: TrainingConfig, world: World) -> TrainingConfig:
     """Let the workers take their places in a config's mesh, and check that its rows and layers fit the mesh.
 
     Raises:
         ValueError: they do not fit.
     """
-    device = parse_device(workers.device_name(config.device), "device =")
+    device = parse_device(world.local_device(config.device), "device =")
     c, p = config.batch, config.parallel
-    workers.arrange(p, device)
-    if c.rows % (c.accumulation * workers.readers):
+    world.set_mesh(p, device)
+    if c.rows % (c.accumulation * world.dp_size):
         raise ValueError(
             f"batch: the rows of a part of a step, {c.rows // c.accumulation} (tokens / length / accumulation), must "
-            f"be a multiple of the workers that divide them, parallel.replicate · shard = {workers.readers}"
+            f"be a multiple of the ranks that divide them, parallel.replicate · shard = {world.dp_size}"
         )
     if p.context > 1:
         if config.precision.compile:
-            raise ValueError("precision.compile = true: torch cannot compile layers if workers share a sequence")
-        own = c.tokens // c.accumulation // workers.readers // p.context
+            raise ValueError("precision.compile = true: torch cannot compile layers if ranks share a sequence")
+        own = c.tokens // c.accumulation // world.dp_size // p.context
         least = 1 if config.model.init else getattr(config.model.lm_config(256).block_config(), "d_conv", 1)
         if own < least:
             raise ValueError(
-                f"parallel.context = {p.context}: each worker's part of the rows must have {least} tokens or more, "
+                f"parallel.context = {p.context}: each rank's part of the rows must have {least} tokens or more, "
                 f"got {own}"
             )
     return config
 
 
-def settled(config: TrainingConfig) -> TrainingConfig:
+def resolve_config(config: TrainingConfig) -> TrainingConfig:
     """Check what can be checked without reading text, and return the config with a tokenizer if it left that open.
 
     Raises:
         ValueError: the device, the model, the model to start from or the tokenizer cannot work.
     """
     device, name = parse_device(config.device, "device ="), config.data.tokenizer
-    pairs = None if name is None else byte_pair_size(name)
+    pairs = None if name is None else bpe_vocab_size(name)
     if config.precision.compile:
         check_compiler(device)
     if config.model.init is None:

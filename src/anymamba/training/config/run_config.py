@@ -25,7 +25,7 @@ from anymamba.training.config.sections import (
     PrecisionSection,
     ScheduleSection,
     TextEvaluationSection,
-    at_least,
+    check_at_least,
     option,
 )
 from anymamba.training.config.values import check_known, checked, parse, unknown
@@ -50,11 +50,11 @@ class RunConfig:
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
     seed: int = option(0, "seed of the weights and of the order of the data")
     device: str = option("cpu", "device to compute on")
-    threads: int | None = option(None, "CPU threads; another number rounds differently", default="torch's choice")
+    threads: int | None = option(None, "CPU threads; another number rounds differently", default_text="torch's choice")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "threads")
+        check_at_least(self, 1, "threads")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
 
@@ -101,7 +101,9 @@ class RunConfig:
     def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
         """The fields that differ, with both values, apart from those that change no weight."""
         mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
-        names = [name for name, f in fields.items() if not f.metadata["free"] and mine[name] != theirs[name]]
+        names = [
+            name for name, f in fields.items() if not f.metadata["ignored_on_resume"] and mine[name] != theirs[name]
+        ]
         return {name: (mine[name], theirs[name]) for name in names}
 
     @classmethod
@@ -159,14 +161,14 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str
             raise ValueError(f"{path}: not readable TOML (nested too deeply)") from None
         except ValueError as error:
             raise ValueError(f"{path}: not readable TOML ({error})") from error
-    from anymamba.training.config.tabular_config import FileConfig  # which imports this module
+    from anymamba.training.config.tabular_config import TabularConfig  # which imports this module
 
     overrides = dict(overrides or {})
     task = overrides.pop("task", values.pop("task", "language"))
     if task == "language":
         return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides)
-    given = {name: value for name, value in FileConfig.merged(values, overrides).items() if name != "task"}
-    return FileConfig.from_dict({"task": task, **given}, str(path or "config"))
+    given = {name: value for name, value in TabularConfig.merged(values, overrides).items() if name != "task"}
+    return TabularConfig.from_dict({"task": task, **given}, str(path or "config"))
 
 
 def _annotations(config: type[RunConfig]) -> dict[str, Any]:

@@ -12,20 +12,35 @@ if TYPE_CHECKING:
     from anymamba.models.config import MambaLMConfig
 
 
-def option(value: Any, help: str, *, default: str = "", free: bool = False, onwards: bool = False) -> Any:
-    """A field.
+def option(
+    default: Any,
+    help: str,
+    *,
+    default_text: str = "",
+    ignored_on_resume: bool = False,
+    mutable_on_resume: bool = False,
+) -> Any:
+    """Return a field of a config section.
 
     Args:
-        value: the default.
-        help: a phrase for the command line.
-        default: what a value of None stands for.
-        free: whether it may differ when a run is resumed, because it changes no weight.
-        onwards: whether it may differ when a run is resumed, and then applies to the steps from there on.
+        default: Default value, or a type whose empty instance is the default.
+        help: Phrase for the command line.
+        default_text: Meaning of a default of None, for the command line.
+        ignored_on_resume: Whether a resumed run may have another value, because it changes no weight.
+        mutable_on_resume: Whether a resumed run may have another value, which then applies to its remaining steps.
     """
-    return field(default=value, metadata={"help": help, "default": default, "free": free, "onwards": onwards})
+    metadata = {
+        "help": help,
+        "default": default_text,
+        "ignored_on_resume": ignored_on_resume,
+        "mutable_on_resume": mutable_on_resume,
+    }
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def at_least(section: Any, least: int, *names: str) -> None:
+def check_at_least(section: Any, least: int, *names: str) -> None:
     """Refuse a section in which one of these fields is below `least`."""
     for name in names:
         if (value := getattr(section, name)) is not None and not value >= least:
@@ -71,30 +86,24 @@ class ModelSection:
     init: str | None = option(
         None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
     )
-    family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default="Mamba3")
+    family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default_text="Mamba3")
     depth: int | None = option(
-        None, "the one dial: number of layers; the width is 64 times that, in heads of 64", default="4"
+        None, "the one dial: number of layers; the width is 64 times that, in heads of 64", default_text="4"
     )
-    n_layer: int | None = option(None, "number of layers, in place of model.depth", default="model.depth")
-    d_model: int | None = option(None, "width of the residual stream", default="64 times model.depth")
-    d_state: int | None = option(None, "state size of a head", default="64, or 16 for Mamba1's channels")
+    n_layer: int | None = option(None, "number of layers, in place of model.depth", default_text="model.depth")
+    d_model: int | None = option(None, "width of the residual stream", default_text="64 times model.depth")
+    d_state: int | None = option(None, "state size of a head", default_text="64, or 16 for Mamba1's channels")
     headdim: int | None = option(
-        None, "width of a head", default="64, or a smaller power of two that divides the inner width"
+        None, "width of a head", default_text="64, or a smaller power of two that divides the inner width"
     )
-    d_intermediate: int | None = option(None, "width of an MLP after each block", default="0, no MLP")
-    tie_embeddings: bool | None = option(None, "use the embedding as the head as well", default="true")
-    block: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
-    )
-    stack: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "table of how layers are put together: '{n_virtual = 12, streams = 2}'", "free": False},
-    )
+    d_intermediate: int | None = option(None, "width of an MLP after each block", default_text="0, no MLP")
+    tie_embeddings: bool | None = option(None, "use the embedding as the head as well", default_text="true")
+    block: dict[str, Any] = option(dict, "table of further fields of the blocks' config: '{rope_fraction = 0.25}'")
+    stack: dict[str, Any] = option(dict, "table of how layers are put together: '{n_virtual = 12, streams = 2}'")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
+        check_at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
         """The model's own config, for a tokenizer of `vocab_size` tokens, if there is no model to start from."""
@@ -155,22 +164,22 @@ class DataSection:
     tokenizer: str | None = option(
         None,
         '"bytes", a tokenizer.json, a directory with one, or "bpe:1024" to train one with that many byte pairs',
-        default="the one of model.init, or bytes",
+        default_text="the one of model.init, or bytes",
     )
-    end_token: str | None = option(None, "token that ends a document", default="the tokenizer's")
+    end_token: str | None = option(None, "token that ends a document", default_text="the tokenizer's")
     jsonl_field: str = option("text", "field of a JSON line that holds the text")
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
     held_out: float = option(0.02, "largest share of the text to hold out from training")
     held_out_bytes: int = option(65536, "largest number of bytes of held-out text to evaluate on")
-    shards: str | None = option(None, "directory of the tokenized text", default="data/ in the run's directory")
+    shards: str | None = option(None, "directory of the tokenized text", default_text="data/ in the run's directory")
     shard_tokens: int = option(2**24, "tokens in a shard, roughly")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "shard_tokens")
-        at_least(self, 2, "held_out_bytes")
+        check_at_least(self, 1, "shard_tokens")
+        check_at_least(self, 2, "held_out_bytes")
         if not self.sources:
             raise ValueError("sources must name some text, got none")
         if not 0 < self.held_out < 1:
@@ -184,26 +193,26 @@ class OptimizerSection:
     kind: Literal["adamw", "muon"] = option(
         "adamw", "muon: Muon for the projections between embedding and head, AdamW for the rest"
     )
-    lr: float = option(3e-3, "the largest learning rate", onwards=True)
+    lr: float = option(3e-3, "the largest learning rate", mutable_on_resume=True)
     beta1: float = option(0.9, "decay of the mean of the gradients")
     beta2: float = option(0.95, "decay of the mean of their squares")
     eps: float = option(1e-8, "added to the root of that mean")
     weight_decay: float = option(
-        0.1, "weight decay of matrices; dt_bias, A_log, D, norms and biases never decay", onwards=True
+        0.1, "weight decay of matrices; dt_bias, A_log, D, norms and biases never decay", mutable_on_resume=True
     )
     decay_embeddings: bool = option(False, "also decay the embedding and the head")
-    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", onwards=True)
+    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", mutable_on_resume=True)
     muon_lr: float | None = option(
-        None, "the largest learning rate of Muon's matrices", default="optimizer.lr", onwards=True
+        None, "the largest learning rate of Muon's matrices", default_text="optimizer.lr", mutable_on_resume=True
     )
     momentum: float = option(0.95, "momentum of Muon")
-    muon_without: tuple[str, ...] = option(
+    muon_exclude: tuple[str, ...] = option(
         ("dt_proj",), "projections, or parts of them (in_proj[z]), to leave to AdamW"
     )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
+        check_at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
         for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
@@ -223,8 +232,8 @@ class ScheduleSection:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "steps")
-        at_least(self, 0, "warmup")
+        check_at_least(self, 1, "steps")
+        check_at_least(self, 0, "warmup")
         for name in ("decay", "final"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
@@ -240,7 +249,7 @@ class BatchSection:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "tokens", "length", "accumulation")
+        check_at_least(self, 1, "tokens", "length", "accumulation")
         if self.tokens % (self.length * self.accumulation):
             raise ValueError(
                 f"tokens must be a multiple of length · accumulation = {self.length} · {self.accumulation}, "
@@ -269,35 +278,43 @@ class ParallelSection:
     """How the workers that torchrun starts divide the work; there must be replicate · shard · context of them."""
 
     replicate: int | None = option(
-        None, "copies of the model that read different rows", default="as many as shard and context leave", free=True
+        None,
+        "copies of the model that read different rows",
+        default_text="as many as shard and context leave",
+        ignored_on_resume=True,
     )
-    shard: int = option(1, "workers that divide the weights between them and read different rows (FSDP)", free=True)
-    context: int = option(1, "workers that divide every row between them", free=True)
+    shard: int = option(
+        1, "workers that divide the weights between them and read different rows (FSDP)", ignored_on_resume=True
+    )
+    context: int = option(1, "workers that divide every row between them", ignored_on_resume=True)
     reduce: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype in which gradients are summed between workers", onwards=True
+        "float32", "dtype in which gradients are summed between workers", mutable_on_resume=True
     )
-    timeout: int = option(600, "seconds after which a worker that does not answer ends the run", free=True)
+    timeout: int = option(600, "seconds after which a worker that does not answer ends the run", ignored_on_resume=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "replicate", "shard", "context", "timeout")
+        check_at_least(self, 1, "replicate", "shard", "context", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
     """What is evaluated and logged during a run."""
 
-    every: int = option(100, "steps between evaluations; 0: only at the end", free=True)
-    log_every: int = option(10, "steps between lines of progress, if stderr is not a terminal", free=True)
-    tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", free=True)
+    every: int = option(100, "steps between evaluations; 0: only at the end", ignored_on_resume=True)
+    log_every: int = option(10, "steps between lines of progress, if stderr is not a terminal", ignored_on_resume=True)
+    tensorboard: bool = option(False, "write TensorBoard logs (pip install 'anymamba[train]')", ignored_on_resume=True)
     wandb: str | None = option(
-        None, "Weights & Biases project to log to (pip install 'anymamba[wandb]')", default="no log", free=True
+        None,
+        "Weights & Biases project to log to (pip install 'anymamba[wandb]')",
+        default_text="no log",
+        ignored_on_resume=True,
     )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 0, "every")
-        at_least(self, 1, "log_every")
+        check_at_least(self, 0, "every")
+        check_at_least(self, 1, "log_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,26 +324,26 @@ class TextEvaluationSection(EvaluationSection):
     prompt: str | None = option(
         None,
         "text that the sample of each evaluation starts with",
-        default='"def " for stdlib, or the first words of the held-out text',
-        free=True,
+        default_text='"def " for stdlib, or the first words of the held-out text',
+        ignored_on_resume=True,
     )
-    sample_tokens: int = option(200, "tokens of the sample; 0: no sample", free=True)
-    temperature: float = option(0.8, "temperature of the sample", free=True)
+    sample_tokens: int = option(200, "tokens of the sample; 0: no sample", ignored_on_resume=True)
+    temperature: float = option(0.8, "temperature of the sample", ignored_on_resume=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        at_least(self, 0, "sample_tokens", "temperature")
+        check_at_least(self, 0, "sample_tokens", "temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     """When the run is saved."""
 
-    every: int = option(100, "steps between checkpoints; 0: only at the end", free=True)
-    keep: int = option(2, "checkpoints to keep", free=True)
+    every: int = option(100, "steps between checkpoints; 0: only at the end", ignored_on_resume=True)
+    keep: int = option(2, "checkpoints to keep", ignored_on_resume=True)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 0, "every")
-        at_least(self, 1, "keep")
+        check_at_least(self, 0, "every")
+        check_at_least(self, 1, "keep")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from anymamba.training.config.run_config import RunConfig
-from anymamba.training.config.sections import CheckpointSection, EvaluationSection, at_least, block_fields, option
+from anymamba.training.config.sections import CheckpointSection, EvaluationSection, block_fields, check_at_least, option
 
 Kind = Literal["classification", "regression", "masked-lm", "next-value"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -19,26 +19,20 @@ class SequenceModelSection:
     family: str = option("Mamba3", "family of the blocks: Mamba1, Mamba2 or Mamba3")
     n_layer: int = option(2, "number of layers, those of both directions counted")
     d_model: int = option(64, "width of the residual stream")
-    d_state: int | None = option(None, "state size of a head", default="32, or 16 for Mamba1's channels")
+    d_state: int | None = option(None, "state size of a head", default_text="32, or 16 for Mamba1's channels")
     headdim: int | None = option(
-        None, "width of a head", default="16, or a smaller power of two that divides the inner width"
+        None, "width of a head", default_text="16, or a smaller power of two that divides the inner width"
     )
     bidirectional: bool | None = option(
-        None, "read in both directions", default="true, except for next-value, which cannot"
+        None, "read in both directions", default_text="true, except for next-value, which cannot"
     )
     pooling: Literal["last", "mean", "class_token"] = option("mean", "what represents a sequence that gets one answer")
-    block: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "table of further fields of the blocks' config: '{rope_fraction = 0.25}'", "free": False},
-    )
-    stack: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "table of how layers are put together: '{dropout = 0.1}'", "free": False},
-    )
+    block: dict[str, Any] = option(dict, "table of further fields of the blocks' config: '{rope_fraction = 0.25}'")
+    stack: dict[str, Any] = option(dict, "table of how layers are put together: '{dropout = 0.1}'")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "n_layer", "d_model", "d_state", "headdim")
+        check_at_least(self, 1, "n_layer", "d_model", "d_state", "headdim")
 
     def stack_fields(self) -> dict[str, Any]:
         """The fields of the stack."""
@@ -47,7 +41,7 @@ class SequenceModelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilesSection:
+class TabularDataSection:
     """Where the sequences come from."""
 
     sources: tuple[str, ...] = option((), "files to read, .csv, .jsonl or .npy; several are read one after another")
@@ -55,14 +49,16 @@ class FilesSection:
         (), "what to predict: columns of a table, fields of JSON lines, or another .npy with a row for each sequence"
     )
     inputs: tuple[str, ...] = option(
-        (), "columns of a table, or field of JSON lines, to read", default="all other columns, or the only other field"
+        (),
+        "columns of a table, or field of JSON lines, to read",
+        default_text="all other columns, or the only other field",
     )
     sequence: str | None = option(
         None,
         "column of a table that names the sequence of which a row is a step",
-        default="a row is a sequence, or for next-value a step",
+        default_text="a row is a sequence, or for next-value a step",
     )
-    labels: tuple[str, ...] = option((), "names of the classes, in order", default="those in the files, sorted")
+    labels: tuple[str, ...] = option((), "names of the classes, in order", default_text="those in the files, sorted")
     held_out: float = option(0.1, "share to hold out: of the sequences, or for next-value the end of each")
     standardize: bool = option(True, "scale numbers to mean 0 and deviation 1 over the training data")
 
@@ -75,7 +71,7 @@ class FilesSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsSection:
+class TabularBatchSection:
     """What a step reads."""
 
     rows: int = option(32, "sequences per step")
@@ -85,7 +81,7 @@ class RowsSection:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        at_least(self, 1, "rows", "length", "accumulation")
+        check_at_least(self, 1, "rows", "length", "accumulation")
         if self.rows % self.accumulation:
             raise ValueError(f"rows must be a multiple of accumulation = {self.accumulation}, got {self.rows}")
         if not 0 < self.hidden < 1:
@@ -93,13 +89,13 @@ class RowsSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileConfig(RunConfig):
+class TabularConfig(RunConfig):
     """A run that learns from files."""
 
-    task: Kind = option("classification", "what is learned")  # noqa: RUF009 (a field, as everywhere)
+    task: Kind = option("classification", "what is learned")
     model: SequenceModelSection = field(default_factory=SequenceModelSection)
-    data: FilesSection = field(default_factory=FilesSection)
-    batch: RowsSection = field(default_factory=RowsSection)
+    data: TabularDataSection = field(default_factory=TabularDataSection)
+    batch: TabularBatchSection = field(default_factory=TabularBatchSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
 

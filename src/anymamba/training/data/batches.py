@@ -46,7 +46,7 @@ class Batch(NamedTuple):
         return self.inputs.numel()
 
     @property
-    def counted(self) -> int:
+    def loss_terms(self) -> int:
         """Targets that count."""
         return int((self.targets != IGNORED_LABEL).sum())
 
@@ -209,7 +209,7 @@ class Batches:
     def _packed(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         count, t = len(self._sequence) // self._length, self._length
         numbers = range(step * self._rows, (step + 1) * self._rows)
-        rows = [int(permuted(np.array([i % count]), count, self._seed, i // count)[0]) for i in numbers]
+        rows = [int(permute_indices(np.array([i % count]), count, self._seed, i // count)[0]) for i in numbers]
         return [(row * t, (row + 1) * t) for row in rows], True
 
     def _stream(self, step: int) -> tuple[list[tuple[int, int]], bool]:
@@ -218,7 +218,7 @@ class Batches:
         epoch, within = divmod(step, steps)
         if epoch != self._epoch:
             count = len(self._tokens.lengths)
-            order = permuted(np.arange(count), count, self._seed, epoch)
+            order = permute_indices(np.arange(count), count, self._seed, epoch)
             self._sequence, self._epoch = Sequence(self._tokens, torch.from_numpy(order)), epoch
         begins = [row * lane + within * self._length for row in range(self._rows)]
         return [(begin, begin + self._length) for begin in begins], within == 0
@@ -232,7 +232,7 @@ def segments(tokens: Tokens, length: int, first: int = 0, last: int | None = Non
     return [sequence.pack([(begin, min(begin + length, last))], begin == first) for begin in begins]
 
 
-def permuted(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+def permute_indices(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     """Where a random permutation of `count` numbers sends each of `index`, the same on every machine.
 
     A Feistel network over the next even power of two; what falls outside is permuted again until it falls inside.

@@ -29,7 +29,7 @@ class SequenceBatch(NamedTuple):
     inputs: Tensor
     lengths: Tensor
     targets: Tensor
-    counted: int
+    loss_terms: int
 
     @property
     def tokens(self) -> int:
@@ -43,7 +43,7 @@ class SequenceBatch(NamedTuple):
 
     def to(self, device: torch.device) -> SequenceBatch:
         """On another device."""
-        return SequenceBatch(self.inputs.to(device), self.lengths.to(device), self.targets.to(device), self.counted)
+        return SequenceBatch(self.inputs.to(device), self.lengths.to(device), self.targets.to(device), self.loss_terms)
 
 
 class Scale(NamedTuple):
@@ -74,7 +74,7 @@ class Scale(NamedTuple):
         return x * self.deviation + self.mean
 
 
-def padded(sequences: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def pad_sequences(sequences: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Sequences in one tensor with zeros after each, and their lengths; bytes become int64."""
     lengths = torch.tensor([len(x) for x in sequences])
     is_text = sequences[0].ndim == 1
@@ -85,7 +85,7 @@ def padded(sequences: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor,
     return found, lengths
 
 
-def order_of_step(seed: int, step: int, rows: int, count: int) -> list[int]:
+def sequences_of_step(seed: int, step: int, rows: int, count: int) -> list[int]:
     """The sequences that a step reads: all come once, in random order, before any comes again."""
     found, orders = [], dict[int, np.ndarray]()
     for i in range(step * rows, (step + 1) * rows):

@@ -26,7 +26,7 @@ from anymamba.training.data.sources import Text, find_text
 from anymamba.training.evaluation.baselines import TRAINING_BYTES, ngram_bits, xz_bytes
 
 _INDEX = "index.json"
-_COMPLETE = {"train": list, "held_out": list, "xz_bytes": int, "vocab_size": int}
+_COMPLETE = {"train": list, "held_out": list, "xz_bytes": int, "ngram_bits": float, "vocab_size": int}
 _SHARD = {"file": str, "documents": int, "tokens": int, "blake2b": str}
 _SPLIT = "by bytes"  # the rule by which text is held out
 
@@ -66,7 +66,7 @@ class Corpus(NamedTuple):
         train: the training text.
         held_out: the held-out text.
         xz_bytes: the bytes that `xz -9` needs for the held-out text.
-        ngram_bits: the bits that a byte n-gram of the training text needs for it; None in an index of an older version.
+        ngram_bits: the bits that a byte n-gram of the training text needs for it.
         vocab_size: of the tokenizer.
         checksum: of the index, and through it of every token.
     """
@@ -74,7 +74,7 @@ class Corpus(NamedTuple):
     train: Tokens
     held_out: Tokens
     xz_bytes: int
-    ngram_bits: float | None
+    ngram_bits: float
     vocab_size: int
     checksum: str
 
@@ -145,7 +145,7 @@ def open_corpus(directory: Path) -> Corpus:
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
                 raise ValueError(f"{directory / shard['file']}: damaged; remove {directory} to tokenize again")
-    ngram_bits = index.pop("ngram_bits", None)  # which other machines round differently
+    ngram_bits = index.pop("ngram_bits")  # which other machines round differently
     checksum = hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Corpus(
         _open(directory, index["train"]),

@@ -59,7 +59,7 @@ def find_text(config: DataSection, report: Callable[[str], None] = lambda _: Non
     )
     if found.problems and (config.on_error == "stop" or not found.documents):
         raise UnusableTextError(found.problems)
-    for line in shortened(found.problems):
+    for line in shorten_list(found.problems):
         report(f"skipped: {line}")
     return Text(found.documents, *split(found.documents, config.held_out, stdin), stdin, found.problems)
 
@@ -78,11 +78,11 @@ class UnusableTextError(ValueError):
         end = "with --data.exclude PATTERN, or skip what is not text with --data.on_error skip"
         self.lines = [f"{problems[0]}; fix it, leave it out {end}"]
         if len(problems) > 1:
-            self.lines = [*shortened(problems), f"{len(problems):,} in all: fix them, leave them out {end}"]
+            self.lines = [*shorten_list(problems), f"{len(problems):,} in all: fix them, leave them out {end}"]
         super().__init__("; ".join(self.lines))
 
 
-def shortened(lines: list[str]) -> list[str]:
+def shorten_list(lines: list[str]) -> list[str]:
     """Lines, the last of which gives the number of those left out if there are too many."""
     return lines if len(lines) <= _LISTED else [*lines[:_LISTED], f"and {len(lines) - _LISTED:,} more"]
 
@@ -130,7 +130,7 @@ def find_documents(
         raise ValueError(f"{', '.join(missing)}: no such file, directory or pattern")
     for source in sources:
         paths = []
-        for file in files_of(source):
+        for file in list_files(source):
             path = None if file.path is None else file.path.resolve()
             if _is_excluded(file, exclude):
                 continue
@@ -154,7 +154,7 @@ def _documents_of(
             yield from _lines_of(file, field, stdin, problems)
             return
         if utf8:
-            expect_utf8(file, stdin)
+            check_utf8(file, stdin)
         elif file.path is not None:
             file.path.open("rb").close()
         yield file
@@ -164,7 +164,7 @@ def _documents_of(
         problems.append(f"{where}: cannot be read ({error.strerror})")
 
 
-def files_of(source: str) -> Iterator[Document]:
+def list_files(source: str) -> Iterator[Document]:
     """The files of a source, each as one document."""
     path = Path(source)
     if source == "-":
@@ -213,7 +213,7 @@ def check_unpacked(document: Document, stdin: bytes) -> None:
         raise ValueError("compressed or binary, not text; unpack it")
 
 
-def expect_utf8(document: Document, stdin: bytes) -> None:
+def check_utf8(document: Document, stdin: bytes) -> None:
     """Refuse what is not UTF-8, reading a block at a time."""
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:

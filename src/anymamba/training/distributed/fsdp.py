@@ -18,14 +18,14 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from anymamba.core.cache_io import check_tensor_names
 from anymamba.models.stack.residual_layer import ResidualLayer
-from anymamba.training.checkpoint.sharded_tensors import Piece
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.checkpoint.sharded_tensors import TensorShard
+from anymamba.training.distributed.process_group import World
 
 Reduction = Literal["float32", "bfloat16"]
 _BUCKET = 2**23  # numbers of a gradient that are sent at once: 32 MiB in float32
 
 
-class Share(NamedTuple):
+class ParamShard(NamedTuple):
     """Which rows of a tensor lie on which worker.
 
     Attributes:
@@ -39,7 +39,7 @@ class Share(NamedTuple):
     group: Any
 
     @staticmethod
-    def of(parameter: Tensor, begin: int, rows: int) -> Share | None:
+    def of(parameter: Tensor, begin: int, rows: int) -> ParamShard | None:
         """The share of some rows of a parameter, counted from 0; None if all of them are here."""
         if not _is_divided(parameter):
             return None
@@ -48,16 +48,16 @@ class Share(NamedTuple):
         most = -(-parameter.shape[0] // size)  # as `torch.chunk` divides
         cuts = [min(worker * most, parameter.shape[0]) for worker in range(size + 1)]
         bounds = [min(max(cut - begin, 0), rows) for cut in cuts]
-        return Share(bounds, mesh.get_local_rank("shard"), group)
+        return ParamShard(bounds, mesh.get_local_rank("shard"), group)
 
     @property
     def here(self) -> slice:
         """The rows that lie here."""
         return slice(self.bounds[self.place], self.bounds[self.place + 1])
 
-    def piece(self, rows: Tensor) -> Piece:
+    def piece(self, rows: Tensor) -> TensorShard:
         """The rows that lie here, for a file."""
-        return Piece(rows, ((self.here.start, self.here.stop),), self.bounds[-1])
+        return TensorShard(rows, ((self.here.start, self.here.stop),), self.bounds[-1])
 
     def whole(self, rows: Tensor) -> Tensor:
         """All rows, from those that lie here; every worker of the group takes part."""
@@ -75,11 +75,11 @@ def local(x: Tensor) -> Tensor:
     return x.detach().to_local() if _is_divided(x) else x  # type: ignore[attr-defined]
 
 
-def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
+def shard_model(model: nn.Module, world: World, reduction: Reduction) -> None:
     """Divide a model's weights between the workers, layer by layer; it must be the same on all of them."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second, and few need it
 
-    mesh = workers.mesh
+    mesh = world.mesh
     assert mesh is not None
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if reduction == "bfloat16" else None)
     for layer in [module for module in model.modules() if isinstance(module, ResidualLayer)]:
@@ -93,7 +93,7 @@ def divide(model: nn.Module, workers: Workers, reduction: Reduction) -> None:
         module.reshard()
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy without values."""
     held = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(x): _valueless(x) for x in held})
@@ -104,32 +104,32 @@ def _valueless(x: Tensor) -> Tensor:
     return nn.Parameter(found, x.requires_grad) if isinstance(x, nn.Parameter) else found
 
 
-def filled(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
+def with_state(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
     """A copy of a skeleton, with values that it shares."""
     found = copy.deepcopy(model)
     found.load_state_dict(tensors, assign=True)
     return found
 
 
-def gathered(model: nn.Module, wanted: bool) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, wanted: bool) -> dict[str, Tensor]:
     """The whole weights by name, if they are `wanted`; every worker takes part, and holds one of them at a time."""
     found = {}
     for name, x in _state(model).items():
-        share = Share.of(x, 0, len(x)) if _is_divided(x) else None
+        share = ParamShard.of(x, 0, len(x)) if _is_divided(x) else None
         whole = x.detach() if share is None else share.whole(local(x))
         if wanted:
             found[name] = whole
     return found
 
 
-def pieces(model: nn.Module) -> dict[str, Tensor | Piece]:
+def local_state_dict(model: nn.Module) -> dict[str, Tensor | TensorShard]:
     """The weights by name; of divided ones, the rows that lie here."""
-    shares = {name: Share.of(x, 0, len(x)) if _is_divided(x) else None for name, x in _state(model).items()}
+    shares = {name: ParamShard.of(x, 0, len(x)) if _is_divided(x) else None for name, x in _state(model).items()}
     held = {name: local(x).detach() for name, x in _state(model).items()}
     return {name: x if (share := shares[name]) is None else share.piece(x) for name, x in held.items()}
 
 
-def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
+def load_local(model: nn.Module, stored: Mapping[str, Any]) -> None:
     """Set the weights that lie here from those of the whole model; the others are not read.
 
     Raises:
@@ -140,7 +140,7 @@ def fill(model: nn.Module, stored: Mapping[str, Any]) -> None:
     for name, x in held.items():
         if tuple(stored[name].shape) != tuple(x.shape):
             raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")
-        share = Share.of(x, 0, len(x)) if _is_divided(x) else None
+        share = ParamShard.of(x, 0, len(x)) if _is_divided(x) else None
         local(x).detach().copy_(stored[name][...] if share is None else stored[name][share.here])
 
 
@@ -153,39 +153,37 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in first.values()}
 
 
-def by_one_each(function: Callable[[Tensor], Tensor], tensors: list[Tensor], workers: Workers) -> list[Tensor]:
+def map_round_robin(function: Callable[[Tensor], Tensor], tensors: list[Tensor], world: World) -> list[Tensor]:
     """`function` of some tensors that all workers have; one worker computes each result and sends it to all.
 
     `function` returns a tensor of the same shape and dtype.
     """
-    if workers.size == 1:
+    if world.size == 1:
         return [function(x) for x in tensors]
-    owners = [number % workers.size for number in range(len(tensors))]
+    owners = [number % world.size for number in range(len(tensors))]
     found = [
-        function(x).contiguous()
-        if owner == workers.rank
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        function(x).contiguous() if owner == world.rank else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, owner in zip(tensors, owners, strict=True)
     ]
-    workers.doing("to share updates")
+    world.set_activity("to share updates")
     for y, owner in zip(found, owners, strict=True):
         dist.broadcast(y, owner)
     return found
 
 
-def put_away(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Keep only the rows of a divided model that lie here: without a backward pass, its last parts stay gathered."""
     for module in _divided(model):
         module.reshard()
 
 
-def expect_all_parts(model: nn.Module, last: bool) -> None:
+def set_last_microbatch(model: nn.Module, last: bool) -> None:
     """Set whether the next backward pass is the last of a step: replicas add up their gradients only then."""
     for module in _divided(model):
         module.set_requires_all_reduce(last)
 
 
-def add_up(parameters: Iterable[Tensor], workers: Workers, reduction: Reduction) -> None:
+def all_reduce_grads(parameters: Iterable[Tensor], world: World, reduction: Reduction) -> None:
     """Add up the gradients of weights that are the same on all workers, in place; a missing one counts as zero."""
     held = [p for p in parameters if p.requires_grad]
     for p in held:
@@ -194,7 +192,7 @@ def add_up(parameters: Iterable[Tensor], workers: Workers, reduction: Reduction)
     for bucket in _buckets([p.grad for p in held if p.grad is not None]):
         flat = _flatten_dense_tensors(bucket)
         sent = flat.bfloat16() if reduction == "bfloat16" else flat
-        workers.sum(sent, "to add up gradients")
+        world.all_reduce_sum(sent, "to add up gradients")
         for grad, total in zip(bucket, _unflatten_dense_tensors(sent.to(flat.dtype), bucket), strict=True):
             grad.copy_(total)
 

@@ -1,7 +1,10 @@
-"""Several processes that train one model, as torchrun starts them: their places, and their messages.
+"""The processes of a run, as torchrun starts them: the mesh of their ranks, and the messages between them.
 
-The workers are a mesh of `replicate · shard · context`, the last of which is the innermost: workers of consecutive
-ranks share a sequence. Rows of a step are divided over `replicate · shard`, the weights over `shard`.
+The ranks are a mesh of `replicate · shard · context`, the last of which is the innermost: consecutive ranks share a
+sequence. The rows of a step are divided over `replicate · shard`, the weights over `shard`.
+
+Tensors travel through collectives. Texts, which may take long to come (the main rank tokenizes a corpus) or tell of an
+error, travel through torchrun's key-value store, where waiting has no time limit.
 """
 
 from __future__ import annotations
@@ -30,276 +33,292 @@ from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.training.config.sections import ParallelSection
 
 T = TypeVar("T")
-_TURNS = itertools.count()
-_EVER = timedelta(days=365)  # as long as it may take to tokenize a text
-_ANSWERS = 5.0  # seconds in which all live workers have noticed that one is not
-_DROPS = 0.3  # seconds in which a thread of gloo drops the last message
-_LOOKS = 5.0  # seconds between two checks whether torchrun is alive
+_MESSAGE_NUMBERS = itertools.count()
+_NO_TIMEOUT = timedelta(days=365)  # tokenizing a text may take any time
+_TIMEOUT_REPORT_S = 5.0  # seconds in which all live ranks have noticed that one is not
+_GLOO_DRAIN_S = 0.3  # seconds in which a thread of gloo drops the last message
+_LAUNCHER_CHECK_S = 5.0  # seconds between two checks whether torchrun is alive
 
 
 class SharedError(ValueError):
-    """An error that every worker raises, and the first one reports."""
+    """An error that every rank raises, and the main rank reports."""
 
     is_shared = True
 
 
-class Workers:
-    """All processes of a run, and the place of this one. A single process is a mesh of one.
+class World:
+    """All processes of a run, seen from one of them. A single process is a mesh of one.
 
     Attributes:
-        rank: of this process.
-        size: how many there are.
-        shard: workers over which the weights are divided.
-        context: workers that share a sequence.
+        rank: Rank of this process.
+        size: Number of processes.
+        shard_size: Number of ranks over which the weights are divided.
+        context_size: Number of ranks that share a sequence.
+        cp_group: The ranks that share sequences with this one; None if there are no others.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """One of `size` processes, without a mesh yet."""
-        self.rank, self.size, self.shard, self.context = rank, size, 1, 1
+        """Describe one of `size` processes, without a mesh yet."""
+        self.rank = rank
+        self.size = size
+        self.shard_size = 1
+        self.context_size = 1
         self.cp_group: ContextParallelGroup | None = None
         self._mesh: DeviceMesh | None = None
-        self._doing, self._seconds, self._looked = "to begin", 600, monotonic()
+        self._activity = "to begin"  # what this rank waits for, for the error if that does not come
+        self._timeout_s = 600
+        self._launcher_checked = monotonic()
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the process that reports and writes."""
+    def is_main(self) -> bool:
+        """Whether this is the rank that reports and writes."""
         return self.rank == 0
 
     @property
-    def readers(self) -> int:
-        """How many parts the rows of a step are divided into."""
-        return self.size // self.context
+    def dp_size(self) -> int:
+        """Number of parts into which the rows of a step are divided."""
+        return self.size // self.context_size
 
     @property
-    def reader(self) -> int:
-        """Which of these parts is read here."""
-        return self.rank // self.context
+    def dp_rank(self) -> int:
+        """Which of these parts this rank reads."""
+        return self.rank // self.context_size
+
+    @property
+    def shard_rank(self) -> int:
+        """Which part of the weights this rank holds."""
+        return self.rank // self.context_size % self.shard_size
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes its part of the weights: of several ranks with the same part, one does."""
+        return self.rank < self.shard_size * self.context_size and self.rank % self.context_size == 0
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh over whose last dimension the weights are divided; None if they are the same on all workers."""
+        """The mesh over whose last dimension the weights are divided; None if all ranks hold all of them."""
         return self._mesh
 
-    def arrange(self, section: ParallelSection, device: torch.device) -> None:
-        """Take the places that a config asks for.
+    @property
+    def shard_group(self) -> Any:
+        """The process group of the ranks that divide the weights with this one."""
+        return None if self._mesh is None else self._mesh.get_group("shard")
+
+    def local_device(self, name: str) -> str:
+        """Return the device of this rank, given that of the config, which may name a kind of devices."""
+        return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
+
+    def set_mesh(self, section: ParallelSection, device: torch.device) -> None:
+        """Arrange the ranks in the mesh of a config.
 
         Raises:
-            ValueError: it asks for more or fewer workers than there are.
+            ValueError: The config needs more or fewer ranks than there are.
         """
         fixed = section.shard * section.context
-        wanted = fixed * (section.replicate or max(1, self.size // fixed))
-        if wanted != self.size:
+        expected_size = fixed * (section.replicate or max(1, self.size // fixed))
+        if expected_size != self.size:
             replicate = section.replicate or "(what is left)"
             raise ValueError(
                 f"parallel: replicate · shard · context = {replicate} · {section.shard} · {section.context} must be "
-                f"the number of workers, got {self.size}; torchrun --nproc-per-node and --nnodes say how many there are"
+                f"the number of ranks, got {self.size}; torchrun --nproc-per-node and --nnodes set how many there are"
             )
-        self.shard, self.context, self._seconds = section.shard, section.context, section.timeout
+        self.shard_size = section.shard
+        self.context_size = section.context
+        self._timeout_s = section.timeout
         if self.size == 1:
             return
-        limit = timedelta(seconds=section.timeout)
-        dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
-        ranks = torch.arange(self.size).view(-1, self.shard, self.context)
-        if self.shard > 1:
-            places = ranks.transpose(1, 2).reshape(-1, self.shard)
-            whole = len(places) == 1
-            names = ("shard",) if whole else ("replicate", "shard")
-            self._mesh = DeviceMesh(device.type, places[0] if whole else places, mesh_dim_names=names)
-        if self.context > 1:
-            for row in ranks.view(-1, self.context).tolist():
-                group = dist.new_group(row, timeout=limit)
+        timeout = timedelta(seconds=section.timeout)
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+        ranks = torch.arange(self.size).view(-1, self.shard_size, self.context_size)
+        if self.shard_size > 1:
+            rows = ranks.transpose(1, 2).reshape(-1, self.shard_size)
+            if len(rows) == 1:
+                self._mesh = DeviceMesh(device.type, rows[0], mesh_dim_names=("shard",))
+            else:
+                self._mesh = DeviceMesh(device.type, rows, mesh_dim_names=("replicate", "shard"))
+        if self.context_size > 1:
+            for row in ranks.view(-1, self.context_size).tolist():
+                group = dist.new_group(row, timeout=timeout)
                 if self.rank in row:
                     self.cp_group = ContextParallelGroup(row, self.rank, group)
 
     def require_single_process(self) -> None:
-        """Refuse several workers, for a task of one process.
+        """Check that there is one process, for tasks that cannot use several.
 
         Raises:
-            ValueError: there are several.
+            ValueError: There are several.
         """
         if self.size > 1:
             raise ValueError(
-                f"several workers train language models on text; this task needs one process, got {self.size}"
+                f"only language models on text train on several ranks; this task needs one process, got {self.size}"
             )
 
-    def together(self, function: Callable[[], T]) -> T:
-        """What `function` returns here; an error on one worker is raised on all of them.
+    def run_checked(self, function: Callable[[], T]) -> T:
+        """Run a function on every rank and return this rank's result; an error on one rank is raised on all of them.
 
         Raises:
-            SharedError: there was an error on some worker.
+            SharedError: There was an error on some rank.
         """
         if self.size == 1:
             return function()
-        mistake, result = "", None
+        message, result = "", None
         try:
             result = function()
         except (ValueError, TypeError, OSError) as error:
-            mistake = str(error) or type(error).__name__
-        if not self.any(bool(mistake)):
+            message = str(error) or type(error).__name__
+        if not self.any_rank(bool(message)):
             return result  # type: ignore[return-value]
-        found = self._said(mistake)
-        first = next(rank for rank, text in enumerate(found) if text)
-        raise SharedError(found[0] if first == 0 else f"worker {first} of {self.size}: {found[first]}")
+        messages = self._exchange_messages(message)
+        first = next(rank for rank, text in enumerate(messages) if text)
+        raise SharedError(messages[0] if first == 0 else f"rank {first} of {self.size}: {messages[first]}")
 
-    def first(self, function: Callable[[], str]) -> str:
-        """What `function` returns on the first worker, for all of them; the others wait as long as it takes.
+    def run_on_main(self, function: Callable[[], str]) -> str:
+        """Run a function on the main rank and return its result on all of them, which wait as long as it takes.
 
         Raises:
-            SharedError: the first worker raised.
+            SharedError: The function raised an error.
         """
         if self.size == 1:
             return function()
-        store, key = _store(), _key()
-        if self.leads:
+        store, key = _store(), _next_key()
+        if self.is_main:
             try:
                 store.set(key, "+" + function())
             except (ValueError, TypeError, OSError) as error:
                 store.set(key, "-" + (str(error) or type(error).__name__))
-        store.wait([key], _EVER)
-        found: str = store.get(key).decode()
-        self.any(False)
-        if found[0] == "-":
-            raise SharedError(found[1:])
-        return found[1:]
+        store.wait([key], _NO_TIMEOUT)
+        message: str = store.get(key).decode()
+        self.any_rank(False)
+        if message[0] == "-":
+            raise SharedError(message[1:])
+        return message[1:]
 
-    def sum(self, values: Tensor, doing: str = "to add up numbers", group: Any = None) -> Tensor:
-        """The sum over all workers, or those of a group; computed in place."""
+    def all_reduce_sum(self, values: Tensor, activity: str = "to add up numbers", group: Any = None) -> Tensor:
+        """Add up values over all ranks, or those of a group, in place."""
         if self.size > 1:
-            self._doing = doing
+            self.set_activity(activity)
             dist.all_reduce(values, group=group)
         return values
 
-    def any(self, here: bool) -> bool:
-        """Whether `here` is true on some worker."""
-        return bool(self.sum(torch.tensor(float(here)), "to agree").item()) if self.size > 1 else here
-
-    def told(self, here: str) -> str:
-        """What one worker says, for all of them: the first that says anything, and its rank."""
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on some rank."""
         if self.size == 1:
-            return here
-        said = self._said(here)
-        rank = next((rank for rank, text in enumerate(said) if text), 0)
-        return f"{said[rank]} (worker {rank} of {self.size})"
+            return flag
+        return bool(self.all_reduce_sum(torch.tensor(float(flag)), "to agree").item())
 
-    def _said(self, here: str) -> list[str]:
-        """What every worker says."""
-        store, key = _store(), _key()
-        store.set(f"{key}/{self.rank}", "+" + here)
-        said = [store.get(f"{key}/{rank}").decode()[1:] for rank in range(self.size)]
-        self.any(False)  # nobody leaves before all have read
-        return said
+    def first_message(self, message: str) -> str:
+        """Broadcast the first non-empty message and the rank it came from."""
+        if self.size == 1:
+            return message
+        messages = self._exchange_messages(message)
+        rank = next((rank for rank, text in enumerate(messages) if text), 0)
+        return f"{messages[rank]} (rank {rank} of {self.size})"
 
-    def mailbox(self) -> tuple[Any, str]:
-        """A separate connection to the store for a thread, and a name for its messages."""
-        return _store().clone(), _key()
+    def _exchange_messages(self, message: str) -> list[str]:
+        """Return the messages of all ranks."""
+        store, key = _store(), _next_key()
+        store.set(f"{key}/{self.rank}", "+" + message)
+        messages = [store.get(f"{key}/{rank}").decode()[1:] for rank in range(self.size)]
+        self.any_rank(False)  # no rank leaves before all have read
+        return messages
 
-    @property
-    def writes(self) -> bool:
-        """Whether this worker writes its rows of the weights: of several with the same rows, one does."""
-        return self.rank < self.shard * self.context and self.rank % self.context == 0
+    def store_channel(self) -> tuple[Any, str]:
+        """Return a separate connection to the store, for a thread, and a key for its messages."""
+        return _store().clone(), _next_key()
 
-    @property
-    def place(self) -> int:
-        """Which rows of the weights are here, counted from 0, where they are divided."""
-        return self.rank // self.context % self.shard
-
-    def device_name(self, name: str) -> str:
-        """The device of this worker, if a config names a kind of devices."""
-        return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
-
-    def share_group(self) -> Any:
-        """The group of workers that divide the weights with this one."""
-        return None if self._mesh is None else self._mesh.get_group("shard")
+    def set_activity(self, activity: str) -> None:
+        """Note what this rank is about to wait for, for the error if it does not come."""
+        self._activity = activity
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Replace errors of the connection by one that says who did not answer in time or is gone.
+    def translate_comm_errors(self) -> Iterator[None]:
+        """Replace connection errors by one that names the rank which is lost or did not answer in time.
 
         Raises:
-            TimeoutError: a worker did not answer.
-            ConnectionError: a worker or torchrun is gone.
+            TimeoutError: A rank did not answer.
+            ConnectionError: A rank or torchrun is lost.
         """
         try:
             yield
         except RuntimeError as error:
-            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]  # without its source
-            if self.size == 1 or not _is_of_connection(error):
+            if self.size == 1 or not _is_comm_error(error):
                 raise
-            if "time" in reason.lower() and self._is_launched():
-                raise TimeoutError(self._missing(reason)) from error
-            raise ConnectionError(self._lost(reason)) from error
+            # The first sentence, without the line of C++ that it comes from.
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
+            if "time" in reason.lower() and self._is_launcher_alive():
+                raise TimeoutError(self._describe_timeout(reason)) from error
+            raise ConnectionError(self._describe_loss(reason)) from error
 
     def check_launcher(self) -> None:
-        """Refuse to continue without torchrun, as nothing would restart a failed worker; checks every few seconds.
+        """Check every few seconds that torchrun is alive, without which nothing would restart a failed rank.
 
         Raises:
-            ConnectionError: torchrun is gone.
+            ConnectionError: It is not.
         """
-        if self.size > 1 and monotonic() - self._looked > _LOOKS:
-            self._looked = monotonic()
-            if not self._is_launched():
-                raise ConnectionError(self._lost("the store does not answer"))
+        if self.size > 1 and monotonic() - self._launcher_checked > _LAUNCHER_CHECK_S:
+            self._launcher_checked = monotonic()
+            if not self._is_launcher_alive():
+                raise ConnectionError(self._describe_loss("the store does not answer"))
 
-    def _is_launched(self) -> bool:
-        """Whether the store answers, which belongs to torchrun or the first worker."""
+    def _is_launcher_alive(self) -> bool:
+        """Return whether the store answers, which belongs to torchrun or to the main rank."""
         try:
             _store().check(["launched"])
         except RuntimeError:
             return False
         return True
 
-    def _lost(self, reason: str) -> str:
-        who = "another worker" if self._is_launched() else "torchrun, or the worker or machine that has its store,"
-        return f"worker {self.rank} of {self.size}: {who} is gone, while this one waited {self._doing} ({reason})"
+    def _describe_loss(self, reason: str) -> str:
+        if self._is_launcher_alive():
+            lost = "lost connection to another rank"
+        else:
+            lost = "lost connection to the torchrun store (torchrun ended, or its host is down?)"
+        return f"rank {self.rank} of {self.size}: {lost} while waiting {self._activity} ({reason})"
 
-    def doing(self, what: str) -> None:
-        """Note what is about to be exchanged, for the error if that fails."""
-        self._doing = what
-
-    def _missing(self, reason: str) -> str:
-        """Who does not answer: all live workers run into the same limit, and report it."""
+    def _describe_timeout(self, reason: str) -> str:
+        """Name the ranks that do not answer: all live ranks run into the same timeout, and report to the store."""
         store = _store()
         keys = [f"alive/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], self._doing)
-        end = monotonic() + _ANSWERS
+        store.set(keys[self.rank], self._activity)
+        end = monotonic() + _TIMEOUT_REPORT_S
         while monotonic() < end and not store.check(keys):
             sleep(0.1)
         silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        who = f"worker {', '.join(silent)}" if silent else "a worker"
+        names = f"rank {', '.join(silent)}" if silent else "a rank"
         return (
-            f"worker {self.rank} of {self.size} waited {self._seconds} s {self._doing} (parallel.timeout); "
-            f"no answer from {who} ({reason})"
+            f"rank {self.rank} of {self.size} waited {self._timeout_s} s {self._activity} (parallel.timeout); "
+            f"no answer from {names} ({reason})"
         )
 
 
-def joined() -> Workers:
-    """Connect to the processes that torchrun has started; without torchrun, this process alone.
+def init_distributed() -> World:
+    """Connect to the processes that torchrun has started; without torchrun, return a world of this process alone.
 
     Messages go through gloo, and those between GPUs through nccl.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return Workers()
+        return World()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
-        # Its default arguments hold the group that exists when it is imported. If that were ours, its threads would
-        # outlive `_leave`, and abort the process if they are not idle yet.
+        # The default arguments of this module hold the group that exists when it is imported. If that were ours, its
+        # threads would outlive `_leave`, and abort the process if they are not idle yet.
         import_module("torch.distributed.nn.functional")
         store, rank, size = next(rendezvous("env://"))
-        store = PrefixStore(f"anymamba/{_start(store, rank, size)}", store)
+        store = PrefixStore(f"anymamba/{_name_start(store, rank, size)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         atexit.register(_leave)  # not before: a process may train again, and a group cannot be made twice
-    return Workers(dist.get_rank(), size)
+    return World(dist.get_rank(), size)
 
 
-def _start(store: Any, rank: int, size: int) -> str:
-    """A name for this start of the workers: torchrun may have started them before, with the same store.
+def _name_start(store: Any, rank: int, size: int) -> str:
+    """Agree on a name for this start of the ranks: torchrun may have started them before, with the same store.
 
-    Every worker publishes a token. The first worker publishes a list of all tokens until every other worker has found
-    its own there and has answered; the token of the first worker is the name. The store still holds messages from
-    before a restart, so an answer names the first worker's token.
+    Every rank publishes a token. The main rank publishes a list of all tokens until every other rank has found its own
+    there and has answered; the token of the main rank is the name. The store still holds messages from before a
+    restart, so an answer names the main rank's token.
     """
     token = secrets.token_hex(8)
     store.set(f"anymamba/hello/{rank}", token)
@@ -320,29 +339,29 @@ def _start(store: Any, rank: int, size: int) -> str:
 def _leave() -> None:
     """Leave the process group and end gloo's threads: one that is busy while the interpreter exits would abort it.
 
-    A group joins its threads when nothing refers to it any more, and divided models refer to theirs in cycles. If
+    A group joins its threads when nothing refers to it any more, and sharded models refer to theirs in cycles. If
     something still holds a group, its threads get a moment to drop what they have sent.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-        sleep(_DROPS)
+        sleep(_GLOO_DRAIN_S)
 
 
-def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether an error is about messages between processes: gloo and nccl have no types for them."""
+def is_restarted() -> bool:
+    """Return whether torchrun has restarted the processes because one of them was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _is_comm_error(error: RuntimeError) -> bool:
+    """Return whether an error is about messages between processes: gloo and nccl have no types for them."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "broken pipe")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
-def is_restarted() -> bool:
-    """Whether torchrun has restarted the processes because one of them was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _key() -> str:
-    """A name in the store for the next message; all workers send the same number of messages."""
-    return f"said/{next(_TURNS)}"
+def _next_key() -> str:
+    """Return a key in the store for the next message; all ranks send the same number of messages."""
+    return f"message/{next(_MESSAGE_NUMBERS)}"
 
 
 def _store() -> Any:

@@ -1,21 +1,162 @@
-"""Logs of a run for other programs: TensorBoard, and Weights & Biases."""
+"""What a run logs: the table metrics.csv, plots, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import secrets
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from anymamba.core.io import atomic_write, with_filename
 from anymamba.training.config.run_config import RunConfig
-from anymamba.training.metrics.metrics_table import Row
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of a step.
+
+    Attributes:
+        step: counted from 1.
+        tokens: how many were read so far.
+        loss: mean over the step's targets, in nats.
+        learning_rate: of the step.
+        gradient_norm: before clipping.
+        seconds: how long the step took.
+        evaluated: what the evaluation after the step found, by name, if there was one.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    seconds: float
+    evaluated: dict[str, float]
+
+    def metrics(self) -> dict[str, int | float]:
+        """What a logger wants, by name: all but the step, and what the evaluation found."""
+        values = self._asdict()
+        return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluated
+
+
+_COLUMNS = StepMetrics._fields[:-1]
+
+
+class MetricsTable:
+    """metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count."""
+
+    def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
+        """Open the table, keeping the rows up to `step`; `names` are the names of what evaluations find.
+
+        Raises:
+            ValueError: a row is not readable, or a column has none of the names.
+        """
+        self._path, self._names = path, names
+        rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
+        if unknown := sorted({name for row in rows for name in row.evaluated} - set(names)):
+            raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
+        with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
+        self._file = path.open("a", newline="", encoding="utf-8")
+
+    def add(self, row: StepMetrics) -> None:
+        """Write a row.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        try:
+            csv.writer(self._file).writerow(self._written(row))
+            self._file.flush()
+        except OSError as error:
+            raise with_filename(self._path, error) from error
+
+    def close(self) -> None:
+        """Close the file. What could not be written has been reported."""
+        with suppress(OSError):
+            self._file.close()
+
+    def _written(self, row: StepMetrics) -> list[str]:
+        values = [*row[:-1], *(row.evaluated.get(name) for name in self._names)]
+        return ["" if x is None else repr(x) for x in values]
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The rows of a table; an incomplete one at its end, as a crash may leave it, is left out.
+
+    Raises:
+        ValueError: another row is not readable.
+    """
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a whole line has an end
+    header = lines[0].rstrip("\r").split(",") if lines else []
+    if tuple(header[: len(_COLUMNS)]) != _COLUMNS and lines:
+        raise ValueError(f"{path}, line 1: expected the columns {', '.join(_COLUMNS)}, got {lines[0][:80]!r}")
+    found = []
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            found.append(_row(header, line.split(",")))
+        except ValueError as error:  # noqa: PERF203
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number}: expected {len(header)} numbers, got {line[:80]!r}; fix or remove the line"
+                ) from error
+    return found
+
+
+def _row(header: list[str], values: list[str]) -> StepMetrics:
+    n = len(_COLUMNS)
+    evaluated = {name: float(x) for name, x in zip(header[n:], values[n:], strict=True) if x}
+    loss, rate, norm, seconds = map(float, values[2:n])
+    return StepMetrics(int(values[0]), int(values[1]), loss, rate, norm, seconds, evaluated)
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot_metrics(metrics: Path, target: Path, name: str, baselines: dict[str, float]) -> None:
+    """Draw the training loss and, beside it, what evaluations found and what simpler methods reach."""
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(metrics)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left = figure.add_subplot(1, 2, 1, xlabel="step", ylabel="training loss")
+    left.plot([r.step for r in rows], [r.loss for r in rows], lw=0.8)
+    right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel=name.replace("_", " "))
+    seen = [(r.step, r.evaluated[name]) for r in rows if name in r.evaluated]
+    right.plot([s for s, _ in seen], [x for _, x in seen], marker="o", label="held out")
+    for (label, value), style in zip(baselines.items(), ("--", ":"), strict=False):
+        right.axhline(value, color="gray", ls=style, label=label)
+    right.legend()
+    with atomic_write(target) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def plot_losses(metrics: Path, target: Path, baselines: dict[str, float], bytes_per_token: float) -> None:
+    """Draw training and held-out bits per byte, and those of simpler methods, over the steps."""
+    from matplotlib.figure import Figure
+
+    rows, nats = read_metrics(metrics), 0.6931471805599453
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
+    axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
+    seen = [(r.step, r.evaluated["held_out_bits_per_byte"]) for r in rows if r.evaluated]
+    axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
+    for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=False):
+        axes.axhline(bits, color="gray", ls=style, label=f"{name}, held out")
+    axes.legend()
+    with atomic_write(target) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 @runtime_checkable
 class Log(Protocol):
     """What the loop asks of a log."""
 
-    def add(self, row: Row) -> None:
+    def add(self, row: StepMetrics) -> None:
         """Log a step."""
 
     def close(self) -> None:
@@ -49,7 +190,7 @@ class TensorBoard:
 
         self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: StepMetrics) -> None:
         """Log a step."""
         for name, value in row.metrics().items():
             self._writer.add_scalar(name, value, row.step)
@@ -86,7 +227,7 @@ class WeightsAndBiases:
                 f"evaluation.wandb = {project}: {error} (WANDB_MODE=offline logs to the run's directory only)"
             ) from error
 
-    def add(self, row: Row) -> None:
+    def add(self, row: StepMetrics) -> None:
         """Log a step."""
         self._run.log(row.metrics(), step=row.step)
 

@@ -13,14 +13,14 @@ from time import perf_counter
 
 import torch
 
-from anymamba.training.metrics.metrics_table import Row
+from anymamba.training.metrics.loggers import StepMetrics
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _GAP = "   "
 _CYAN, _DIM, _BOLD, _PLAIN = "\x1b[36m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
-class Display:
+class ProgressDisplay:
     """What a run shows while it trains."""
 
     def __init__(self, steps: int, done: int, every: int, shown: bool = True) -> None:
@@ -30,10 +30,10 @@ class Display:
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began, self._shown, self._lines = perf_counter(), 0.0, 0
         self._losses, self._scores = _History(), ""
-        self._row: Row | None = None
+        self._row: StepMetrics | None = None
         self._seconds = self._tokens = 0.0  # of the last steps; earlier ones count less
 
-    def at(self, row: Row, tokens: int) -> None:
+    def at(self, row: StepMetrics, tokens: int) -> None:
         """Show a step that read `tokens`."""
         self._row = row
         self._losses.add(row.loss)
@@ -73,12 +73,12 @@ class Display:
             self._lines = 0
             self._write("\n")
 
-    def _facts(self, row: Row) -> list[str]:
+    def _facts(self, row: StepMetrics) -> list[str]:
         pace = (perf_counter() - self._began) / max(1, row.step - self._first)
         speed = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"
         return [speed, f"{_clock(pace * (self._steps - row.step))} left", memory()]
 
-    def _draw(self, row: Row, doing: str = "") -> None:
+    def _draw(self, row: StepMetrics, doing: str = "") -> None:
         """Draw the two live lines over those that are there, with what is being done in place of the time left."""
         self._shown, width = perf_counter(), _columns() - 1
         speed, left, used = self._facts(row)

@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anymamba.core.linear import linear
-from anymamba.training.distributed.fsdp import Share, by_one_each
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.distributed.fsdp import ParamShard, map_round_robin
+from anymamba.training.distributed.process_group import World
 
 # x <- a x + b (x xᵀ) x + c (x xᵀ)² x sends singular values from (0, 1] to about one: as steep at zero as a quintic that
 # keeps the others between 0.68 and 1.14 can be.
@@ -28,7 +28,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
 
-def orthogonalized(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+def orthogonalize(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
     """A matrix with the same singular vectors, and singular values of about one.
 
     A singular value below about a thousandth of the matrix's norm stays smaller. It is computed in float32 or wider on
@@ -56,8 +56,8 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        shares: Mapping[Tensor, Share] | None = None,
-        workers: Workers | None = None,
+        shares: Mapping[Tensor, ParamShard] | None = None,
+        world: World | None = None,
     ) -> None:
         """As other optimizers; every parameter must be a matrix, or the rows of one that `shares` says lie here.
 
@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not a matrix.
         """
-        self._shares, self._workers = dict(shares or {}), workers or Workers()
+        self._shares, self._world = dict(shares or {}), world or World()
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for p in group["params"]:
@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Move every matrix that has a gradient."""
-        count = self._workers.size
+        count = self._world.size
         for group in self.param_groups:
             lr, decay = group["lr"], group["weight_decay"]
             # Each worker computes one of those taken together, so they should have about the same size.
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
             for begin in range(0, len(moved), count):
                 some = moved[begin : begin + count]
                 means = [self._momentum(p, group["momentum"]) for p in some]
-                for p, update in zip(some, by_one_each(orthogonalized, means, self._workers), strict=True):
+                for p, update in zip(some, map_round_robin(orthogonalize, means, self._world), strict=True):
                     share, largest = self._shares.get(p), max(update.shape)
                     p.mul_(1 - lr * decay)
                     p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceModel
-from anymamba.training.checkpoint.sharded_tensors import Piece
+from anymamba.training.checkpoint.sharded_tensors import TensorShard
 from anymamba.training.config.sections import OptimizerSection, ScheduleSection
-from anymamba.training.distributed.fsdp import Share, local
-from anymamba.training.distributed.process_group import Workers
+from anymamba.training.distributed.fsdp import ParamShard, local
+from anymamba.training.distributed.process_group import World
 from anymamba.training.optim.muon import Muon
 
 # What the optimizers keep for a parameter.
@@ -119,12 +119,12 @@ class Optimizer:
     state.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerSection, workers: Workers | None = None) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerSection, world: World | None = None) -> None:
         """Sort the parameters into groups; several `workers` share Muon's work."""
         decayed, others = _by_decay(model, config.decay_embeddings)
         matrices: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, int]] = []  # a view, the parameter, the first of its rows
-        self._shares: dict[str, Share] = {}  # of parameters that workers have divided between them
+        self._shares: dict[str, ParamShard] = {}  # of parameters that workers have divided between them
         cut = hidden_matrices(model) if config.kind == "muon" else {}
         for name, weight in {**decayed, **others}.items():
             if name not in cut:
@@ -133,11 +133,11 @@ class Optimizer:
         for name in cut:
             weight = decayed.pop(name)
             for key, begin, rows, is_matrix in _cut(model, name, weight):
-                is_taken = any(_is_named(key, chosen) for chosen in config.muon_without)
+                is_taken = any(_is_named(key, chosen) for chosen in config.muon_exclude)
                 part = self._here(key, weight, begin, rows)
                 (matrices if is_matrix and not is_taken else decayed)[key] = part
         if config.kind == "muon":
-            _check_named(config.muon_without, [*matrices, *decayed])
+            _check_named(config.muon_exclude, [*matrices, *decayed])
         self._decayed = {*decayed, *matrices} if config.weight_decay else set()
         adam = torch.optim.AdamW(
             [
@@ -161,7 +161,7 @@ class Optimizer:
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
                 shares=shares,
-                workers=workers,
+                world=world,
             )
             self._optimizers.append(muon)
             self._owned |= {name: (x, muon.state) for name, x in matrices.items()}
@@ -169,12 +169,12 @@ class Optimizer:
 
     def _here(self, name: str, weight: Tensor, begin: int, rows: int) -> Tensor:
         """The rows among these of a parameter that lie here: the parameter itself, or a view of it."""
-        share = Share.of(weight, begin, rows)
+        share = ParamShard.of(weight, begin, rows)
         if share is None and rows == (len(weight) if weight.ndim else 1):
             return weight
         if share is not None:
             self._shares[name] = share
-            first = Share.of(weight, 0, len(weight)).here.start  # type: ignore[union-attr]
+            first = ParamShard.of(weight, 0, len(weight)).here.start  # type: ignore[union-attr]
             begin, rows = begin + share.here.start - first, share.here.stop - share.here.start
         part = local(weight).detach()[begin : begin + rows] if rows else local(weight).detach()[:0]
         self._parts.append((part, weight, begin))
@@ -209,7 +209,7 @@ class Optimizer:
         for part, _, _ in self._parts:
             part.grad = None
 
-    def tensors(self) -> dict[str, Tensor | Piece]:
+    def tensors(self) -> dict[str, Tensor | TensorShard]:
         """The state by name: "backbone.norm_f.weight.exp_avg", "backbone.layers.0.mixer.in_proj.weight[x].momentum".
 
         Tensors that workers have divided between them have the rows that lie here.
@@ -276,24 +276,24 @@ def _is_named(key: str, chosen: str) -> bool:
 
 def _check_named(chosen: Iterable[str], keys: list[str]) -> None:
     """Refuse names of parts that do not exist; the default may name those of another family."""
-    usual = OptimizerSection().muon_without
+    usual = OptimizerSection().muon_exclude
     if strange := [name for name in chosen if name not in usual and not any(_is_named(key, name) for key in keys)]:
         known = ", ".join(dict.fromkeys(key.replace(".weight", "").rpartition(".")[2] for key in keys))
-        raise ValueError(f"optimizer.muon_without must name projections or their parts, as {known}, got {strange[0]!r}")
+        raise ValueError(f"optimizer.muon_exclude must name projections or their parts, as {known}, got {strange[0]!r}")
 
 
-def clip_gradients(model: nn.Module, largest: float, workers: Workers | None = None) -> float:
+def clip_gradients(model: nn.Module, largest: float, world: World | None = None) -> float:
     """The norm of all gradients together, which are then scaled down if it is above `largest` (0: never).
 
     For gradients that workers have divided between them, it is the norm of the whole.
     """
     grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)
-    if workers is None or workers.shard == 1:
+    if world is None or world.shard_size == 1:
         if largest and norm > largest:
             nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
         return norm.item()
-    norm = workers.sum(norm.square(), "to add up the norm of a gradient", workers.share_group()).sqrt()
+    norm = world.all_reduce_sum(norm.square(), "to add up the norm of a gradient", world.shard_group).sqrt()
     if largest and norm > largest:
         for grad in grads:
             grad.mul_(largest / (norm + 1e-6))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from anymamba.checkpoints.load import COMPANION_FILES, copy_companions, load_model, save_config
 from anymamba.checkpoints.open import open_checkpoint, read_config
+from anymamba.core.cache_io import check_tensor_names
 from anymamba.core.io import atomic_write
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.training.checkpoint.sharded_tensors import Piece
+from anymamba.training.checkpoint.sharded_tensors import TensorShard
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.data.batches import Batch, Batches
+from anymamba.training.data.run_tokenizer import bpe_vocab_size, train_bpe
 from anymamba.training.data.shards import open_corpus, prepare
 from anymamba.training.data.sources import Text, find_text
-from anymamba.training.data.train_bpe import byte_pair_size, make_byte_pairs
-from anymamba.training.distributed.process_group import Workers
-from anymamba.training.evaluation.held_out import HeldOut, beginning, evaluate, sample
-from anymamba.training.metrics.metrics_table import plot_losses
-from anymamba.training.tasks.lm_step import batch_loss_sum, carried_from
-from anymamba.training.tasks.task import Evaluation, Task
+from anymamba.training.distributed.process_group import World
+from anymamba.training.evaluation.held_out import HeldOut, default_prompt, sample_text, score_held_out
+from anymamba.training.metrics.loggers import plot_losses
+from anymamba.training.tasks.task import Evaluation, Task, autocast
 
 
 class LanguageTask(Task[Batch]):
@@ -36,7 +36,7 @@ class LanguageTask(Task[Batch]):
         held_out: what the last evaluation found, if there was one.
     """
 
-    NAMES = ("held_out_bits_per_byte",)
+    METRICS = ("held_out_bits_per_byte",)
     config: TrainingConfig
 
     def __init__(
@@ -46,7 +46,7 @@ class LanguageTask(Task[Batch]):
         report: Callable[[str], None],
         *,
         begun: Path | None = None,
-        workers: Workers | None = None,
+        world: World | None = None,
         prepared: bool = False,
     ) -> None:
         """Prepare the text of a fresh run, or open that of the run with the checkpoint `begun`; `config` is settled.
@@ -54,7 +54,7 @@ class LanguageTask(Task[Batch]):
         The first of several `workers` prepares the text; for the others it is `prepared`.
         """
         self.config, self._directory = config, directory
-        self._workers = workers = workers or Workers()
+        self._world = world = world or World()
         self.held_out: HeldOut | None = None
         self._init = None if config.model.init is None or begun else open_checkpoint(config.model.init)
         self._begun = None if config.model.init is None or not begun else read_config(begun)
@@ -72,9 +72,9 @@ class LanguageTask(Task[Batch]):
             rows=config.batch.rows,
             accumulation=config.batch.accumulation,
             seed=config.seed,
-            reader=workers.reader,
-            readers=workers.readers,
-            cp_group=workers.cp_group,
+            reader=world.dp_rank,
+            readers=world.dp_size,
+            cp_group=world.cp_group,
         )
 
     @property
@@ -87,7 +87,7 @@ class LanguageTask(Task[Batch]):
         """What samples begin with."""
         if self.config.evaluation.prompt is not None:
             return self.config.evaluation.prompt
-        return "def " if self.config.data.sources == ("stdlib",) else beginning(self.corpus, self._tokenizer)
+        return "def " if self.config.data.sources == ("stdlib",) else default_prompt(self.corpus, self._tokenizer)
 
     def make_model(self, dtype: torch.dtype) -> MambaLM:
         """The language model to start from, or a new one for the tokenizer's vocabulary."""
@@ -102,7 +102,7 @@ class LanguageTask(Task[Batch]):
         """Rows of text."""
         return self._batches.step(step)
 
-    def cost(
+    def loss(
         self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, LMCache | None]:
         """Nats, and the state after each row of a stream."""
@@ -110,11 +110,15 @@ class LanguageTask(Task[Batch]):
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the held-out text, and write a sample."""
-        self.held_out = found = evaluate(model, self.corpus, dtype, self._workers)
-        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.neighbors.items())
+
+        def loss_sum(batch: Batch, carried: LMCache | None) -> tuple[Tensor, LMCache | None]:
+            return batch_loss_sum(model, batch.to(model.device), carried, dtype)
+
+        self.held_out = found = score_held_out(loss_sum, self.corpus, self._world)
+        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.baselines.items())
         lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
-        text = sample(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
-        if text and self._workers.leads:
+        text = sample_text(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
+        if text and self._world.is_main:
             samples = self._directory / "samples"
             samples.mkdir(exist_ok=True)
             with atomic_write(samples / f"step-{step:08d}.txt") as temporary:
@@ -140,13 +144,13 @@ class LanguageTask(Task[Batch]):
         """Set the weights."""
         model.load_state_dict(tensors)
 
-    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | Piece]:
+    def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | TensorShard]:
         """The states of the streams that this worker reads, in one cache."""
         found = LMCache.cat(list(parts)).tensors()
-        if self._workers.readers == 1:
+        if self._world.dp_size == 1:
             return dict(found)
         spans = tuple((rows.start, rows.stop) for rows in self._streams())
-        return {name: Piece(x, spans, self.config.batch.rows) for name, x in found.items()}
+        return {name: TensorShard(x, spans, self.config.batch.rows) for name, x in found.items()}
 
     def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
         """The states of each part's streams that this worker reads."""
@@ -154,17 +158,17 @@ class LanguageTask(Task[Batch]):
 
     def _streams(self) -> list[slice]:
         """The rows of a step that this worker reads, for each part."""
-        batch, workers = self.config.batch, self._workers
+        batch, world = self.config.batch, self._world
         size = batch.rows // batch.accumulation
-        own = size // workers.readers
-        return [slice(begin, begin + own) for begin in range(workers.reader * own, batch.rows, size)]
+        own = size // world.dp_size
+        return [slice(begin, begin + own) for begin in range(world.dp_rank * own, batch.rows, size)]
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""
         if self.held_out is not None:
             text = self.corpus.train
             bytes_per_token = int(text.sizes.sum()) / text.total
-            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.neighbors, bytes_per_token)
+            plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.baselines, bytes_per_token)
 
     def _open_tokenizer(self) -> Tokenizer:
         """The tokenizer, from the run's own file."""
@@ -175,8 +179,8 @@ class LanguageTask(Task[Batch]):
     def _make_tokenizer(self, text: Text, report: Callable[[str], None]) -> Tokenizer:
         """Copy the tokenizer's files into the run, or make one; files of a failed attempt with another are removed."""
         name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
-        if (size := byte_pair_size(name)) is not None:
-            make_byte_pairs(text, size, own)
+        if (size := bpe_vocab_size(name)) is not None:
+            train_bpe(text, size, own)
             taken = [own.name]
         elif name != "bytes":
             taken = [*copy_companions(Path(name).parent, self._directory), own.name]
@@ -193,3 +197,59 @@ class LanguageTask(Task[Batch]):
                     "it with --data.end_token TOKEN"
                 )
         return tokenizer
+
+
+def batch_loss_sum(
+    model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype, *, kept: bool = True
+) -> tuple[Tensor, LMCache | None]:
+    """The negative log-likelihood of a batch's targets, added up, and the state after each of its rows.
+
+    Args:
+        model: the language model.
+        batch: on the model's device.
+        carried: the state of each row after the step before; None if all rows start afresh.
+        dtype: of the computation.
+        kept: whether the state is wanted.
+
+    Returns:
+        A scalar in float32 or wider, and the new state of each row, without its history.
+    """
+    with autocast(model, dtype):
+        cache = None
+        if carried is not None and bool((batch.carried < len(batch.last)).any()):
+            fresh = model.init_cache(1).to(dtype=dtype)
+            cache = LMCache.cat([carried, fresh]).rows(batch.carried)
+        output = model(
+            batch.inputs,
+            cache,
+            targets=batch.targets,
+            cu_seqlens=batch.cu_seqlens,
+            logits="none",
+            context=batch.context,
+        )
+    assert output.nats is not None
+    return output.nats, _states_of_rows(output.cache.detach(), batch) if kept else None
+
+
+def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
+    """The state after each row of a batch, from those after its sequences; also of rows that end on another worker."""
+    found = cache.rows(batch.last.clamp(min=0))
+    if batch.context is None:
+        return found
+    cp_group, here = batch.context.cp_group, batch.last >= 0
+    return found.with_tensors(cp_group.broadcast_rows(x, here) for x in found.leaves())
+
+
+def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts: Iterable[slice]) -> list[LMCache]:
+    """The states of some streams, from the tensors of all by name; the others are not read.
+
+    Raises:
+        ValueError: the tensors belong to other streams or to another model.
+    """
+    fresh = model.init_cache(1)
+    expected = fresh.tensors()
+    check_tensor_names("carried", tensors, expected)
+    for name, x in expected.items():
+        if tuple(tensors[name].shape) != (shape := (streams, *x.shape[1:])):
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
+    return [fresh.with_tensors(tensors[name][rows].to(model.device) for name in expected) for rows in parts]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from anymamba.core.io import read_json
 from anymamba.models import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor
-from anymamba.training.data.sequence_batches import Scale, padded
-from anymamba.training.data.tables import Table
-from anymamba.training.tasks.tabular import FACTS
-from anymamba.training.tasks.tabular_runs import TASKS, open_table
+from anymamba.training.data.sequence_batches import Scale, pad_sequences
+from anymamba.training.data.tables import Table, read_tables
+from anymamba.training.tasks.tabular import TASK_FILE
+from anymamba.training.tasks.tabular_tasks import TASKS
 
 _MODELS = {name: kind.MODEL for name, kind in TASKS.items()}
 
@@ -36,12 +36,12 @@ class Predictor:
             ValueError: there is no such model, or it was not trained on files.
         """
         source = Path(directory)
-        if not (source / FACTS).is_file():
-            raise ValueError(f"{source}: expected a model that `anymamba train --task` made, with {FACTS}; found none")
-        self.facts: dict[str, Any] = read_json(source / FACTS)
+        if not (source / TASK_FILE).is_file():
+            raise ValueError(f"{source}: expected a model of `anymamba train --task`, with {TASK_FILE}; found none")
+        self.facts: dict[str, Any] = read_json(source / TASK_FILE)
         wrong = [name for name in ("task", "columns", "channels", "targets", "length") if name not in self.facts]
         if wrong or self.facts["task"] not in _MODELS:
-            raise ValueError(f"{source / FACTS}: not what a run on files writes: {wrong or self.facts['task']!r}")
+            raise ValueError(f"{source / TASK_FILE}: not what a run on files writes: {wrong or self.facts['task']!r}")
         self.model: SequenceModel = _MODELS[self.facts["task"]].from_pretrained(source, device=device)
         self._scale = _scale(self.facts.get("scale"))
         self._target_scale = _scale(self.facts.get("target_scale"))
@@ -71,7 +71,7 @@ class Predictor:
             if self._scale is not None:
                 chosen = [self._scale.shrink(x) for x in chosen]
             weight = next(self.model.parameters())
-            inputs, lengths = (x.to(weight.device) for x in padded(chosen, weight.dtype))
+            inputs, lengths = (x.to(weight.device) for x in pad_sequences(chosen, weight.dtype))
             mask = None if bool((lengths == inputs.shape[1]).all()) else lengths
             with torch.no_grad():
                 if isinstance(self.model, LatentModel):
@@ -125,3 +125,18 @@ def _scale(values: Any) -> Scale | None:
 
 def _numbered(values: list[float]) -> list[str]:
     return [f"value {i}" for i in range(len(values))]
+
+
+def open_table(facts: dict[str, Any], path: str) -> Table:
+    """The sequences of a file to predict for, read as in training; targets in it are ignored.
+
+    Raises:
+        ValueError: something in it cannot be used, or it has other inputs.
+    """
+    steps = TASKS[facts["task"]].STEPS
+    columns = facts["columns"] if not path.endswith(".npy") else []
+    table = read_tables([path], inputs=columns, sequence=facts["sequence"], steps=steps)
+    if len(table.channels) != len(facts["channels"]) or table.is_text != (facts["channels"] == ["text"]):
+        expected, found = " ".join(facts["channels"]), " ".join(table.channels)
+        raise ValueError(f"{path}: expected the inputs that the model was trained on, {expected}, got {found}")
+    return table

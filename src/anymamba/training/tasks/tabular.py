@@ -16,16 +16,23 @@ from anymamba.models import (
     SequenceConfig,
     SequenceModel,
 )
-from anymamba.training.config.tabular_config import FileConfig
-from anymamba.training.data.sequence_batches import Scale, SequenceBatch, checksum, order_of_step, padded, split
+from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.data.sequence_batches import (
+    Scale,
+    SequenceBatch,
+    checksum,
+    pad_sequences,
+    sequences_of_step,
+    split,
+)
 from anymamba.training.data.tables import read_tables
-from anymamba.training.metrics.metrics_table import plot_metrics
+from anymamba.training.metrics.loggers import plot_metrics
 from anymamba.training.tasks.task import Evaluation, Task
 
-FACTS = "task.json"  # beside the model: what `predict` must know about the files
+TASK_FILE = "task.json"  # beside the model: what `predict` must know about the files
 
 
-class FileTask(Task[SequenceBatch]):
+class TabularTask(Task[SequenceBatch]):
     """Sequences from files.
 
     Attributes:
@@ -37,10 +44,10 @@ class FileTask(Task[SequenceBatch]):
     MODEL: ClassVar[type[SequenceModel]]
     BETTER: ClassVar[str] = "lower is better"
     STEPS: ClassVar[bool] = False  # whether a row of a table is a step of a sequence rather than a sequence
-    config: FileConfig
+    config: TabularConfig
     beside: dict[str, float]
 
-    def __init__(self, config: FileConfig, report: Callable[[str], None]) -> None:
+    def __init__(self, config: TabularConfig, report: Callable[[str], None]) -> None:
         """Read the files."""
         self.config, d = config, config.data
         self.table = read_tables(d.sources, targets=d.targets, inputs=d.inputs, sequence=d.sequence, steps=self.STEPS)
@@ -92,14 +99,14 @@ class FileTask(Task[SequenceBatch]):
     def batches(self, step: int) -> list[SequenceBatch]:
         """All sequences once, in random order, before any comes again."""
         c = self.config
-        numbers = order_of_step(c.seed, step, c.batch.rows, len(self.training))
+        numbers = sequences_of_step(c.seed, step, c.batch.rows, len(self.training))
         chosen = [self.training[i] for i in numbers]
         size = c.batch.rows // c.batch.accumulation
         return [self.batch(chosen[i : i + size], step) for i in range(0, len(chosen), size)]
 
     def batch(self, chosen: list[int], step: int) -> SequenceBatch:
         """Some sequences with their targets."""
-        inputs, lengths = padded([self.table.sequences[i] for i in chosen], self._dtype)
+        inputs, lengths = pad_sequences([self.table.sequences[i] for i in chosen], self._dtype)
         return SequenceBatch(inputs, lengths, self.targets(chosen), len(chosen))
 
     def targets(self, chosen: list[int]) -> Tensor:
@@ -127,7 +134,7 @@ class FileTask(Task[SequenceBatch]):
 
     def write_model(self, model: SequenceModel, directory: Path) -> None:
         """Write config, weights, and what `predict` must know about the files."""
-        write_json(directory / FACTS, self.facts())
+        write_json(directory / TASK_FILE, self.facts())
         model.save_pretrained(directory)
 
     def evaluated(self, step: int, values: dict[str, float], words: str) -> Evaluation:
@@ -137,9 +144,4 @@ class FileTask(Task[SequenceBatch]):
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""
-        plot_metrics(directory / "metrics.csv", directory / "loss.png", self.NAMES[0], self.beside)
-
-
-def wide(x: Tensor) -> Tensor:
-    """Float32 or wider."""
-    return x if x.dtype == torch.float64 else x.float()
+        plot_metrics(directory / "metrics.csv", directory / "loss.png", self.METRICS[0], self.beside)

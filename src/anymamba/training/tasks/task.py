@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from anymamba.core.io import write_tensors
-from anymamba.training.checkpoint.sharded_tensors import Piece
+from anymamba.training.checkpoint.sharded_tensors import TensorShard
 from anymamba.training.config.run_config import RunConfig
+from anymamba.training.distributed.fsdp import local
 
 B = TypeVar("B", bound="StepBatch")
 
@@ -25,7 +28,7 @@ class StepBatch(Protocol):
         """How many positions are read."""
 
     @property
-    def counted(self) -> int:
+    def loss_terms(self) -> int:
         """How many terms the cost has, over which it is averaged."""
 
     def to(self: B, device: torch.device) -> B:
@@ -36,7 +39,7 @@ class Evaluation(NamedTuple):
     """What an evaluation found.
 
     Attributes:
-        values: numbers by name, those of `Task.NAMES`.
+        values: numbers by name, those of `Task.METRICS`.
         text: lines for the user.
         solved: whether there is nothing left to learn, so that the run is finished.
     """
@@ -52,11 +55,11 @@ class Task(ABC, Generic[B]):
     Everything is a function of the config: a resumed run builds its task again.
 
     Attributes:
-        NAMES: of the numbers that an evaluation finds.
+        METRICS: of the numbers that an evaluation finds.
         config: of the run.
     """
 
-    NAMES: ClassVar[tuple[str, ...]]
+    METRICS: ClassVar[tuple[str, ...]]
     config: RunConfig
 
     @property
@@ -73,7 +76,7 @@ class Task(ABC, Generic[B]):
         """What step 0, 1, ... reads, in parts whose gradients are added up; a function of the config and the step."""
 
     @abstractmethod
-    def cost(self, model: Any, batch: B, carried: Any, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    def loss(self, model: Any, batch: B, carried: Any, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """The cost of a batch, added up over its `counted` terms.
 
         Args:
@@ -101,7 +104,7 @@ class Task(ABC, Generic[B]):
         """Set the weights to those of `model.safetensors`."""
         model.load_state_dict(tensors)
 
-    def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor | Piece]:
+    def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor | TensorShard]:
         """The carried states of all parts as tensors by name; if workers divide them, the rows that are here."""
         raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is saved")
 
@@ -111,3 +114,72 @@ class Task(ABC, Generic[B]):
 
     def plot(self, directory: Path) -> None:
         """Draw a plot from `metrics.csv` after an evaluation, if matplotlib is installed."""
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Float32 or wider."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Autocast if the computation is narrower than the weights."""
+    weight = next(model.parameters())
+    return nullcontext() if dtype == weight.dtype else torch.autocast(weight.device.type, dtype)
+
+
+def first_non_finite(
+    model: nn.Module, compute: Callable[[], Tensor], agreed: Callable[[bool], bool] = lambda here: here
+) -> str:
+    """Where a value or gradient that is not finite first appears.
+
+    Args:
+        model: whose modules are watched.
+        compute: runs the model and returns what to differentiate.
+        agreed: whether something is true on any worker; all workers compute the same steps.
+
+    Returns:
+        Words that name the module; empty if it appears on another worker.
+    """
+    seen: list[str] = []
+
+    def watch(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for x in _tensors(output):
+            if not torch.isfinite(x).all():
+                seen.append(f"the output of {name}")
+            if x.requires_grad:
+                x.register_hook(partial(look, f"the gradient at the output of {name}"))
+
+    def look(what: str, gradient: Tensor | None) -> None:
+        if gradient is not None and not torch.isfinite(gradient).all():
+            seen.append(what)
+
+    wrong = [name for name, parameter in model.named_parameters() if not torch.isfinite(local(parameter)).all()]
+    if agreed(bool(wrong)):
+        return f"the parameter {wrong[0]}" if wrong else ""
+    handles = [m.register_forward_hook(partial(watch, name)) for name, m in model.named_modules() if name]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled modules cannot be watched
+            total = compute()
+        if not seen and not torch.isfinite(total).all():
+            seen.append("the loss itself")
+        if not agreed(bool(seen)):
+            total.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen += [
+        f"the gradient of {name}"
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
+    ]
+    if agreed(bool(seen)):
+        return seen[0] if seen else ""
+    return "the norm of the gradient, whose square overflows"
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for x in output:
+            yield from _tensors(x)

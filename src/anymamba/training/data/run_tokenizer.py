@@ -14,7 +14,7 @@ _LEAST = 257  # all bytes, and the end of a text
 _READ = 2**23  # bytes of training text that are counted
 
 
-def byte_pair_size(name: str) -> int | None:
+def bpe_vocab_size(name: str) -> int | None:
     """The number of tokens in "bpe:1024"; None for the name of another tokenizer.
 
     Raises:
@@ -32,7 +32,7 @@ def byte_pair_size(name: str) -> int | None:
     return int(text)
 
 
-def make_byte_pairs(text: Text, size: int, path: Path) -> None:
+def train_bpe(text: Text, size: int, path: Path) -> None:
     """Write a tokenizer.json of `size` tokens, trained on some of the training text; the same every time."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
