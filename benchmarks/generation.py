@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from anymamba.core.weight_formats import FORMATS, check_format
-from anymamba.generation import decoder
-from anymamba.generation.prefill import prefill
+from anymamba.generation import decoder, prefill
 from anymamba.models import MambaLM, MambaLMConfig
 from anymamba.quantization.quantize import quantize_model
 from benchmarks.harness import Call, Case, Contender, forward
@@ -91,8 +90,8 @@ def set_up_prefill(config: str, library: str, batch: int, t: int, small: bool = 
     if library == "transformers":
         theirs = transformers_model(config, small)
         return forward(lambda: {"logits": theirs(ids_bt, use_cache=True, logits_to_keep=1).logits[:, -1]})
-    model, rows = our_model(config, small), list(ids_bt)
-    return forward(lambda: {"logits": prefill(model, rows)[0]})
+    model = our_model(config, small)
+    return forward(lambda: {"logits": prefill(model, ids_bt).logits})
 
 
 MODULES = "anymamba, module by module"
@@ -117,7 +116,7 @@ def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = F
 def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = False) -> Call:
     """Our steps after a prompt, as `generate` takes them, or by the model's own modules."""
     with torch.no_grad():
-        _, state = prefill(model, list(ids_bt))
+        state = prefill(model, ids_bt).cache
     decode = decoder(model)
 
     def step() -> dict[str, Tensor]:
@@ -158,8 +157,9 @@ def set_up_decode_with(weights: str, batch: int, small: bool = False) -> Call:
 
 def set_up_prefill_with(weights: str, t: int, small: bool = False) -> Call:
     """A prompt."""
-    model, rows = our_model_with(weights, small), list(prompt(1, t))
-    return forward(lambda: {"logits": prefill(model, rows)[0]})
+    model = our_model_with(weights, small)
+    ids_1t = prompt(1, t)
+    return forward(lambda: {"logits": prefill(model, ids_1t).logits})
 
 
 FIRST_TOKEN = {
@@ -192,12 +192,13 @@ def set_up_first_token(config: str, library: str, batch: int, t: int, small: boo
 
 def set_up_long_prompt(config: str, tokens: int, small: bool = False) -> Call:
     """About a million tokens through our model, as prompts of `tokens` each."""
-    model, ids_t = our_model(config, small), prompt(1, tokens)[0]
+    model = our_model(config, small)
+    ids_1t = prompt(1, tokens)
     prompts = 1 if small else LONG_PROMPT // tokens
 
     def run() -> dict[str, Tensor]:
         for _ in range(prompts):
-            logits, _ = prefill(model, [ids_t])
+            logits = prefill(model, ids_1t).logits
         return {"logits": logits}
 
     return forward(run)

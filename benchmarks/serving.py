@@ -41,8 +41,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch 
 
 import torch
 
+from anymamba.generation import prefill
 from anymamba.generation.generate import generate
-from anymamba.generation.prefill import start
 from anymamba.generation.state import GenerationState
 from anymamba.models import MambaLM, MambaLMConfig
 from anymamba.serving.load_test import IntRange, LoadPlan, LoadTest, Target, TargetModel, stream, summarize
@@ -102,7 +102,7 @@ def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -
     ids_bt = torch.randint(model.config.vocab_size, (rows, READ), generator=torch.Generator().manual_seed(seed))
     began = time.perf_counter()
     if one_by_one:
-        state = GenerationState.cat([start(model, ids_1t, segment_len=SEGMENT_LEN) for ids_1t in ids_bt.split(1)])
+        state = GenerationState.cat([prefill(model, ids_1t, segment_len=SEGMENT_LEN) for ids_1t in ids_bt.split(1)])
         generate(model, None, WRITE, cache=state, seed=seed, temperature=1.0)
     else:
         generate(model, ids_bt, WRITE, seed=seed, temperature=1.0, segment_len=SEGMENT_LEN)

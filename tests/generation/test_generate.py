@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anymamba import GenerationState, LMCache, MambaLM, generate, stream
-from anymamba.generation import Sampling, start
+from anymamba.generation import Sampling, prefill
 from anymamba.kernels.cpu import bindings
 from anymamba.models import LMOutput
 from tests.models.cases import FAMILIES, GOLDEN, golden, small_lm
@@ -51,7 +51,7 @@ def test_steps_and_prefill_agree_on_log_probabilities(family, segment_len):
     model = small_lm(family)
     exact = copy.deepcopy(model).double()
     ids, mask, rows = prompts(1, 37, 300, 513)
-    state, new, steps = start(model, ids, mask=mask, segment_len=segment_len), torch.randint(61, (4, 32)), []
+    state, new, steps = prefill(model, ids, mask=mask, segment_len=segment_len), torch.randint(61, (4, 32)), []
     logits, cache = state.logits, state.cache
     with torch.no_grad():
         for t in range(32):
@@ -79,9 +79,9 @@ def test_a_row_gives_the_same_in_any_batch(family, options):
 @families
 def test_any_segment_length_gives_the_same(family):
     model, ids = small_lm(family, torch.float64), torch.randint(61, (2, 33))
-    expected = start(model, ids)
+    expected = prefill(model, ids)
     for segment_len in (1, 7, 32, 33, 34):
-        state = start(model, ids, segment_len=segment_len)
+        state = prefill(model, ids, segment_len=segment_len)
         assert_near(state.logits, expected.logits, FLOOR[torch.float64])
         assert_all_near(state.cache.tensors(), expected.cache.tensors(), FLOOR[torch.float64])
 
@@ -90,7 +90,7 @@ def test_no_more_than_a_segment_is_computed_at_once():
     model, sizes = small_lm(), []
     model.backbone.norm_f.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape[:2])))
     ids, mask, _ = prompts(3, 50, 1000)
-    start(model, ids, mask=mask, segment_len=64)
+    prefill(model, ids, mask=mask, segment_len=64)
     assert max(t for _, t in sizes) == 64
     assert len(sizes) == 16
     assert sizes[:3] == [(3, 64), (1, 64), (1, 64)], "rows that have ended take no further part"
@@ -188,7 +188,7 @@ def test_a_stream_that_was_interrupted_within_a_step_refuses_to_continue(family,
 
 def test_one_prefix_branches_into_many_continuations():
     model, ids = small_lm(dtype=torch.float64), torch.randint(61, (1, 50))
-    prefix = start(model, ids)
+    prefix = prefill(model, ids)
     branches = model.generate(None, 20, cache=prefix.rows([0] * 4), **SAMPLED).tokens
     assert len({tuple(row) for row in branches.tolist()}) == 4
     assert torch.equal(branches[:1], model.generate(ids, 20, **SAMPLED).tokens)
@@ -200,7 +200,7 @@ def test_one_prefix_branches_into_many_continuations():
 
 @pytest.mark.parametrize(("index", "meant"), rows_cases(), ids=repr)
 def test_rows_of_a_state_keep_the_batch_dimension_however_they_are_named(index, meant, unchecked):
-    state = start(small_lm(), torch.randint(61, (3, 5)))
+    state = prefill(small_lm(), torch.randint(61, (3, 5)))
     chosen = state.rows(index)
     assert chosen.batch_size == chosen.cache.batch_size == len(meant)
     assert torch.equal(chosen.logits, state.logits[meant])
@@ -211,14 +211,14 @@ def test_rows_of_a_state_keep_the_batch_dimension_however_they_are_named(index, 
 @pytest.mark.parametrize(("index", "error", "message"), bad_rows_cases(), ids=repr)
 def test_what_names_no_rows_of_a_state_is_refused(index, error, message, unchecked):
     with pytest.raises(error, match=message):
-        start(small_lm(), torch.randint(61, (3, 5))).rows(index)
+        prefill(small_lm(), torch.randint(61, (3, 5))).rows(index)
 
 
 def test_a_state_moves_to_a_model_of_another_dtype():
     model, ids = small_lm(dtype=torch.bfloat16), torch.randint(61, (2, 9))
     wide = small_lm()
     wide.load_state_dict(model.state_dict())
-    state = start(model, ids).to(torch.float32)
+    state = prefill(model, ids).to(torch.float32)
     assert state.logits.dtype == torch.float32
     assert {x.dtype for x in state.cache.tensors().values()} == {torch.float32}
     assert wide.generate(None, 3, cache=state.to("cpu")).tokens.shape == (2, 3)
@@ -240,9 +240,9 @@ def test_what_a_prompt_continues_from_stays_as_it_is_even_if_a_model_hands_it_on
     before = [x.clone() for x in cache.leaves()]
 
     def handing_on(model, ids, cache, **options):
-        return start(model, ids, cache, **options)._replace(cache=cache)
+        return prefill(model, ids, cache, **options)._replace(cache=cache)
 
-    monkeypatch.setattr(import_module("anymamba.generation.generate"), "start", handing_on)
+    monkeypatch.setattr(import_module("anymamba.generation.generate"), "prefill", handing_on)
     generate(model, ids, 4, cache=cache)
     assert all(torch.equal(x, y) for x, y in zip(cache.leaves(), before, strict=True))
 
@@ -343,7 +343,7 @@ def test_generation_needs_no_gradient_and_leaves_gradients_on():
         (lambda m: m.generate(torch.tensor([[1]]), 3, stop=61), r"between 0 and 60, got \[61\]"),
         (lambda m: m.generate(torch.tensor([[1]]), 3, stop=[(1, -1)]), r"between 0 and 60, got \[1, -1\]"),
         (
-            lambda m: m.generate(None, 3, cache=start(m, torch.tensor([[1]])), mask=torch.tensor([1])),
+            lambda m: m.generate(None, 3, cache=prefill(m, torch.tensor([[1]])), mask=torch.tensor([1])),
             "got a mask alone",
         ),
     ],
@@ -363,11 +363,11 @@ def test_bad_input_is_refused_by_name(call, message, unchecked):
         ({"stop": [3, "text"]}, "got the text 'text': encode it with the tokenizer"),
         ({"stop": 1.5}, "stop must be token ids, or sequences of them, got 1.5"),
         ({"stop": [[[1]]]}, r"stop must be token ids, or sequences of them, got \[1\]"),
-        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
-        ({"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
         ({"temperature": "1"}, "temperature must be a number, got '1'"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, got 2.5"),
-        ({"segment_len": 2.5}, "segment_len must be a whole number, got 2.5"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+        ({"segment_len": 2.5}, "segment_len must be an integer, got 2.5"),
         ({"cache": (1, 2)}, "a GenerationState or an LMCache, got tuple"),
         ({"cache": LMOutput(torch.ones(1, 1, 64), None, small_lm().init_cache(1))}, "got LMOutput; pass its .cache"),
         ({"cache": small_lm().generate(torch.ones(1, 1).long(), 1, return_state=True)}, "got Generation; .*its .state"),

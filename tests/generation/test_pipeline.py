@@ -103,7 +103,7 @@ def test_batches_come_as_they_are_done(text):
         (3, {}, TypeError, "prompt must be a text or a list of texts, got int"),
         ("a", {"stop": ["", "x"]}, ValueError, "stop must be a text, got an empty one"),
         ("a", {"n": 0}, ValueError, "n must be at least 1, got 0"),
-        ("a", {"n": 1.5}, TypeError, "n must be a whole number, got 1.5"),
+        ("a", {"n": 1.5}, TypeError, "n must be an integer, got 1.5"),
         ("a", {"logprobs": -1}, ValueError, "logprobs must be at least 0, got -1"),
         ("a", {"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ("a", {"top_p": 2.0}, ValueError, "top_p must be above 0"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba.generation import Sampling
-from anymamba.generation.sampling import choose, row_key, split_keys, uniform
+from anymamba.generation.sampling import draw_uniform, hash_tokens, sample_tokens, split_keys
 from tests.models.cases import small_lm
 
 PROBABILITIES = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])
@@ -15,7 +15,9 @@ def distribution(logits=None, seen=None, **options):
     """The probabilities with which tokens are drawn, measured with evenly spaced numbers."""
     logits = PROBABILITIES.log() if logits is None else logits
     sampling = Sampling(temperature=options.pop("temperature", 1.0), **options)
-    rows = choose(logits.expand(len(GRID), -1), sampling, GRID, None if seen is None else seen.expand(len(GRID), -1))
+    rows = sample_tokens(
+        logits.expand(len(GRID), -1), sampling, GRID, None if seen is None else seen.expand(len(GRID), -1)
+    )
     return torch.bincount(rows, minlength=logits.shape[1]) / len(GRID)
 
 
@@ -34,7 +36,7 @@ def test_temperature_scales_the_logits():
 
 def test_temperature_zero_takes_the_most_likely_and_the_first_of_equals():
     logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]])
-    assert choose(logits, Sampling(), [0.9, 0.9]).tolist() == [1, 0]
+    assert sample_tokens(logits, Sampling(), [0.9, 0.9]).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-40, 1e-30])
@@ -42,7 +44,7 @@ def test_a_tiny_temperature_takes_the_most_likely(temperature):
     logits = torch.tensor([[0.0, 3.0, 1.0, -1e30], [-1.0, -2.0, -math.inf, -1.5]])
     for options in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
         sampling = Sampling(temperature=temperature, **options)
-        assert choose(logits, sampling, [0.999, 0.999]).tolist() == [1, 0]
+        assert sample_tokens(logits, sampling, [0.999, 0.999]).tolist() == [1, 0]
 
 
 def test_top_k_keeps_the_k_most_likely():
@@ -64,7 +66,7 @@ def test_top_p_is_relative_to_what_top_k_left():
 def test_top_p_looks_as_far_as_it_must():
     """A flat distribution over more tokens than are looked at first."""
     logits = torch.zeros(1, 6000)
-    drawn = choose(logits.expand(50, -1), Sampling(temperature=1.0, top_p=0.5), [i / 50 for i in range(50)])
+    drawn = sample_tokens(logits.expand(50, -1), Sampling(temperature=1.0, top_p=0.5), [i / 50 for i in range(50)])
     assert len(set(drawn.tolist())) == 50
 
 
@@ -75,7 +77,7 @@ def test_top_p_of_a_nearly_flat_vocabulary_draws_from_the_most_likely_ones():
     cumulative = p[:kept].cumsum(0) / p[:kept].sum()
     for place in (0, 1, 300, kept // 2, kept - 1):
         middle = float(cumulative[place] - p[place] / p[:kept].sum() / 2)
-        assert choose(logits, Sampling(temperature=1.0, top_p=0.7), [middle]).item() == order[place]
+        assert sample_tokens(logits, Sampling(temperature=1.0, top_p=0.7), [middle]).item() == order[place]
 
 
 def test_min_p_keeps_those_near_the_most_likely():
@@ -92,9 +94,9 @@ def test_the_repetition_penalty_touches_seen_tokens_only():
 def test_penalties_count_what_each_row_was_given():
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(3, -1)
     sampling = Sampling(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
-    assert choose(logits, sampling, [0.0] * 3, None, [{}, {0: 1}, {0: 3}]).tolist() == [0, 0, 1]
+    assert sample_tokens(logits, sampling, [0.0] * 3, None, [{}, {0: 1}, {0: 3}]).tolist() == [0, 0, 1]
     one = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
-    drawn = [choose(logits[:1], one, [u], None, [{0: 2, 2: 1}]).item() for u in GRID]
+    drawn = [sample_tokens(logits[:1], one, [u], None, [{0: 2, 2: 1}]).item() for u in GRID]
     expected = torch.tensor([2.0 - 1.0, 1.0, -0.75]).softmax(-1)
     assert near(torch.bincount(torch.tensor(drawn), minlength=3) / len(GRID), expected)
 
@@ -103,7 +105,7 @@ def test_a_bias_is_added_to_the_logits_of_its_tokens():
     expected = (PROBABILITIES.log() + torch.tensor([0, 0, 3.0, -100, 0])).softmax(-1)[0]
     assert near(distribution(logit_bias={2: 3.0, 3: -100.0}), expected)
     with pytest.raises(ValueError, match="tokens 0 to 4"):
-        choose(PROBABILITIES, Sampling(logit_bias={5: 1.0}), [0.0])
+        sample_tokens(PROBABILITIES, Sampling(logit_bias={5: 1.0}), [0.0])
 
 
 def test_penalties_are_the_same_alone_and_in_a_batch():
@@ -118,7 +120,7 @@ def test_penalties_are_the_same_alone_and_in_a_batch():
 def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
     for u in (0.0, 0.5, 1 - 2**-53):
-        assert choose(logits, Sampling(temperature=1.0), [u]).item() == 1
+        assert sample_tokens(logits, Sampling(temperature=1.0), [u]).item() == 1
 
 
 def test_half_precision_logits_are_drawn_in_float32():
@@ -130,7 +132,7 @@ def test_half_precision_logits_are_drawn_in_float32():
 def test_logits_that_are_not_finite_are_refused(bad, temperature):
     logits = torch.tensor([[0.0, bad]])
     with pytest.raises(ValueError, match="logits are not finite"):
-        choose(logits, Sampling(temperature=temperature), [0.5])
+        sample_tokens(logits, Sampling(temperature=temperature), [0.5])
 
 
 @pytest.mark.parametrize(
@@ -152,18 +154,20 @@ def test_values_outside_their_ranges_are_refused(options, message):
 
 
 def test_numbers_are_uniform_and_depend_on_everything():
-    numbers = torch.tensor([uniform(1, key, count) for key in range(50) for count in range(50)], dtype=torch.float64)
+    numbers = torch.tensor(
+        [draw_uniform(1, key, count) for key in range(50) for count in range(50)], dtype=torch.float64
+    )
     assert abs(numbers.mean() - 0.5) < 0.02
     assert abs(numbers.var() - 1 / 12) < 0.005
     assert 0 <= numbers.min() < numbers.max() < 1
-    assert len({uniform(1, 2, 3), uniform(2, 2, 3), uniform(1, 3, 3), uniform(1, 2, 4)}) == 4
-    assert uniform(-1, -(2**63), 0) == uniform(2**64 - 1, -(2**63), 0)
+    assert len({draw_uniform(1, 2, 3), draw_uniform(2, 2, 3), draw_uniform(1, 3, 3), draw_uniform(1, 2, 4)}) == 4
+    assert draw_uniform(-1, -(2**63), 0) == draw_uniform(2**64 - 1, -(2**63), 0)
 
 
 def test_a_row_is_known_by_its_tokens_and_twins_are_told_apart():
-    key = row_key(torch.tensor([1, 2, 3]))
-    assert key == row_key(torch.tensor([1, 2, 3], dtype=torch.int32))
-    assert key != row_key(torch.tensor([1, 2]))
+    key = hash_tokens(torch.tensor([1, 2, 3]))
+    assert key == hash_tokens(torch.tensor([1, 2, 3], dtype=torch.int32))
+    assert key != hash_tokens(torch.tensor([1, 2]))
     keys = split_keys([key, 5, key, key], [0, 0, 0, 1])
     assert keys[0] == keys[3] == key
     assert len(set(keys)) == 3

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anymamba import MambaLM, SsdPath
-from anymamba.generation import start
+from anymamba.generation import prefill
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, golden, small_lm
 from tests.support import FLOOR, MODEL_FLOOR, assert_near
 
@@ -263,7 +263,7 @@ def test_labels_out_of_range_are_refused_where_they_count(bad, logits):
         (lambda m: m(ids(1, 5)[0]), ValueError, r"input_ids must have shape \(b, t\), got \(5,\); .*unsqueeze\(0\)"),
         (lambda m: m(ids(1, 3), ids(1, 3)), TypeError, "an LMCache, got Tensor; pass labels by name, labels="),
         (lambda m: m(ids(1, 3), m(ids(1, 2))), TypeError, "an LMCache, got LMOutput; pass its .cache"),
-        (lambda m: m(ids(1, 3), start(m, ids(1, 2))), TypeError, "an LMCache, got GenerationState; pass its .cache"),
+        (lambda m: m(ids(1, 3), prefill(m, ids(1, 2))), TypeError, "an LMCache, got GenerationState; pass its .cache"),
         (lambda m: m(ids(1, 3), (1, 2)), TypeError, "an LMCache, got tuple"),
         (lambda m: m(ids(1, 3), labels=ids(1, 3).float()), TypeError, "tensor of int32 or int64, got torch.float32"),
         (lambda m: m(ids(1, 3), labels=[[1, 2, 3]]), TypeError, "labels must be a tensor of .*got list"),

@@ -10,7 +10,7 @@ import torch
 
 from anymamba.core.registry import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
-from anymamba.generation.prefill import start
+from anymamba.generation.prefill import prefill
 from anymamba.serving.scheduler import engine as module
 from anymamba.serving.scheduler.continuation import Continuation, ContinuationOptions, choose_tokens
 from anymamba.serving.scheduler.decode import DecodeSlots
@@ -348,7 +348,7 @@ def test_slots_refuse_more_rows_than_the_kernels_have():
 
 def test_rows_choose_together_what_they_choose_alone_and_a_broken_one_breaks_no_other():
     model, vocab = byte_model(), 256
-    state = start(model, torch.tensor([[1, 2, 3]]))
+    state = prefill(model, torch.tensor([[1, 2, 3]]))
     ways = [{"temperature": 0.0}, {}, {}, {"top_p": 0.9}, {"logit_bias": {7: 5.0}}, {"repetition_penalty": 1.5}, {}]
     samplings = [Sampling(**{"temperature": 1.0, "seed": i, **way}) for i, way in enumerate(ways)]
     plans = [ContinuationOptions(sampling=sampling, max_tokens=4) for sampling in samplings]

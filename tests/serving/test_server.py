@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from anymamba.generation.sampling import row_key
+from anymamba.generation.sampling import hash_tokens
 from anymamba.generation.tokenizers import ByteTokenizer
 from tests.serving.running import IDLE, PATIENCE, Running
 
@@ -201,7 +201,7 @@ class TestStates:
             assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == len(new)
             # The same segments, and then the same steps, from the state of the turn before.
             if state is not None:
-                key = torch.tensor([row_key(torch.tensor(ids_of(text)))])
+                key = torch.tensor([hash_tokens(torch.tensor(ids_of(text)))])
                 state = state._replace(keys=key, counts=torch.zeros(1, dtype=torch.int64))
             asked = {"segment_len": SEGMENT, "seed": 6, "temperature": 1.0}
             replay = model.generate(torch.tensor([new]), 10, cache=state, return_state=True, **asked)

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from anymamba.generation import start
+from anymamba.generation import prefill
 from anymamba.serving.state_cache import SessionLimitError, StateCache, ids_key, session_key, text_key
 from tests.models.cases import small_lm
 
@@ -11,7 +11,7 @@ MODEL = small_lm()
 
 
 def state(*ids):
-    return start(MODEL, torch.tensor([list(ids) or [1]]))
+    return prefill(MODEL, torch.tensor([list(ids) or [1]]))
 
 
 SIZE = state().nbytes
@@ -56,7 +56,7 @@ def test_a_key_is_replaced_and_bytes_are_counted_once():
 
 def test_what_is_kept_holds_no_more_memory_than_it_says():
     store = StateCache(MODEL)
-    long = start(MODEL, torch.randint(0, 61, (1, 500)))
+    long = prefill(MODEL, torch.randint(0, 61, (1, 500)))
     kept = store.put(long, 500, text_key("a"))
     assert sum(x.untyped_storage().nbytes() for x in kept.state.leaves()) == kept.state.nbytes == SIZE
 

@@ -22,9 +22,9 @@ from anymamba.cli.common import Progress, chat_template, decode_text, load, read
 from anymamba.core.process import catch_signals
 from anymamba.generation import GenerationState, TokenStream, stream
 from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.completion import Completion, StopFilter
+from anymamba.generation.completion import Completion, CompletionBuilder
 from anymamba.generation.pipeline import Pipeline, check_texts
-from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
+from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
 from anymamba.models.lm import MambaLM
 
 
@@ -46,7 +46,7 @@ class Session:
     ) -> None:
         """Begin, or continue from a state."""
         self.args, self.model, self.tokenizer, self.state = args, model, tokenizer, state
-        self.ends = [] if args.ignore_end else [i for i in tokenizer.end if i < model.config.vocab_size]
+        self.ends = [] if args.ignore_end else select_end_tokens(tokenizer, model.config.vocab_size)
         self.stops: list[str] = args.stop
         self.read = self.written = 0
         self.reading = self.writing = 0.0
@@ -103,26 +103,15 @@ class Session:
             self.state = tokens.state
 
     def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> tuple[list[int], str]:
-        text, output = IncrementalDecoder(self.tokenizer), StopFilter(self.stops)
-        ids: list[int] = []
-        pieces: list[str] = []
-
-        def show(piece: str) -> None:
-            pieces.append(piece)
-            print(piece, end="", flush=True)
-
+        builder = CompletionBuilder(self.tokenizer, end_tokens=self.ends, stop_texts=self.stops)
         for (token,) in tokens:
             assert token is not None
-            ids.append(token)
             self.written += 1
-            if token not in self.ends:
-                show(output.push(text.push(token)))
-            if output.stopped:
-                return ids, "".join(pieces)
-            if interrupted():
+            print(builder.add(token), end="", flush=True)
+            if builder.reason is not None or interrupted():
                 break
-        show(output.push(text.finish()) + output.rest())
-        return ids, "".join(pieces)
+        print(builder.finish(), end="", flush=True)
+        return builder.tokens, builder.text
 
     def report(self) -> None:
         """Tokens per second, to stderr."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.generation.sampling import Sampling, choose
+from anymamba.generation.sampling import Sampling, sample_tokens
 
 
 @dataclass
@@ -60,7 +60,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.
     if top_k == 1:
         return logits.argmax(-1)
     sampling = Sampling(temperature=temperature, top_k=top_k or None, top_p=top_p or 1.0, min_p=min_p)
-    return choose(logits, sampling, torch.rand(logits.shape[0]).tolist()).to(logits.device)
+    return sample_tokens(logits, sampling, torch.rand(logits.shape[0]).tolist()).to(logits.device)
 
 
 def modify_logit_for_repetition_penalty(

@@ -10,7 +10,7 @@ from anymamba.generation.generate import generate as generate
 from anymamba.generation.generate import stream as stream
 from anymamba.generation.pipeline import Pipeline as Pipeline
 from anymamba.generation.pipeline import pipeline as pipeline
-from anymamba.generation.prefill import start as start
+from anymamba.generation.prefill import prefill as prefill
 from anymamba.generation.sampling import Sampling as Sampling
 from anymamba.generation.state import GenerationState as GenerationState
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer

@@ -1,20 +1,28 @@
-"""A continuation in the making: tokens come in, text goes out, until a stop text or the end."""
+"""From tokens to text: the one path that the pipeline, the command line and the server take.
+
+A `CompletionBuilder` belongs to one row. It is given every token that the row chooses and returns the text that has
+become certain: `IncrementalDecoder` (tokenizers.py) holds back incomplete characters, `StopFilter` holds back what may
+be the beginning of a stop text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
+from anymamba.generation.sampling import TokenScore
 from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
+
+Reason = Literal["end", "stop", "length"]
 
 
 class Choice(NamedTuple):
-    """A token that was, or could have been, chosen.
+    """A token that was chosen, or could have been.
 
     Attributes:
-        token: its id.
-        text: its own text, U+FFFD for part of a character.
-        logprob: its log-probability in the model, before temperature and filters.
+        token: Token id.
+        text: Text of this token alone, with U+FFFD for part of a character.
+        logprob: Log-probability under the model, before temperature and filters.
     """
 
     token: int
@@ -23,96 +31,163 @@ class Choice(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What follows a prompt.
+    """The text that follows a prompt.
 
     Attributes:
-        text: without the prompt, the stop text or the end token.
-        tokens: the ids, including those that ended it.
-        reason: why it ended: at the "end" of a text, before a "stop" text, or at the "length" asked for.
-        choices: the tokens with their log-probabilities, if asked for.
-        alternatives: for each token, the most likely ones at its place, likeliest first, if asked for.
+        text: Text without the prompt, the stop text and the end token.
+        tokens: Token ids, including those of the stop text and the end token.
+        reason: Why the text ended: the model ended it ("end"), a stop text came ("stop"), or it reached the largest
+            number of tokens ("length").
+        choices: The tokens with their log-probabilities, if requested.
+        alternatives: The most likely candidates for each token, likeliest first, if requested.
     """
 
     text: str
     tokens: list[int]
-    reason: Literal["end", "stop", "length"]
+    reason: Reason
     choices: list[Choice] | None
     alternatives: list[list[Choice]] | None
 
 
 class CompletionBuilder:
-    """A continuation in the making.
+    """The text of one row while it is being generated: tokens in, text out.
 
     Attributes:
-        reason: why it ended; "length" until something else ends it.
+        tokens: Tokens so far, including one that ended the text.
+        text: Text so far: everything that `add` and `finish` have returned.
+        reason: Why the text ended; None while it continues.
+        resumable_text: Text of the tokens that a model has read when the row ends: of all tokens after "end" and
+            "length", of all but the last after "stop". None if that text ends within a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: list[int], stops: list[str]) -> None:
-        """Begin with no token; `ends` are the tokens, and `stops` the texts, that end it."""
-        self._text, self._until, self._ends = IncrementalDecoder(tokenizer), StopFilter(stops), ends
-        self._pieces: list[str] = []
-        self._tokens: list[int] = []
-        self._choices: list[list[Choice]] = []  # of each token: itself, and the most likely ones
-        self.reason: Literal["end", "stop", "length"] = "length"
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        end_tokens: Collection[int] = (),
+        stop_texts: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> None:
+        """Begin with no tokens.
 
-    def add(self, token: int, choices: Sequence[Choice] = ()) -> str:
-        """Add a token; returns the text that is now certain."""
-        self._tokens.append(token)
-        self._choices.append(list(choices))
-        if token in self._ends:
-            self.reason = "end"
-            return ""
-        self._pieces.append(piece := self._until.push(self._text.push(token)))
-        if self._until.stopped:
-            self.reason = "stop"
-        return piece
+        Args:
+            tokenizer: Tokenizer of the model.
+            end_tokens: Tokens that end the text and are not part of it.
+            stop_texts: Texts before which the text ends.
+            max_tokens: Number of tokens at which the text ends; unlimited if None.
+        """
+        self.tokens: list[int] = []
+        self.text = ""
+        self.reason: Reason | None = None
+        self.resumable_text: str | None = ""
+        self._tokenizer = tokenizer
+        self._end_tokens = end_tokens
+        self._max_tokens = max_tokens
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stop_filter = StopFilter(stop_texts)
+        self._decoded = ""  # what the decoder returned: `text` with what the filter holds back
+        self._logprobs: list[Sequence[TokenScore]] = []
 
-    def finish(self) -> str:
-        """The rest of the text, after the last token."""
-        if self.reason == "stop":
-            return ""
-        rest = self._until.push(self._text.finish())
-        if self._until.stopped:
+    def add(self, token: int, logprobs: Sequence[TokenScore] = ()) -> str:
+        """Add a token.
+
+        Args:
+            token: Token id.
+            logprobs: Log-probabilities of this token and then of the most likely ones, for `build`.
+
+        Returns:
+            The text that is now certain; empty while a character or a possible stop text is incomplete.
+        """
+        assert self.reason is None, "the text has ended"
+        self.tokens.append(token)
+        self._logprobs.append(logprobs)
+        # 1) An end token has no text; what was held back belongs to the text.
+        if token in self._end_tokens:
+            return self.finish("end")
+        # 2) The model reads a token after it was added, so it has read the tokens before this one.
+        self.resumable_text = self._decoded if self._decoder.is_at_boundary else None
+        # 3) Tokens become whole characters, and characters become text once no stop text can begin with them.
+        decoded = self._decoder.push(token)
+        self._decoded += decoded
+        text = self._stop_filter.push(decoded)
+        self.text += text
+        # 4) A stop text or the number of tokens ends the text.
+        if self._stop_filter.stopped:
             self.reason = "stop"
-        self._pieces.append(rest := rest + self._until.rest())
+        elif self._max_tokens is not None and len(self.tokens) >= self._max_tokens:
+            text += self.finish()
+        return text
+
+    def finish(self, reason: Reason = "length") -> str:
+        """End the text, unless it has ended; return what was held back."""
+        if self.reason is not None:
+            return ""
+        rest = self._stop_filter.push(self._decoder.finish())
+        stopped = self._stop_filter.stopped
+        rest += self._stop_filter.finish()
+        self.text += rest
+        self.reason = "stop" if stopped else reason
+        self.resumable_text = None if stopped else self.text
         return rest
 
-    def completion(self, logprobs: int | None) -> Completion:
-        """The completion so far."""
+    def build(self, logprobs: int | None = None) -> Completion:
+        """Finish the text and return it.
+
+        Args:
+            logprobs: None for tokens without log-probabilities, 0 for the tokens' own, above 0 for alternatives too.
+        """
         self.finish()
-        choices = None if logprobs is None else [found[0] for found in self._choices]
-        alternatives = [found[1:] for found in self._choices] if logprobs else None
-        return Completion("".join(self._pieces), self._tokens, self.reason, choices, alternatives)
+        assert self.reason is not None
+        choices = alternatives = None
+        if logprobs is not None:
+            described = [[self._describe(scored) for scored in scores] for scores in self._logprobs]
+            choices = [row[0] for row in described]
+            alternatives = [row[1:] for row in described] if logprobs else None
+        return Completion(self.text, self.tokens, self.reason, choices, alternatives)
+
+    def _describe(self, scored: TokenScore) -> Choice:
+        return Choice(scored.token, self._tokenizer.decode([scored.token]), scored.logprob)
 
 
 class StopFilter:
-    """Passes text on until one of the stop texts; holds back what may be the start of one."""
+    """Passes text on up to the first stop text, and holds back what may be the beginning of one.
 
-    def __init__(self, stops: list[str]) -> None:
-        """Remember the texts; `stopped` says whether one has been found."""
-        self._stops, self._held, self.stopped = stops, "", False
+    Attributes:
+        stopped: True after a stop text was found.
+    """
+
+    def __init__(self, stop_texts: Sequence[str]) -> None:
+        """Begin with no text.
+
+        Args:
+            stop_texts: Texts to stop before, none of them empty.
+        """
+        self.stopped = False
+        self._stop_texts = stop_texts
+        self._held_back = ""
 
     def push(self, text: str) -> str:
-        """Add text; returns what can be passed on, including text held back before."""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
+        """Add text; return what is certain to come before any stop text."""
+        text = self._held_back + text
+        starts = [start for stop in self._stop_texts if (start := text.find(stop)) >= 0]
+        if starts:
             self.stopped = True
-            passed, self._held = self._held[: min(found)], ""
-            return passed
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        keep = next(
-            (
-                n
-                for n in range(min(longest, len(self._held)), 0, -1)
-                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
-            ),
-            0,
-        )
-        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return passed
+            self._held_back = ""
+            return text[: min(starts)]
+        cut = len(text) - self._count_held_back(text)
+        self._held_back = text[cut:]
+        return text[:cut]
 
-    def rest(self) -> str:
-        """The text held back, after the last of it has come."""
-        rest, self._held = self._held, ""
+    def finish(self) -> str:
+        """Return what was held back: no more text follows."""
+        rest = self._held_back
+        self._held_back = ""
         return rest
+
+    def _count_held_back(self, text: str) -> int:
+        """Return the length of the longest end of `text` with which a stop text begins."""
+        longest = max((len(stop) - 1 for stop in self._stop_texts), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop_texts):
+                return length
+        return 0

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from anymamba.core.hooks import has_no_hooks
 from anymamba.generation.decoder import Decoder
-from anymamba.generation.prefill import SEGMENT_LEN, start
-from anymamba.generation.sampling import Sampling, check_integer, choose, split_keys, uniform
+from anymamba.generation.prefill import SEGMENT_LEN, prefill
+from anymamba.generation.sampling import Sampling, check_integer, draw_uniform, sample_tokens, split_keys
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -27,12 +27,12 @@ Stop = int | Sequence[int | Sequence[int]] | Tensor | None
 
 
 class Generation(NamedTuple):
-    """New tokens.
+    """New tokens of several rows.
 
     Attributes:
-        tokens: (b, n), 0 after the end of rows that stopped early.
-        lengths: how many tokens of each row count, including the stop token, (b,).
-        state: the state to continue from, if asked for.
+        tokens: Token ids (b, n), 0 after the end of rows that stopped early.
+        lengths: Number of tokens of each row that count, including the stop token (b,).
+        state: State to continue from, if requested.
     """
 
     tokens: Int[Tensor, "b n"]
@@ -40,12 +40,18 @@ class Generation(NamedTuple):
     state: GenerationState | None
 
     def rows(self) -> list[list[int]]:
-        """The tokens of each row, without what comes after its end."""
+        """Return the tokens of each row, without the padding after its end."""
         return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
-class _Stopped(NamedTuple):
-    """Rows that have stopped: their state before the last token, or the final one if there is no token."""
+class _StoppedRows(NamedTuple):
+    """Rows that have stopped.
+
+    Attributes:
+        rows: Their numbers in the batch.
+        state: Their state before `pending`.
+        pending: Their last tokens, which the model has not read; None once it has.
+    """
 
     rows: list[int]
     state: GenerationState
@@ -53,10 +59,12 @@ class _Stopped(NamedTuple):
 
 
 class TokenStream:
-    """Tokens one step at a time: each step is a list with one token per row, None for rows that have stopped.
+    """Tokens one step at a time: a list with one token per row, None for rows that have stopped.
 
-    `stream` makes one. Between two steps, and after the last, `state` is that of the rows. An exception within a
-    step, such as an interrupt, leaves the cache half changed: the stream then gives neither tokens nor its state.
+    `stream` makes one. The token of a step is chosen before the model reads it: the model runs only when a further
+    token, or the state, is asked for. Between two steps, and after the last, `state` is the state of the rows. An
+    exception within a step, such as an interrupt, leaves the cache half changed: the stream then returns neither tokens
+    nor its state.
     """
 
     def __init__(
@@ -67,116 +75,153 @@ class TokenStream:
         max_new_tokens: int,
         sampling: Sampling,
         stop: list[tuple[int, ...]],
-        owned: bool = False,
+        owns_state: bool = False,
     ) -> None:
-        """Start from a state; the arguments are the checked ones of `stream`. `owned`: nothing else uses the state."""
-        self._model, self._decoder, self._state, self._sampling = model, Decoder(model), state, sampling
+        """Start from a state.
+
+        Args:
+            model: Language model.
+            state: State of the rows.
+            max_new_tokens: Largest number of steps.
+            sampling: How tokens are chosen.
+            stop: Sequences of tokens after which a row stops.
+            owns_state: Whether nothing else uses the state, so that steps may overwrite it.
+        """
+        self._model = model
+        self._decoder = Decoder(model)
+        self._sampling = sampling
         self._seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
-        self._batch_size, self._left, self._stop = state.batch_size, max_new_tokens, stop
-        self._rows = list(range(state.batch_size))
-        self._pending: Tensor | None = None  # chosen from the state's logits, not yet fed
-        self._owned = owned  # nothing else uses the state's cache
-        self._intact = True  # no exception came between changes that belong together
-        self._tails: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())
+        self._stop = stop
         self._longest_stop = max(map(len, stop), default=0)
-        self._stopped: list[_Stopped] = []
-        self._given: dict[int, Counter[int]] = {row: Counter() for row in self._rows}  # for penalties that count
+        self._batch_size = state.batch_size
+        self._steps_left = max_new_tokens
+        self._is_intact = True  # no exception came between changes that belong together
+        # Rows that continue, by their number in the batch; `_state` and `_pending` are in this order.
+        self._rows = list(range(state.batch_size))
+        self._state = state
+        self._pending: Tensor | None = None  # chosen from the state's logits, not read yet
+        self._owns_state = owns_state
+        self._last_tokens: dict[int, tuple[int, ...]] = dict.fromkeys(self._rows, ())  # as many as a stop sequence has
+        self._token_counts: dict[int, Counter[int]] = {row: Counter() for row in self._rows}
+        self._stopped: list[_StoppedRows] = []
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Itself."""
+        """Return the stream itself."""
         return self
 
-    # Not inference mode: what comes out of here may be trained on.
+    # Not inference mode: the results may be used in training.
     @torch.no_grad()
     def __next__(self) -> list[int | None]:
-        """The next token of each row; the model is only run when a further token is asked for."""
+        """Return the next token of each row."""
         self._check_intact()
-        if not self._rows or not self._left:
+        if not self._rows or not self._steps_left:
             raise StopIteration
-        self._intact = False
-        tokens = self._next_tokens()
-        self._intact = True
+        self._is_intact = False
+        # 1) The model reads the tokens of the last step.
+        self._feed_pending()
+        # 2) Each row chooses a token from its logits, with its own random number.
+        tokens = self._choose_tokens()
+        # 3) Rows whose tokens end with a stop sequence leave the batch with their state; the others continue.
+        self._set_stopped_aside(tokens)
+        self._steps_left -= 1
+        self._is_intact = True
         return tokens
 
     @property
     @torch.no_grad()
     def state(self) -> GenerationState:
-        """The state of the rows after the tokens given so far.
+        """The state of the rows after the tokens returned so far.
 
         Raises:
-            RuntimeError: an exception ended a step before it was done.
+            RuntimeError: An exception ended a step before it was done.
         """
         self._check_intact()
-        self._intact = False
-        state = self._fed_state()
-        self._intact = True
+        self._is_intact = False
+        # 1) The model reads the last tokens of the rows that continue. The state leaves this stream, so that the next
+        #    step may not overwrite it.
+        self._feed_pending()
+        self._owns_state = False
+        # 2) It reads the last tokens of the rows that have stopped since the last call, all of them in one step.
+        self._feed_stopped()
+        # 3) All rows together, in the order of the batch.
+        parts = [(part.rows, part.state) for part in self._stopped]
+        if self._rows:
+            parts.append((self._rows, self._state))
+        state = self._state
+        if self._stopped:
+            order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+            state = GenerationState.cat([state for _, state in parts]).rows(order.to(self._model.device))
+        self._is_intact = True
         return state
 
     def _check_intact(self) -> None:
-        if not self._intact:
+        if not self._is_intact:
             raise RuntimeError(
                 "expected a stream whose steps were all finished, got one that an exception or interrupt ended within "
                 "a step: its state is lost; continue from a state that was kept earlier"
             )
 
-    def _next_tokens(self) -> list[int | None]:
-        self._feed()
-        self._left -= 1
-        state, vocab = self._state, self._model.config.vocab_size
+    def _feed_pending(self) -> None:
+        """Let the model read the tokens of the last step."""
+        if self._pending is not None and self._rows:
+            self._state = _advance(self._decoder, self._state, self._pending, in_place=self._owns_state)
+            self._owns_state = True
+        self._pending = None
+
+    def _feed_stopped(self) -> None:
+        """Let the model read the last tokens of rows that have stopped."""
+        unread = [part for part in self._stopped if part.pending is not None]
+        if not unread:
+            return
+        rows = [row for part in unread for row in part.rows]
+        state = GenerationState.cat([part.state for part in unread])
+        pending = torch.cat([part.pending for part in unread if part.pending is not None])
+        read = [part for part in self._stopped if part.pending is None]
+        self._stopped = [*read, _StoppedRows(rows, _advance(self._decoder, state, pending), None)]
+
+    def _choose_tokens(self) -> list[int | None]:
+        """Choose the next token of each row, which becomes pending."""
+        state = self._state
+        vocab_size = self._model.config.vocab_size
         uniforms = [0.0] * len(self._rows)
         if self._sampling.temperature:
             pairs = zip(state.keys.tolist(), state.counts.tolist(), strict=True)
-            uniforms = [uniform(self._seed, key, count) for key, count in pairs]
-        given = [self._given[row] for row in self._rows]
-        self._pending = choose(state.logits[:, :vocab], self._sampling, uniforms, state.seen[:, :vocab], given)
+            uniforms = [draw_uniform(self._seed, key, count) for key, count in pairs]
+        self._pending = sample_tokens(
+            state.logits[:, :vocab_size],
+            self._sampling,
+            uniforms,
+            state.seen[:, :vocab_size],
+            [self._token_counts[row] for row in self._rows],
+        )
         tokens: list[int | None] = [None] * self._batch_size
         for row, token in zip(self._rows, self._pending.tolist(), strict=True):
             tokens[row] = token
-            if self._sampling.counts_tokens:
-                self._given[row][token] += 1
-        self._set_stopped_aside(tokens)
+            if self._sampling.needs_token_counts:
+                self._token_counts[row][token] += 1
         return tokens
 
-    def _fed_state(self) -> GenerationState:
-        self._feed()
-        self._owned = False
-        if any(part.pending is not None for part in self._stopped):
-            waiting = GenerationState.cat([part.state for part in self._stopped if part.pending is not None])
-            pending = torch.cat([part.pending for part in self._stopped if part.pending is not None])
-            rows = [row for part in self._stopped if part.pending is not None for row in part.rows]
-            fed = [part for part in self._stopped if part.pending is None]
-            self._stopped = [*fed, _Stopped(rows, _advance(self._decoder, waiting, pending), None)]
-        if not self._stopped:
-            return self._state
-        parts = [(part.rows, part.state) for part in self._stopped] + [(self._rows, self._state)]
-        parts = [(rows, state) for rows, state in parts if rows]
-        order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
-        return GenerationState.cat([state for _, state in parts]).rows(order.to(self._model.device))
-
-    def _feed(self) -> None:
-        if self._pending is not None and self._rows:
-            self._state = _advance(self._decoder, self._state, self._pending, in_place=self._owned)
-            self._owned = True
-        self._pending = None
-
     def _set_stopped_aside(self, tokens: list[int | None]) -> None:
+        """Move rows whose tokens end with a stop sequence out of the batch."""
         if not self._stop or self._pending is None:
             return
-        stopped: list[int] = []
-        going: list[int] = []
+        stopping: list[int] = []
+        continuing: list[int] = []
         for i, row in enumerate(self._rows):
             token = tokens[row]
             assert token is not None
-            tail = self._tails[row] = (*self._tails[row], token)[-self._longest_stop :]
-            (stopped if any(tail[-len(s) :] == s for s in self._stop) else going).append(i)
-        if stopped:
-            rows = [self._rows[i] for i in stopped]
-            self._stopped.append(_Stopped(rows, self._state.rows(stopped), self._pending[stopped]))
-            self._rows = [self._rows[i] for i in going]
-            self._state, self._pending = self._state.rows(going), self._pending[going]
+            last = self._last_tokens[row] = (*self._last_tokens[row], token)[-self._longest_stop :]
+            (stopping if any(last[-len(stop) :] == stop for stop in self._stop) else continuing).append(i)
+        if stopping:
+            rows = [self._rows[i] for i in stopping]
+            self._stopped.append(_StoppedRows(rows, self._state.rows(stopping), self._pending[stopping]))
+            self._rows = [self._rows[i] for i in continuing]
+            self._state = self._state.rows(continuing)
+            self._pending = self._pending[continuing]
 
 
 def _advance(decoder: Decoder, state: GenerationState, tokens: Tensor, *, in_place: bool = False) -> GenerationState:
+    """Return the state after one more token per row."""
     logits, cache = decoder.step(tokens.to(decoder.model.device), state.cache, in_place=in_place)
     seen = state.seen.scatter(1, tokens.unsqueeze(1), True)
     return GenerationState(cache, logits, seen, state.keys, state.counts + 1)
@@ -193,52 +238,57 @@ def stream(
     segment_len: int = SEGMENT_LEN,
     **sampling: Any,
 ) -> TokenStream:
-    """Continue token sequences, one token at a time. Prompts are run before this returns.
+    """Continue token sequences, one token at a time. Prompts are read before this returns.
 
     Args:
-        model: the language model.
-        input_ids: prompts; may be left out to continue from a `GenerationState`.
-        max_new_tokens: the most tokens to give each row.
-        stop: token ids, or sequences of them, after which a row stops.
-        mask: for prompts of different lengths, True for real tokens (b, t), padding anywhere; or lengths (b,) of rows
-            that are padded at the end.
-        cache: what the rows continue from: a cache of the model, or the state of an earlier generation.
-        segment_len: tokens of a prompt that are computed at once.
-        sampling: how tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty, logit_bias and seed, as `anymamba.generation.Sampling` has them; greedy if none is given.
+        model: Language model.
+        input_ids: Prompts (b, t); None to continue from a `GenerationState`.
+        max_new_tokens: Largest number of tokens for each row.
+        stop: Token ids, or sequences of them, after which a row stops.
+        mask: For prompts of different lengths: True for real tokens (b, t), with padding anywhere; or lengths (b,) of
+            rows that are padded at the end.
+        cache: What the rows continue from: a cache of the model, or the state of an earlier generation.
+        segment_len: Number of tokens of a prompt computed at once.
+        sampling: How tokens are chosen: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+            frequency_penalty, logit_bias and seed, the fields of `anymamba.generation.Sampling`; greedy by default.
 
     Returns:
         An iterator of lists of tokens.
 
     Raises:
-        TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: an empty prompt, ids out of range, or sampling values out of range.
+        TypeError: An argument of the wrong type, or an unknown option.
+        ValueError: An empty prompt, token ids out of range, or sampling values out of range.
     """
-    chosen = Sampling.of(sampling)
+    # 1) Check everything before the prompts are read, which may take a while.
+    options = Sampling.from_options(sampling)
     check_integer("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    sequences = _stop_sequences(stop, model.config.vocab_size)
-    state = start(model, input_ids, cache, mask=mask, segment_len=segment_len)
+    sequences = _parse_stop(stop, model.config.vocab_size)
+    # 2) Read the prompts.
+    state = prefill(model, input_ids, cache, mask=mask, segment_len=segment_len)
+    # 3) Rows with equal prompts draw differently.
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
     state = state._replace(keys=torch.tensor(keys, dtype=torch.int64))
-    # What a prompt arrives at is ours alone: the first step need not keep it beside its own result.
-    owned = input_ids is not None and _is_unseen(model, state.cache) and not _share_memory(state.cache, cache)
-    return TokenStream(model, state, max_new_tokens=max_new_tokens, sampling=chosen, stop=sequences, owned=owned)
+    # 4) No one else holds the cache of a new prefill, so the first step may update it in place.
+    owns_state = input_ids is not None and _is_unshared(model, state.cache) and not _shares_memory(state.cache, cache)
+    return TokenStream(
+        model, state, max_new_tokens=max_new_tokens, sampling=options, stop=sequences, owns_state=owns_state
+    )
 
 
-def _is_unseen(model: MambaLM, cache: LMCache) -> bool:
-    """Whether no hook or subclass can have kept a cache that the model returned, and steps may overwrite it."""
+def _is_unshared(model: MambaLM, cache: LMCache) -> bool:
+    """Return whether no hook or subclass can have kept a cache that the model returned, and steps may overwrite it."""
     is_plain = type(model) is MambaLM and all(map(has_no_hooks, model.modules()))
     return is_plain and not any(x.is_inference() for x in cache.leaves())
 
 
-def _share_memory(new: LMCache, given: LMCache | GenerationState | None) -> bool:
-    """Whether a tensor of a new cache lies in the memory of what was given."""
-    given = given.cache if isinstance(given, GenerationState) else given
-    if given is None:
+def _shares_memory(new: LMCache, earlier: LMCache | GenerationState | None) -> bool:
+    """Return whether a tensor of a new cache is stored in the memory of an earlier one."""
+    if earlier is None:
         return False
-    storages = {x.untyped_storage().data_ptr() for x in given.leaves()}
+    cache = earlier.cache if isinstance(earlier, GenerationState) else earlier
+    storages = {x.untyped_storage().data_ptr() for x in cache.leaves()}
     return any(x.untyped_storage().data_ptr() in storages for x in new.leaves())
 
 
@@ -250,19 +300,19 @@ def generate(
     return_state: bool = False,
     **options: Any,
 ) -> Generation:
-    """Continue token sequences: `stream`, which has the other options, to its end.
+    """Continue token sequences, and return all new tokens at once.
 
     Args:
-        model: the language model.
-        input_ids: prompts; may be left out to continue from a `GenerationState`.
-        max_new_tokens: the most tokens to give each row.
-        return_state: also return the state of the rows, which takes one more step of the model.
-        options: of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, penalties, logit_bias
-            and seed.
+        model: Language model.
+        input_ids: Prompts (b, t); None to continue from a `GenerationState`.
+        max_new_tokens: Largest number of tokens for each row.
+        return_state: Also return the state of the rows, which costs one more step of the model.
+        options: Options of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, penalties,
+            logit_bias and seed.
 
     Returns:
         `tokens` (b, n), 0 after the end of rows that stopped early; `lengths` (b,), how many of them count, including
-        the stop token; `state`, a `GenerationState` to continue from, if asked for; and `rows()`, the tokens that count
+        the stop token; `state`, a `GenerationState` to continue from, if requested; and `rows()`, the tokens that count
         as lists.
     """
     tokens = stream(model, input_ids, max_new_tokens, **options)
@@ -281,9 +331,9 @@ def generate(
     )
 
 
-def _stop_sequences(stop: Stop, vocab_size: int) -> list[tuple[int, ...]]:
-    """Every stop sequence as checked token ids."""
-    sequences = [tuple(_token(token) for token in _several(entry)) for entry in _several(stop)]
+def _parse_stop(stop: Stop, vocab_size: int) -> list[tuple[int, ...]]:
+    """Return every stop sequence as checked token ids."""
+    sequences = [tuple(_parse_token(token) for token in _as_iterable(entry)) for entry in _as_iterable(stop)]
     for sequence in sequences:
         if not sequence:
             raise ValueError("a stop sequence must have at least one token, got an empty one")
@@ -292,8 +342,8 @@ def _stop_sequences(stop: Stop, vocab_size: int) -> list[tuple[int, ...]]:
     return sequences
 
 
-def _several(entry: Any) -> Iterable[Any]:
-    """A list of stop sequences from one, several or None."""
+def _as_iterable(entry: Any) -> Iterable[Any]:
+    """Return one entry, several or None as several."""
     if entry is None:
         return []
     if isinstance(entry, Tensor):
@@ -301,7 +351,7 @@ def _several(entry: Any) -> Iterable[Any]:
     return entry if isinstance(entry, Iterable) and not isinstance(entry, str | bytes) else [entry]
 
 
-def _token(entry: Any) -> int:
+def _parse_token(entry: Any) -> int:
     if isinstance(entry, str | bytes):
         raise TypeError(f"stop must be token ids, got the text {entry!r}: encode it with the tokenizer")
     try:

@@ -1,17 +1,24 @@
-"""Prompts into states, in segments of fixed length, so that memory does not grow with the prompt.
+"""Prefill: prompts become states, segment by segment, so that memory does not grow with the prompt.
 
-Letters: b batch, t time, v vocabulary, d d_model.
+`prefill` reads the prompts of a batch to their ends. `Prefill` is the same procedure one segment at a time: the server
+decodes other rows between two segments, and keeps states on the way.
+
+Letters: b batch, t time, v vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anymamba.core.layout import Padding
-from anymamba.generation.sampling import check_integer, row_key
+from anymamba.core.linear import apply_linear
+from anymamba.generation.sampling import TokenScore, check_integer, hash_tokens, score_token
 from anymamba.generation.state import GenerationState
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
@@ -20,7 +27,7 @@ SEGMENT_LEN = 2048
 
 
 @torch.no_grad()
-def start(
+def prefill(
     model: MambaLM,
     input_ids: Int[Tensor, "b t"] | None,
     cache: LMCache | GenerationState | None = None,
@@ -28,83 +35,204 @@ def start(
     mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     segment_len: int = SEGMENT_LEN,
 ) -> GenerationState:
-    """Run prompts through the model, ready to generate.
+    """Read prompts, ready to generate.
 
     Args:
-        model: the language model.
-        input_ids: prompts, (b, t); None to take a `GenerationState` as it is.
-        cache: what the rows continue from: a cache of the model, or the state of an earlier generation.
-        mask: True for real tokens (b, t), padding anywhere; or lengths (b,) of rows that are padded at the end.
-        segment_len: tokens that are computed at once.
+        model: Language model.
+        input_ids: Prompts (b, t); None to use a `GenerationState` as it is.
+        cache: What the rows continue from: a cache of the model, or the state of an earlier generation.
+        mask: True for real tokens (b, t), with padding anywhere; or lengths (b,) of rows that are padded at the end.
+        segment_len: Number of tokens computed at once.
 
     Returns:
         The state of the rows after their prompts.
 
     Raises:
-        TypeError: prompts or a cache of the wrong type.
-        ValueError: a row without tokens, or ids out of range.
+        TypeError: Prompts or a cache of the wrong type.
+        ValueError: A row without tokens, or token ids out of range.
     """
     _check_cache(cache)
     check_integer("segment_len", segment_len)
-    earlier = cache if isinstance(cache, GenerationState) else None
     if input_ids is None:
         if mask is not None:
             raise ValueError("a mask needs the prompts it belongs to (input_ids), got a mask alone")
-        if earlier is None:
+        if not isinstance(cache, GenerationState):
             raise ValueError("generation needs a prompt (input_ids), or the state of an earlier generation as cache")
-        return earlier
-    prompts = _prompts(model, input_ids, mask)
+        return cache
+    prompts = _split_rows(model, input_ids, mask)
     if cache is not None and cache.batch_size != len(prompts):
         raise ValueError(f"the cache must have {len(prompts)} rows, one for each prompt, got {cache.batch_size}")
     if not prompts:
         raise ValueError("generation needs at least one row, got a batch of 0")
-    logits, new = prefill(model, prompts, earlier.cache if earlier else cache, segment_len)  # type: ignore[arg-type]
-    vocab = model.config.padded_vocab_size
-    seen = torch.zeros(len(prompts), vocab, dtype=torch.bool) if earlier is None else earlier.seen.clone()
-    for row, prompt in zip(seen, prompts, strict=True):
-        row[prompt.cpu()] = True
-    if earlier is not None:
-        return GenerationState(new, logits, seen, earlier.keys, earlier.counts)
-    keys = torch.tensor([row_key(prompt) for prompt in prompts], dtype=torch.int64)
-    return GenerationState(new, logits, seen, keys, torch.zeros_like(keys))
+    reader = Prefill(model, prompts, cache, segment_len=segment_len)
+    state = None
+    while not reader.is_done:
+        state = reader.read_segment()
+    assert state is not None
+    return state
 
 
-@torch.no_grad()
-def prefill(
-    model: MambaLM, prompts: list[Tensor], cache: LMCache | None = None, segment_len: int = SEGMENT_LEN
-) -> tuple[Float[Tensor, "b v"], LMCache]:
-    """Run the model over prompts of any lengths; a row that has ended is not computed any further.
+class _FinishedRows(NamedTuple):
+    """Rows whose prompts have been read to the end."""
 
-    Args:
-        model: the language model.
-        prompts: the token ids of each row, at least one.
-        cache: what the rows continue from; a fresh start if not given.
-        segment_len: tokens that are computed at once.
+    rows: list[int]
+    logits_bv: Tensor
+    cache: LMCache
 
-    Returns:
-        The logits of the token that follows each row (b, v), and the cache after it.
+
+class Prefill:
+    """Prompts of one batch on their way into a model, one segment at a time.
+
+    Segments are cut at multiples of `segment_len` from where reading starts, whatever else runs, so a prompt gives the
+    same bits each time. Rows may have different lengths; one that has ended is not computed any further.
+
+    Attributes:
+        position: Number of tokens of the longest prompt that have been read.
+        prompt_scores: Log-probabilities of the tokens read so far, if requested: the token's own and those of the
+            most likely ones; nothing for the first token of a text.
     """
-    if segment_len < 1:
-        raise ValueError(f"segment_len must be at least 1, got {segment_len}")
-    lengths = [len(prompt) for prompt in prompts]
-    active, done, caches, logits = list(range(len(prompts))), [], [], []
-    for begin in range(0, max(lengths), segment_len):
-        end = begin + segment_len
-        ids_bt, lengths_b = _batch([prompts[row][begin:end] for row in active])
-        ending = [i for i, row in enumerate(active) if lengths[row] <= end]
-        staying = [i for i, row in enumerate(active) if lengths[row] > end]
-        output = model(ids_bt, cache, mask=lengths_b, logits="last" if ending else "none")
-        cache = output.cache
-        if not ending:
-            continue
-        logits.append(output.logits[ending, 0] if staying else output.logits[:, 0])
-        caches.append(cache.rows(ending) if staying else cache)
-        done += [active[i] for i in ending]
-        active, cache = [active[i] for i in staying], cache.rows(staying) if staying else cache
-    if len(caches) == 1:
-        return logits[0], caches[0]
-    back = torch.tensor(done, device=logits[0].device).argsort()
-    return torch.cat(logits)[back], LMCache.cat(caches).rows(back)
+
+    def __init__(
+        self,
+        model: MambaLM,
+        prompts: Sequence[Tensor | list[int]],
+        earlier: LMCache | GenerationState | None = None,
+        *,
+        segment_len: int = SEGMENT_LEN,
+        keeps_state_at: Callable[[int], bool] | None = None,
+        logprobs: int | None = None,
+    ) -> None:
+        """Prepare to read.
+
+        Args:
+            model: Language model.
+            prompts: Token ids of each row, at least one token each.
+            earlier: What the rows continue from; the zero state if None.
+            segment_len: Number of tokens computed at once, at least 1.
+            keeps_state_at: Returns whether the state at a position before the end is needed too.
+            logprobs: Number of most likely tokens to score for each token of a single prompt; None for no scores.
+
+        Raises:
+            ValueError: A prompt without tokens, or a segment length below 1.
+        """
+        if segment_len < 1:
+            raise ValueError(f"segment_len must be at least 1, got {segment_len}")
+        assert logprobs is None or len(prompts) == 1
+        self.position = 0
+        self.prompt_scores: list[list[TokenScore]] = []
+        self._model = model
+        self._prompts = [torch.as_tensor(prompt, dtype=torch.int64, device=model.device) for prompt in prompts]
+        self._lengths = [len(prompt) for prompt in self._prompts]
+        if 0 in self._lengths:
+            raise ValueError(f"a prompt must have at least one token, got none in row {self._lengths.index(0)}")
+        self._earlier = earlier if isinstance(earlier, GenerationState) else None
+        self._cache = earlier.cache if isinstance(earlier, GenerationState) else earlier
+        self._segment_len = segment_len
+        self._keeps_state_at = keeps_state_at
+        self._logprobs = logprobs
+        self._active = list(range(len(prompts)))  # rows with tokens left; `_cache` is theirs
+        self._finished: list[_FinishedRows] = []
+        self._last_logits_1v: Tensor | None = None  # to score the first token of the next segment
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens of the longest prompt still to be read."""
+        return max(0, max(self._lengths) - self.position)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every prompt has been read."""
+        return self.remaining == 0
+
+    @torch.no_grad()
+    def read_segment(self) -> GenerationState | None:
+        """Read the next segment of every row that has tokens left.
+
+        Returns:
+            The state of all rows at the end of the prompts, and at positions where `keeps_state_at` asks for it; None
+            elsewhere.
+        """
+        # 1) Cut the segment out of the rows that have tokens left.
+        begin = self.position
+        end = min(begin + self._segment_len, max(self._lengths))
+        segments = [self._prompts[row][begin:end] for row in self._active]
+        ending = [i for i, row in enumerate(self._active) if self._lengths[row] <= end]
+        staying = [i for i, row in enumerate(self._active) if self._lengths[row] > end]
+        is_kept = bool(staying) and self._keeps_state_at is not None and self._keeps_state_at(end)
+        # 2) Run the model over them. Only a row's last logits are ever needed, and only where a state is returned.
+        logits_bv, cache = self._run(segments, with_logits=bool(ending) or is_kept)
+        # 3) Set rows that have ended aside, so that the others do not wait for padding.
+        if ending:
+            assert logits_bv is not None
+            rows = [self._active[i] for i in ending]
+            self._finished.append(
+                _FinishedRows(rows, logits_bv[ending], cache.rows(ending))
+                if staying
+                else _FinishedRows(rows, logits_bv, cache)
+            )
+            if staying:
+                cache = cache.rows(staying)
+                logits_bv = logits_bv[staying]
+            self._active = [self._active[i] for i in staying]
+        self._cache = cache
+        self.position = end
+        # 4) Put the rows together again where their state is asked for.
+        if staying and not is_kept:
+            return None
+        active = []
+        if staying:
+            assert logits_bv is not None
+            active = [_FinishedRows(self._active, logits_bv, cache)]
+        return self._make_state([*self._finished, *active])
+
+    def _run(self, segments: list[Tensor], with_logits: bool) -> tuple[Tensor | None, LMCache]:
+        """Run the model over a segment of each active row; return the last logits (b, v) and the cache after it."""
+        ids_bt, lengths_b = _stack_rows(segments)
+        if self._logprobs is not None:
+            return self._run_scored(ids_bt)
+        output = self._model(ids_bt, self._cache, mask=lengths_b, logits="last" if with_logits else "none")
+        return (output.logits[:, 0] if with_logits else None), output.cache
+
+    def _run_scored(self, ids_1t: Tensor) -> tuple[Tensor, LMCache]:
+        """Run the model over a segment of one row, and score each token with the logits before it."""
+        model = self._model
+        hidden_1td, cache = model.backbone(ids_1t, self._cache)
+        # A head rounds one row differently from many, so the last logits are computed as they are without scores.
+        last_1v = apply_linear(model.lm_head, hidden_1td[:, -1:])[:, 0]
+        logits_tv = apply_linear(model.lm_head, hidden_1td)[0]
+        before = [self._last_logits_1v, *logits_tv[:-1].split(1)]
+        for logits_1v, token in zip(before, ids_1t[0].tolist(), strict=True):
+            self.prompt_scores.append([] if logits_1v is None else self._score(logits_1v[0], token))
+        self._last_logits_1v = logits_tv[-1:].clone()
+        return last_1v, cache
+
+    def _score(self, logits_v: Tensor, token: int) -> list[TokenScore]:
+        assert self._logprobs is not None
+        return score_token(logits_v[: self._model.config.vocab_size], token, self._logprobs)
+
+    def _make_state(self, parts: list[_FinishedRows]) -> GenerationState:
+        """Return the state of all rows, in their order, after the tokens read so far."""
+        if len(parts) == 1:
+            logits_bv = parts[0].logits_bv
+            cache = parts[0].cache
+        else:
+            order = torch.tensor([row for part in parts for row in part.rows], device=parts[0].logits_bv.device)
+            order = order.argsort()
+            logits_bv = torch.cat([part.logits_bv for part in parts])[order]
+            cache = LMCache.cat([part.cache for part in parts]).rows(order)
+        earlier = self._earlier
+        tokens = [prompt[: self.position].cpu() for prompt in self._prompts]
+        if earlier is None:
+            seen_bv = torch.zeros(len(tokens), self._model.config.padded_vocab_size, dtype=torch.bool)
+            keys_b = torch.tensor([hash_tokens(row) for row in tokens], dtype=torch.int64)
+            counts_b = torch.zeros_like(keys_b)
+        else:
+            seen_bv = earlier.seen.clone()
+            keys_b = earlier.keys
+            counts_b = earlier.counts
+        for seen_v, row in zip(seen_bv, tokens, strict=True):
+            seen_v[row] = True
+        return GenerationState(cache, logits_bv, seen_bv, keys_b, counts_b)
 
 
 def _check_cache(cache: object) -> None:
@@ -114,16 +242,16 @@ def _check_cache(cache: object) -> None:
     raise TypeError(f"cache must be a GenerationState or an LMCache, got {type(cache).__name__}{''.join(hints[:1])}")
 
 
-def _batch(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Rows as one batch (b, t), with their lengths (b,) if they differ."""
-    lengths = [len(part) for part in parts]
+def _stack_rows(segments: list[Tensor]) -> tuple[Int[Tensor, "b t"], Int[Tensor, " b"] | None]:
+    """Return rows as one batch (b, t), with their lengths (b,) if these differ."""
+    lengths = [len(segment) for segment in segments]
     if len(set(lengths)) == 1:
-        return torch.stack(parts), None
-    return pad_sequence(parts, batch_first=True), torch.tensor(lengths, device=parts[0].device)
+        return torch.stack(segments), None
+    return pad_sequence(segments, batch_first=True), torch.tensor(lengths, device=segments[0].device)
 
 
-def _prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The real tokens of each row, on the model's device, checked."""
+def _split_rows(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Return the real tokens of each row, checked."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"input_ids must be a tensor (b, t), got {type(input_ids).__name__}; torch.tensor([ids]) makes one from a "
@@ -147,7 +275,8 @@ def _prompts(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Ten
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"a prompt must have at least one token, got none in row {i}")
-        low, high = int(prompt.min()), int(prompt.max())
+        low = int(prompt.min())
+        high = int(prompt.max())
         if low < 0 or high > largest:
             raise ValueError(f"token ids must be between 0 and {largest}, got {low} to {high} in row {i}")
-    return [prompt.to(model.device) for prompt in prompts]
+    return prompts

@@ -1,7 +1,7 @@
-"""From logits to tokens: filters, and randomness that belongs to a row and not to its batch.
+"""From logits to tokens: penalties, filters, and randomness that belongs to a row and not to its batch.
 
-A row draws its n-th token with a number in [0, 1) that is a hash of the seed, the row's key and n. So a row gives the
-same tokens in any batch, and continues in another process from where it stopped.
+A row draws its n-th token with a number in [0, 1) that is a hash of the seed, the row's key and n. So a row draws the
+same tokens in any batch, and another process can continue it where it stopped.
 
 Letters: b batch, v vocabulary.
 """
@@ -15,7 +15,7 @@ import numbers
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +31,21 @@ _Numbers = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen; filters apply in the order of the fields.
+    """Options for choosing the next token, applied in the order of the fields.
 
     Attributes:
-        repetition_penalty: above 1, makes tokens that a row has had before less likely: their logits are divided by it
-            if positive, else multiplied.
-        presence_penalty: subtracted from the logits of tokens that a row has been given since generation began.
-        frequency_penalty: subtracted from them once for each time the row has been given the token.
-        logit_bias: numbers added to the logits of these tokens.
-        temperature: 0 always takes the most likely token; otherwise the logits are divided by it and a token is drawn.
-            If not given: 1 with a seed, top_k, top_p or min_p, which ask for draws, and 0 without.
-        top_k: draw from the k most likely tokens only.
-        top_p: draw from the most likely tokens that together reach this probability.
-        min_p: draw from tokens at least this many times as likely as the most likely.
-        seed: makes draws repeatable: a row's tokens depend on it and on the row alone, not on its batch, nor on
-            `torch.manual_seed`. A new one each time if not given.
+        repetition_penalty: Factor for tokens that have occurred in the row: their logits are divided by it if positive,
+            and multiplied if negative. Above 1 makes repetition less likely.
+        presence_penalty: Number subtracted from the logits of tokens that were generated in the row.
+        frequency_penalty: Number subtracted from these logits for each time that the token was generated.
+        logit_bias: Numbers added to the logits of these tokens.
+        temperature: Divisor of the logits before a token is drawn; 0 takes the most likely token. If None: 1 with a
+            seed, top_k, top_p or min_p, which ask for draws, and 0 without.
+        top_k: Number of most likely tokens to draw from; all if None.
+        top_p: Probability that the most likely tokens to draw from reach together.
+        min_p: Least probability of a token to draw, relative to the most likely one.
+        seed: Seed of the draws. They depend on it and on the row alone, not on the batch or on `torch.manual_seed`. A
+            new one each time if None.
     """
 
     repetition_penalty: int | float = 1.0
@@ -59,7 +59,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that are not numbers or out of range; fill in what was left open."""
+        """Check every value, and resolve the default temperature."""
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) and not (value is None and name == "temperature"):
@@ -77,102 +77,120 @@ class Sampling:
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
             ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),
         )
-        for name, expected, fine in checks:
-            if not fine:
+        for name, expected, is_valid in checks:
+            if not is_valid:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
         if self.temperature is None:
-            draws = self.seed is not None or self.top_k is not None or self.top_p != 1 or self.min_p != 0
-            object.__setattr__(self, "temperature", 1.0 if draws else 0.0)
+            is_drawn = self.seed is not None or self.top_k is not None or self.top_p != 1 or self.min_p != 0
+            object.__setattr__(self, "temperature", 1.0 if is_drawn else 0.0)
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether it depends on how often a row has been given a token."""
+    def needs_token_counts(self) -> bool:
+        """Whether a penalty depends on how often a token was generated."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @staticmethod
-    def of(fields: dict[str, Any]) -> Sampling:
-        """From keywords.
+    def from_options(options: dict[str, Any]) -> Sampling:
+        """Return the sampling that keyword arguments ask for.
 
         Raises:
-            TypeError: an unknown field.
+            TypeError: An unknown option.
         """
         known = [field.name for field in dataclasses.fields(Sampling)]
-        for name in fields:
+        for name in options:
             if name not in known:
                 suggestion = suggest(name, known) or f"; the options are {', '.join(known)}"
                 raise TypeError(f"generation has no option {name!r}{suggestion}")
-        return Sampling(**fields)
+        return Sampling(**options)
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Raise TypeError for anything but a whole number."""
+    """Raise TypeError for anything but an integer."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {value!r}")
 
 
 def _check_bias(bias: Any) -> None:
     if bias is None:
         return
     if not isinstance(bias, Mapping):
-        raise TypeError(f"logit_bias must be a table of token ids and numbers, got {bias!r}")
+        raise TypeError(f"logit_bias must map token ids to numbers, got {bias!r}")
     for token, value in bias.items():
         check_integer("a token of logit_bias", token)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(f"logit_bias must have finite numbers, got {value!r} for token {token}")
 
 
-def choose(
+class TokenScore(NamedTuple):
+    """A token and its log-probability under the model, before temperature and filters."""
+
+    token: int
+    logprob: float
+
+
+def score_token(logits_v: Float[Tensor, " v"], token: int, alternatives: int) -> list[TokenScore]:
+    """Return the log-probability of a token, followed by those of the most likely ones, likeliest first."""
+    logprobs_v = logits_v.to("cpu", torch.float32).log_softmax(-1)
+    ids = [token, *logprobs_v.topk(min(alternatives, len(logprobs_v))).indices.tolist()]
+    return [TokenScore(i, logprobs_v[i].item()) for i in ids]
+
+
+def sample_tokens(
     logits: Float[Tensor, "b v"],
     sampling: Sampling,
     uniforms: Sequence[float],
     seen: Bool[Tensor, "b v"] | None = None,
-    given: Sequence[Mapping[int, int]] | None = None,
+    token_counts: Sequence[Mapping[int, int]] | None = None,
 ) -> Int[Tensor, " b"]:
     """Choose the next token of each row.
 
     Args:
-        logits: (b, v), in any dtype, on any device.
-        sampling: filters and temperature.
-        uniforms: a number in [0, 1) for each row; not used for temperature 0.
-        seen: True for tokens that the repetition penalty applies to, (b, v).
-        given: for each row, the tokens that it has been given and how often, for the other penalties.
+        logits: Logits (b, v), in any dtype, on any device.
+        sampling: Penalties, filters and temperature.
+        uniforms: A number in [0, 1) for each row; not used at temperature 0.
+        seen: True for tokens that the repetition penalty applies to (b, v).
+        token_counts: For each row, how often each token was generated, for the other penalties.
 
     Returns:
         Token ids (b,), on the CPU.
 
     Raises:
-        ValueError: a row's logits are not finite, or a bias is for a token that does not exist.
+        ValueError: A row's logits are not finite, or a bias is for a token that does not exist.
     """
+    # 1) Penalties and biases, in float32 on the CPU whatever the model computes in.
     logits = logits.to("cpu", torch.float32)
     if sampling.repetition_penalty != 1 and seen is not None:
         penalized = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = torch.where(seen, penalized, logits)
-    logits = _biased(logits, sampling, given)
+    logits = _add_biases(logits, sampling, token_counts)
+    # 2) Greedy rows are done.
     largest, greedy = logits.max(dim=-1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError(f"the model's logits are not finite: the largest of each row are {largest.tolist()}")
     if not sampling.temperature:
         return greedy
-    # A smaller divisor is 0 in float32, and the largest logit 0 / 0.
+    # 3) Probabilities at the temperature. A smaller divisor is 0 in float32, and the largest logit would be 0 / 0.
     temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
     p_bv = ((logits - largest.unsqueeze(-1)) / temperature).softmax(-1)
+    # 4) One draw per row, from the candidates that the filters leave.
     return torch.tensor([_draw(p_v, sampling, u) for p_v, u in zip(p_bv.numpy(), uniforms, strict=True)])
 
 
-def _biased(
-    logits: Float[Tensor, "b v"], sampling: Sampling, given: Sequence[Mapping[int, int]] | None
+def _add_biases(
+    logits: Float[Tensor, "b v"], sampling: Sampling, token_counts: Sequence[Mapping[int, int]] | None
 ) -> Float[Tensor, "b v"]:
-    """The logits minus the penalties for tokens that rows have been given, plus the bias."""
-    bias, counts = sampling.logit_bias or {}, given if sampling.counts_tokens and given is not None else []
+    """Return the logits with the bias, and without the penalties for tokens that were generated."""
+    bias = sampling.logit_bias or {}
+    counts = token_counts if sampling.needs_token_counts and token_counts is not None else []
     if bias and not 0 <= min(bias) <= max(bias) < logits.shape[1]:
         raise ValueError(f"logit_bias must be for tokens 0 to {logits.shape[1] - 1}, got {min(bias)} to {max(bias)}")
     if not bias and not any(counts):
         return logits
     logits = logits.clone()
-    for row, had in zip(logits, counts, strict=bool(counts)):
-        if had:
-            times = torch.tensor(list(had.values()), dtype=torch.float32)
-            row[list(had)] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    for row, count_of in zip(logits, counts, strict=bool(counts)):
+        if count_of:
+            times = torch.tensor(list(count_of.values()), dtype=torch.float32)
+            row[list(count_of)] -= sampling.presence_penalty + sampling.frequency_penalty * times
     if bias:
         logits[:, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
     return logits
@@ -194,10 +212,10 @@ def _draw(p_v: _Numbers, sampling: Sampling, uniform: float) -> int:
 
 
 def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[int], int]]:
-    """The candidates that top-k and top-p leave.
+    """Return the candidates that top-k and top-p leave.
 
     Returns:
-        Probabilities, most likely first (in the vocabulary's order if all are left), and the token at each place.
+        Probabilities, most likely first (in the vocabulary's order if all are left), and the token at each index.
     """
     size = p_v.shape[0]
     if sampling.top_k is None and sampling.top_p == 1:
@@ -206,12 +224,12 @@ def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[
     top, ids = torch.from_numpy(p_v).topk(min(sampling.top_k or _FIRST_CANDIDATES, size))
     p = top.numpy()
     mass = sampling.top_p if sampling.top_k is None else sampling.top_p * float(p.sum(dtype=np.float64))
-    kept = _nucleus(p, mass)
-    if kept or sampling.top_k is not None or p.shape[0] == size:
-        return p[: kept or size], lambda index: int(ids[index])
-    # Sorting numbers alone is many times faster than sorting them with their places.
+    size_of_nucleus = _count_nucleus(p, mass)
+    if size_of_nucleus or sampling.top_k is not None or p.shape[0] == size:
+        return p[: size_of_nucleus or size], lambda index: int(ids[index])
+    # Sorting numbers alone is many times faster than sorting them with their indices.
     sorted_p = np.sort(p_v)[::-1]
-    sorted_p = sorted_p[: _nucleus(sorted_p, mass) or size]
+    sorted_p = sorted_p[: _count_nucleus(sorted_p, mass) or size]
 
     def token_at(index: int) -> int:
         before = int((sorted_p[:index] == sorted_p[index]).sum())
@@ -220,14 +238,14 @@ def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[
     return sorted_p, token_at
 
 
-def _nucleus(p: _Numbers, mass: float) -> int:
-    """How many of the descending probabilities it takes to reach `mass`; 0 if all of them do not."""
+def _count_nucleus(p: _Numbers, mass: float) -> int:
+    """Return how many of the descending probabilities reach `mass` together; 0 if all of them do not."""
     index = int(np.searchsorted(np.cumsum(p, dtype=np.float64), mass))
     return index + 1 if index < p.shape[0] else 0
 
 
-def row_key(tokens: Int[Tensor, " t"]) -> int:
-    """The key of a row that starts with these tokens: a hash."""
+def hash_tokens(tokens: Int[Tensor, " t"]) -> int:
+    """Return the sampling key of a row that starts with these tokens."""
     return _hash(tokens.to("cpu", torch.int64).numpy().tobytes())
 
 
@@ -241,11 +259,11 @@ def split_keys(keys: Sequence[int], counts: Sequence[int]) -> list[int]:
     return result
 
 
-def uniform(seed: int, key: int, count: int) -> float:
-    """The number in [0, 1) with which a row draws its `count`-th token."""
+def draw_uniform(seed: int, key: int, count: int) -> float:
+    """Return the number in [0, 1) with which a row draws its `count`-th token."""
     return (_hash(struct.pack("<QqQ", seed % 2**64, key, count)) & (2**53 - 1)) / 2**53
 
 
 def _hash(content: bytes) -> int:
-    """A hash as a signed 64-bit number."""
+    """Return a hash as a signed 64-bit integer."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -219,39 +219,47 @@ def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
     return fetch(str(name), *COMPANION_FILES, instead="a tokenizer.json") / COMPANION_FILES[0]
 
 
+def select_end_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Return the tokens that end a text and that a model with this vocabulary can generate."""
+    return [token for token in tokenizer.end if token < vocab_size]
+
+
 class IncrementalDecoder:
-    """Text from tokens that come one at a time, never half a character."""
+    """Text from tokens that come one at a time, never part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start a text."""
         self._tokenizer = tokenizer
-        # A token's text may depend on the tokens before it, so those after the last whole text are kept and decoded
-        # again with every new one.
+        # A token's text may depend on the tokens before it, so the tokens of the last complete text are kept and
+        # decoded again with every new one.
         self._ids: list[int] = []
-        self._kept = 0  # how many of them belong to text that has been given
-        self._given = 0  # how many characters of their text have been given
+        self._returned_ids = 0  # how many of them belong to text that was returned
+        self._returned_characters = 0  # how many characters of their text were returned
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is now certain, which may be empty."""
+        """Add a token; return the text that is now certain, which may be empty."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # An unfinished character decodes to replacement characters, and with some tokenizers so do the bytes before it.
-        unfinished = 0 if len(self._ids) > _WINDOW else len(text) - len(text.rstrip(_REPLACEMENT))
-        certain = text[self._given : len(text) - unfinished]
-        if unfinished or not certain:
-            self._given += len(certain)
+        # An incomplete character decodes to replacement characters, and with some tokenizers so do the bytes before it.
+        incomplete = 0 if len(self._ids) > _WINDOW else len(text) - len(text.rstrip(_REPLACEMENT))
+        certain = text[self._returned_characters : len(text) - incomplete]
+        if incomplete or not certain:
+            self._returned_characters += len(certain)
         else:
-            self._ids = self._ids[self._kept :]
-            self._kept, self._given = len(self._ids), len(self._tokenizer.decode(self._ids))
+            self._ids = self._ids[self._returned_ids :]
+            self._returned_ids = len(self._ids)
+            self._returned_characters = len(self._tokenizer.decode(self._ids))
         return certain
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the text of all tokens so far has been given: no character is incomplete."""
-        return self._kept == len(self._ids)
+    def is_at_boundary(self) -> bool:
+        """Whether the text of all tokens so far was returned: no character is incomplete."""
+        return self._returned_ids == len(self._ids)
 
     def finish(self) -> str:
-        """The rest, a character that stayed incomplete as U+FFFD."""
-        text = self._tokenizer.decode(self._ids)[self._given :]
-        self._ids, self._kept, self._given = [], 0, 0
+        """Return the rest of the text; a character that stayed incomplete becomes U+FFFD."""
+        text = self._tokenizer.decode(self._ids)[self._returned_characters :]
+        self._ids = []
+        self._returned_ids = 0
+        self._returned_characters = 0
         return text

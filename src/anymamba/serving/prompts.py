@@ -157,19 +157,19 @@ class ChatPrompt(Prompt):
 
     def on_end(self, row: Continuation, state: GenerationState) -> None:
         """Remember the end of the turn, for `finalize`."""
-        if row.known_text is not None:
+        if row.completion.resumable_text is not None:
             self._ends.append((row, state))
 
     def finalize(self) -> None:
         """Keep the ends of turns under the text so far, as it was written and as the template writes it again."""
         while self._ends:
             row, state = self._ends.pop()
-            assert row.known_text is not None
-            texts = {self._text + row.known_text}
-            if row.reason != "stop" and (again := self._rendered(row.text)) is not None:
+            assert row.completion.resumable_text is not None
+            texts = {self._text + row.completion.resumable_text}
+            if row.completion.reason != "stop" and (again := self._rendered(row.completion.text)) is not None:
                 texts.add(again)
             keys = [*map(text_key, texts), *([] if self._session is None else [self._session])]
-            kept = self._store.put(state, self._tokens + row.written - (row.pending is not None), *keys)
+            kept = self._store.put(state, self._tokens + len(row.completion.tokens) - (row.pending is not None), *keys)
             if self._session is not None:
                 self._store.save(kept)
 
@@ -225,7 +225,7 @@ class SessionPrompt(Prompt):
 
     def on_end(self, row: Continuation, state: GenerationState) -> None:
         """Keep the new state."""
-        self._kept = self._store.put(state, self._tokens + row.written, self._session)
+        self._kept = self._store.put(state, self._tokens + len(row.completion.tokens), self._session)
 
     def finalize(self) -> None:
         """Write the state to disk, if there is a directory."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 from anymamba.generation.sampling import split_keys
-from anymamba.generation.tokenizers import Tokenizer
+from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
 from anymamba.models.lm import MambaLM
 from anymamba.serving.api.errors import ApiError, invalid_value, too_many_requests
 from anymamba.serving.api.requests import GenerationRequest, Limits
@@ -64,7 +64,7 @@ class Service:
         self.cache, self.limits, self.metrics, self.created = cache, limits, Metrics(), int(time.time())
         self.state_bytes = model.init_cache(1).nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
         self._chat_stops, self._options = stops, engine or {}
-        self._ends = frozenset(i for i in tokenizer.end if i < model.config.vocab_size)
+        self._ends = frozenset(select_end_tokens(tokenizer, model.config.vocab_size))
         self._busy: set[Key] = set()
         self._engine: Engine | None = None
         self.open = 0

@@ -6,9 +6,9 @@ import secrets
 import time
 from typing import Any
 
+from anymamba.generation.sampling import TokenScore
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.serving.api.requests import GenerationRequest
-from anymamba.serving.scheduler.continuation import TokenScore
 from anymamba.serving.scheduler.events import Event, PromptDone, SequenceDone, TokenEvent
 
 _MIN_LOGPROB = -9999.0  # JSON has no infinity

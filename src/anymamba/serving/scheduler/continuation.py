@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anymamba.generation.completion import StopFilter
-from anymamba.generation.sampling import Sampling, choose, uniform
+from anymamba.generation.completion import CompletionBuilder
+from anymamba.generation.sampling import Sampling, TokenScore, draw_uniform, sample_tokens, score_token
 from anymamba.generation.state import GenerationState
-from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
+from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.cache import LMCache
-
-Reason = Literal["end", "stop", "length"]
-
-
-class TokenScore(NamedTuple):
-    """A token and its log-probability under the model, before temperature and filters."""
-
-    token: int
-    logprob: float
 
 
 class TokenText(NamedTuple):
@@ -67,11 +58,8 @@ class Continuation:
 
     Attributes:
         plan: what is asked.
+        completion: Text of the row, and why it ended.
         pending: the token that was taken but not fed yet, if there is one.
-        reason: why it ended, None until it does.
-        text: all of the text so far.
-        known_text: the text of the tokens that the state has read, None if it ends within a character.
-        written: how many tokens were taken.
         way: equal for rows that choose tokens in the same way, apart from their seeds.
     """
 
@@ -82,27 +70,27 @@ class Continuation:
         self.plan, self._vocab = plan, vocab_size
         self._seen_v, self._key, self._count = state.seen[0].clone(), key, int(state.counts[0])
         self._given: Counter[int] = Counter()
-        self._stream, self._until = IncrementalDecoder(tokenizer), StopFilter(list(plan.stops))
+        self.completion = CompletionBuilder(
+            tokenizer, end_tokens=plan.ends, stop_texts=plan.stops, max_tokens=plan.max_tokens
+        )
         self.pending: int | None = None
-        self.reason: Reason | None = None
-        self.text, self._raw = "", ""
-        self.known_text: str | None = ""
-        self.written = 0
         self.way = _way(plan.sampling)
 
     def _uniform(self) -> float:
         """The random number that draws its next token."""
         sampling = self.plan.sampling
         assert sampling.seed is not None
-        return uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
+        return draw_uniform(sampling.seed, self._key, self._count) if sampling.temperature else 0.0
 
     def take(self, token: int, logits_1v: Tensor) -> TokenText:
         """Add a token, which `choose_tokens` has chosen from these logits."""
-        if self.plan.sampling.counts_tokens:
+        if self.plan.sampling.needs_token_counts:
             self._given[token] += 1
-        scores = [] if self.plan.logprobs is None else score(logits_1v[0, : self._vocab], token, self.plan.logprobs)
-        self.pending, self.written = token, self.written + 1
-        return TokenText(token, self._write(token), scores)
+        scores: list[TokenScore] = []
+        if self.plan.logprobs is not None:
+            scores = score_token(logits_1v[0, : self._vocab], token, self.plan.logprobs)
+        self.pending = token
+        return TokenText(token, self.completion.add(token), scores)
 
     def fed(self) -> None:
         """Note that the model has read the pending token."""
@@ -111,41 +99,15 @@ class Continuation:
         self._count += 1
         self.pending = None
 
-    def end_now(self) -> str:
-        """End the row early; returns the rest of the text."""
-        return self._finish("length")
-
     @property
     def must_feed(self) -> bool:
         """Whether the pending token belongs in the state that is kept."""
-        return self.pending is not None and (self.plan.feed_final_token or self.reason == "length")
+        return self.pending is not None and (self.plan.feed_final_token or self.completion.reason == "length")
 
     def state(self, cache: LMCache, logits_1v: Tensor) -> GenerationState:
         """The state of the row, with these tensors, which nobody else may change."""
         keys, counts = torch.tensor([self._key]), torch.tensor([self._count])
         return GenerationState(cache, logits_1v, self._seen_v.unsqueeze(0), keys, counts)
-
-    def _write(self, token: int) -> str:
-        """Add a token to the text, and check whether the text ends with it."""
-        if token in self.plan.ends:
-            return self._finish("end")
-        self.known_text = self._raw if self._stream.is_whole else None
-        self._raw += (new := self._stream.push(token))
-        self.text += (piece := self._until.push(new))
-        if self._until.stopped:
-            self.reason = "stop"
-        elif self.written >= self.plan.max_tokens:
-            piece += self._finish("length")
-        return piece
-
-    def _finish(self, reason: Reason) -> str:
-        rest = self._until.push(self._stream.finish())
-        stopped = self._until.stopped
-        rest += self._until.rest()
-        self.text += rest
-        self.reason = "stop" if stopped else reason
-        self.known_text = None if stopped else self.text
-        return rest
 
 
 def _way(sampling: Sampling) -> Hashable:
@@ -184,7 +146,7 @@ def _choose(rows: list[Continuation], logits_bv: Tensor) -> list[int]:
     if sampling.repetition_penalty != 1:
         seen_bv = torch.stack([row._seen_v[:vocab] for row in rows])
     uniforms = [row._uniform() for row in rows]
-    return choose(logits_bv[:, :vocab], sampling, uniforms, seen_bv, [row._given for row in rows]).tolist()
+    return sample_tokens(logits_bv[:, :vocab], sampling, uniforms, seen_bv, [row._given for row in rows]).tolist()
 
 
 def _choose_alone(row: Continuation, logits_1v: Tensor) -> int | ValueError:
@@ -192,10 +154,3 @@ def _choose_alone(row: Continuation, logits_1v: Tensor) -> int | ValueError:
         return _choose([row], logits_1v)[0]
     except ValueError as error:
         return error
-
-
-def score(logits_v: Tensor, token: int, most: int) -> list[TokenScore]:
-    """A token, then the most likely ones, with their log-probabilities."""
-    logprobs_v = logits_v.to("cpu", torch.float32).log_softmax(-1)
-    ids = [token, *logprobs_v.topk(min(most, len(logprobs_v))).indices.tolist()]
-    return [TokenScore(i, logprobs_v[i].item()) for i in ids]

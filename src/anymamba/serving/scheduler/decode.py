@@ -185,10 +185,10 @@ class DecodeLoop:
             row = Continuation(job.plans[number], self._tokenizer, self._vocab_size, state, key)
             place = ActiveRow(job, number, row)
             if row.plan.max_tokens == 0:
-                self._end(place, row.end_now(), lambda: state)
+                self._end(place, row.completion.finish(), lambda: state)
                 return
             self._take(place, choose_tokens([row], state.logits)[0], state.logits)
-            if row.reason is not None and not (row.must_feed and job.on_end is not None):
+            if row.completion.reason is not None and not (row.must_feed and job.on_end is not None):
                 self._end(place, "", lambda: row.state(state.cache, state.logits))
                 return
             self.slots.join(state.cache)
@@ -214,7 +214,7 @@ class DecodeLoop:
         self.steps += 1
         for place in self._places:
             place.row.fed()
-        going = [i for i, place in enumerate(self._places) if place.row.reason is None]
+        going = [i for i, place in enumerate(self._places) if place.row.completion.reason is None]
         rows = [self._places[i].row for i in going]
         tokens = dict(zip(going, choose_tokens(rows, _some(logits_bv, going)), strict=True))
         self._leave([i for i in range(len(self._places)) if self._advance(i, tokens.get(i), logits_bv[i : i + 1])])
@@ -226,7 +226,7 @@ class DecodeLoop:
         try:
             if token is not None:
                 self._take(place, token, logits_1v)
-                if row.reason is None or (row.must_feed and place.job.on_end is not None):
+                if row.completion.reason is None or (row.must_feed and place.job.on_end is not None):
                     return False
             self._end(place, "", lambda: row.state(self.slots.row(i), logits_1v.clone()))
         except Exception as error:  # of this job only
@@ -242,18 +242,18 @@ class DecodeLoop:
 
     def _end(self, place: ActiveRow, rest: str, state: Callable[[], GenerationState]) -> None:
         job, row = place.job, place.row
-        assert row.reason is not None
+        assert row.completion.reason is not None
         if job.on_end is not None and not job.cancelled:
             job.on_end(row, state())
-        self._outbox.add(job, SequenceDone(place.number, row.reason, rest))
+        self._outbox.add(job, SequenceDone(place.number, row.completion.reason, rest))
 
     def _expire(self) -> None:
         """End rows whose time is up."""
         late = [i for i, place in enumerate(self._places) if self._is_over(place.job)]
         for place in (self._places[i] for i in late):
-            rest = place.row.end_now() if place.row.reason is None else ""
-            assert place.row.reason is not None
-            self._outbox.add(place.job, SequenceDone(place.number, place.row.reason, rest))
+            rest = place.row.completion.finish() if place.row.completion.reason is None else ""
+            assert place.row.completion.reason is not None
+            self._outbox.add(place.job, SequenceDone(place.number, place.row.completion.reason, rest))
         self._leave(late)
 
     def _leave(self, places: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 import torch
 
 from anymamba.core.process import trim_freed_memory
-from anymamba.generation.sampling import row_key
+from anymamba.generation.sampling import hash_tokens
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 from anymamba.models.lm import MambaLM
@@ -160,4 +160,4 @@ class Engine:
 
 def prompt_key(ids: list[int]) -> int:
     """The identity for sampling of a row that starts with these tokens, as in `generate`."""
-    return row_key(torch.tensor(ids, dtype=torch.int64))
+    return hash_tokens(torch.tensor(ids, dtype=torch.int64))

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from anymamba.generation.completion import Reason
+from anymamba.generation.sampling import TokenScore
 from anymamba.generation.state import GenerationState
-from anymamba.serving.scheduler.continuation import Continuation, ContinuationOptions, Reason, TokenScore, TokenText
+from anymamba.serving.scheduler.continuation import Continuation, ContinuationOptions, TokenText
 
 
 class PrefillStart(NamedTuple):

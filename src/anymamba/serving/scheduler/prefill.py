@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from anymamba.core.linear import apply_linear
+from anymamba.generation.prefill import Prefill
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
-from anymamba.serving.scheduler.continuation import TokenScore, score
 from anymamba.serving.scheduler.events import Failed, Job, Outbox, PrefilledJob, PrefillStart, PromptDone
 
 _HALF_READ = 8  # prompts that are begun at a time: each holds a state
@@ -22,15 +18,14 @@ class _Reading:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.start: PrefillStart | None = None  # not asked for before the job's turn
-        self.position = 0
-        self.state: GenerationState | None = None
-        self.scores: list[list[TokenScore]] = []
-        self.last_logits_1v: Tensor | None = None  # of the last segment, to score the first token of the next
+        self.prefill: Prefill | None = None  # none either if a kept state has read all of the prompt
 
     @property
     def left(self) -> int:
         """Tokens still to be read, or an estimate of them before the job's turn."""
-        return self.job.length if self.start is None else len(self.start.ids) - self.position
+        if self.start is None:
+            return self.job.length
+        return 0 if self.prefill is None else self.prefill.remaining
 
 
 class PrefillQueue:
@@ -87,15 +82,14 @@ class PrefillQueue:
             return False
         reading = self._next()
         try:
-            at_end = self._read_segment(reading)
+            state = self._read_segment(reading)
         except Exception as error:  # of this job only
             self._outbox.add(reading.job, Failed(error))
             self._waiting.remove(reading)
             return True
-        if at_end:
+        if state is not None:
             self._waiting.remove(reading)
-            assert reading.state is not None
-            self._done(PrefilledJob(reading.job, reading.state))
+            self._done(PrefilledJob(reading.job, state))
         self._outbox.flush()
         return True
 
@@ -108,54 +102,37 @@ class PrefillQueue:
         begun = [reading for reading in self._waiting if reading.start is not None]
         return min(begun if len(begun) >= _HALF_READ else self._waiting, key=lambda reading: reading.left)
 
-    def _read_segment(self, reading: _Reading) -> bool:
-        """Read the next segment of a prompt; whether it was the last."""
+    def _read_segment(self, reading: _Reading) -> GenerationState | None:
+        """Read the next segment of a prompt; return the state at the end of the prompt, None before it."""
         job = reading.job
+        # 1) When the job is scheduled for the first time, find the kept state from which reading starts.
         if reading.start is None:
             reading.start = job.find()
-            reading.state = reading.start.state
-        ids, begin = reading.start.ids, reading.position
-        if begin < len(ids):
-            segment = ids[begin : begin + self._segment_len]
-            reading.position = begin + len(segment)
-            last = reading.position == len(ids)
-            self._feed(reading, segment, last or job.should_cache_at(reading.position))
-            self.tokens_read += len(segment)
-            if not last:
-                if job.on_read is not None and job.should_cache_at(reading.position):
-                    assert reading.state is not None
-                    job.on_read(reading.position, reading.state)
-                return False
-        if reading.state is None:
-            raise ValueError("a prompt must have at least one token, got none")
-        if job.on_read is not None:
-            job.on_read(len(ids), reading.state)
-        self._outbox.add(job, PromptDone(len(ids), reading.start.reused, reading.scores))
-        return True
-
-    def _feed(self, reading: _Reading, segment: list[int], with_logits: bool) -> None:
-        """Run the model over a segment, as `MambaLM.forward` does with `logits="last"`, and score it if asked."""
-        model, before = self._model, reading.state
-        ids_1t = torch.tensor([segment], device=model.device)
-        hidden_1td, cache = model.backbone(ids_1t, None if before is None else before.cache)
-        width = model.config.padded_vocab_size
-        logits_1v = (
-            apply_linear(model.lm_head, hidden_1td[:, -1:])[:, 0] if with_logits else hidden_1td.new_zeros(1, width)
-        )
-        if reading.job.score_prompt is not None:
-            self._score(reading, apply_linear(model.lm_head, hidden_1td)[0], segment)
-        seen_1v = torch.zeros(1, width, dtype=torch.bool) if before is None else before.seen.clone()
-        seen_1v[0, segment] = True
-        keys = torch.zeros(1, dtype=torch.int64) if before is None else before.keys
-        counts = torch.zeros(1, dtype=torch.int64) if before is None else before.counts
-        reading.state = GenerationState(cache, logits_1v, seen_1v, keys, counts)
-
-    def _score(self, reading: _Reading, logits_tv: Tensor, segment: list[int]) -> None:
-        """Score each token of a segment with the logits before it."""
-        most, vocab = reading.job.score_prompt, self._model.config.vocab_size
-        assert most is not None
-        before = [reading.last_logits_1v, *logits_tv[:-1].split(1)]
-        for logits_1v, token in zip(before, segment, strict=True):
-            scores: list[TokenScore] = [] if logits_1v is None else score(logits_1v[0, :vocab], token, most)
-            reading.scores.append(scores)
-        reading.last_logits_1v = logits_tv[-1:].clone()
+            if reading.start.ids:
+                reading.prefill = Prefill(
+                    self._model,
+                    [reading.start.ids],
+                    reading.start.state,
+                    segment_len=self._segment_len,
+                    keeps_state_at=job.should_cache_at,
+                    logprobs=job.score_prompt,
+                )
+        start = reading.start
+        prefill = reading.prefill
+        # 2) Read a segment, unless the kept state has read everything.
+        if prefill is None:
+            state = start.state
+            if state is None:
+                raise ValueError("a prompt must have at least one token, got none")
+        else:
+            before = prefill.position
+            state = prefill.read_segment()
+            self.tokens_read += prefill.position - before
+        # 3) Hand out the state where it is kept, and at the end.
+        if state is not None and job.on_read is not None:
+            job.on_read(0 if prefill is None else prefill.position, state)
+        if prefill is not None and not prefill.is_done:
+            return None
+        scores = [] if prefill is None else prefill.prompt_scores
+        self._outbox.add(job, PromptDone(len(start.ids), start.reused, scores))
+        return state
