@@ -8,25 +8,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions wheels asan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions release asan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-# Trains, evaluates and generates; when it was stopped, it continues.
+# Trains, evaluates and generates. It continues a run that was stopped.
 demo: $(VENV)/.installed
 	if compgen -G 'runs/demo/checkpoints/step-*/training.json' > /dev/null; then \
 	  $(BIN)/anymamba train --resume runs/demo; \
 	else $(BIN)/anymamba train examples/demo.toml --out runs/demo; fi
 	$(BIN)/anymamba generate runs/demo --prompt 'def __init__(self' --max-new-tokens 300 --temperature 0.6 --seed 1
 
-# A test computes with one thread, so two runs share two cores.
+# A test computes with one thread, so two runs use two cores.
 test: $(VENV)/.installed
 	$(MAKE) --no-print-directory --jobs 2 test-upper test-lower test-unchecked
 
-# Two parts of about the same length; what is new falls into the upper one. Annotations are checked in both.
+# Two parts of about the same length; new directories belong to the upper one. Annotations are checked in both.
 LOWER := tests/blocks tests/core tests/analysis tests/kernels tests/checkpoints tests/models tests/ops tests/quantization tests/scan
 CHECKED := -m pytest --jaxtyping-packages=anymamba,beartype.beartype
 test-lower: $(VENV)/.installed
@@ -39,8 +39,8 @@ test-unchecked: $(VENV)/.installed
 	ANYMAMBA_KERNELS=off $(BIN)/python -m pytest tests/blocks  # the portable code of the same functions
 	$(BIN)/python -m pytest tests/tracing  # torch's tracer cannot look through checked annotations
 
-# What a processor can change, with every set of vector instructions that torch, MKL and the kernels have here, and with
-# 1, 2 and 3 threads. The quick part takes at most 4 minutes on two idle cores.
+# Everything that can differ between processors, with every set of vector instructions that torch, MKL and the kernels
+# have here, and with 1, 2 and 3 threads. The quick part takes at most 4 minutes on two idle cores.
 test-processors: $(VENV)/.installed
 	$(BIN)/python -m tests.processors
 
@@ -56,15 +56,12 @@ KILLS ?= 20
 test-kills: $(VENV)/.installed
 	$(BIN)/python -m tests.training.kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
-# For x86-64 and, with g++-aarch64-linux-gnu, for 64-bit Arm: both serve every Python.
-wheels: $(VENV)/.installed
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
-	_PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64-linux-gnu.cmake \
-	  $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
-	ls -l dist
+# The source distribution and the wheels in dist/, tried in a fresh environment: docs/releasing.md.
+release: $(VENV)/.installed
+	$(BIN)/python -m tests.release
 
-# The drop-in for transformers on the oldest and the newest version that it takes, each in an environment of its own.
-# It is filled before it finds the first environment, so that it has its own copy of everything this version needs.
+# The drop-in for transformers with the oldest and the newest version that it supports, each in an environment of its
+# own. The other packages are shared, after the installation, so that each version has its own dependencies.
 TRANSFORMERS ?= 5.16.0 latest
 SITE := import site; print(site.getsitepackages()[0])
 test-transformers: $(VENV)/.installed
@@ -91,7 +88,7 @@ test-versions: $(VENV)/.installed
 	  $$environment/bin/python -m pytest -p no:cacheprovider --ignore=tests/tracing; \
 	done
 
-# The kernels' own tests, and the scan's, on a build that watches every memory access and undefined operation.
+# The tests of the kernels and the scan, on a build with the address and undefined-behavior sanitizers.
 asan: $(VENV)/.installed
 	cmake -S . -B build/asan -DANYMAMBA_SANITIZE=ON
 	cmake --build build/asan
@@ -99,13 +96,13 @@ asan: $(VENV)/.installed
 	  ANYMAMBA_LIBRARY=$(CURDIR)/build/asan/libanymamba_cpu.so \
 	  $(BIN)/python -m pytest tests/kernels tests/scan
 
-# Damaged files, random calls and disturbed runs, none of them drawn twice unless the seed is given again.
+# Damaged files, random calls and interrupted runs. SEED repeats the cases of an earlier call.
 SECONDS ?= 120
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-# A server under random load, with clients that vanish and bodies that nobody should send: every reply is what it is
-# alone, and at the end nothing is left behind. Half an hour; make soak SECONDS=120 for less.
+# A server under random load, with clients that disconnect and invalid requests: every reply equals that of the request
+# alone, and at the end no memory, file or thread is left over. Half an hour; make soak SECONDS=120 for less.
 soak: SECONDS := $(if $(filter file,$(origin SECONDS)),1800,$(SECONDS))
 soak: $(VENV)/.installed
 	$(BIN)/python -m tests.serving.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
@@ -127,11 +124,11 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
-# The pictures of docs/learn: trains two small models (runs/learn keeps one) and measures, a few minutes in all.
+# The pictures of docs/learn: trains two small models (one is kept in runs/learn) and measures, a few minutes in all.
 figures: $(VENV)/.installed
 	for name in duality chunks selection turning; do $(BIN)/python docs/learn/figures/$$name.py || exit 1; done
 
-# The documentation as pages in build/site, which open without a server. A broken link is an error.
+# The documentation as pages in build/site that open from disk. A broken link is an error.
 site: $(VENV)/.installed
 	mkdir -p build/site-pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
