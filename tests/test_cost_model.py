@@ -31,7 +31,7 @@ from anymamba.training.api import create_run
 from anymamba.training.distributed.process_group import World
 from tests.models.cases import FAMILIES
 from tests.training.cases import silent, tiny
-from tests.world import run_cases, shared_directory
+from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 

@@ -18,7 +18,7 @@ from anymamba.cli.main import main
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.generation.scoring import likelihood
 from tests.models.cases import FAMILIES, small_lm
-from tests.world import run_cases, shared_directory
+from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 

@@ -28,7 +28,7 @@ from tests.training.test_process_group import (
     prepare,
     workers_of,
 )
-from tests.world import run_cases, shared_directory
+from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
@@ -176,7 +176,7 @@ def failed_in_the_background_case(rank):
     dist.barrier()
 
 
-TASK_FILE = Manifest(7, 0, "data", False, {}, [])
+MANIFEST = Manifest(7, 0, "data", False, {}, [])
 
 
 def silent_worker_case(rank):
@@ -189,7 +189,7 @@ def silent_worker_case(rank):
             time.sleep(0.02)
 
     part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
-    saver.start(part, TASK_FILE, before=-1, keep=2)
+    saver.start(part, MANIFEST, before=-1, keep=2)
     with pytest.raises(SharedError, match=r"rank 1 of 2: .*step-00000007: cannot be written; .*no answer"):
         saver.finish()
     assert checkpoints(directory) == []
@@ -201,7 +201,7 @@ def error_meanwhile_case(rank):
     directory = shared_directory("meanwhile")
     saver = Saver(directory, workers_of(rank), 30)
     part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
-    saver.start(part, TASK_FILE, before=-1, keep=2)
+    saver.start(part, MANIFEST, before=-1, keep=2)
     with pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     dist.barrier()
@@ -216,7 +216,7 @@ def slow_disk_case(rank):
     saver = Saver(directory, workers_of(rank), 30)
     name = f"model-0000{rank + 1}-of-00002.safetensors"
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
-    saver.start(part, TASK_FILE, before=-1, keep=2)
+    saver.start(part, MANIFEST, before=-1, keep=2)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
     with replaced(async_save, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
@@ -224,7 +224,7 @@ def slow_disk_case(rank):
     assert checkpoints(directory) == []
     # A later one has all the time it needs, and does not fail with the one that was given up.
     later = part._replace(others=lambda _: (disk.set(), thread.join()))
-    saver.start(later, TASK_FILE, before=-1, keep=2)
+    saver.start(later, MANIFEST, before=-1, keep=2)
     saver.finish()
     assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
     assert not list(directory.glob(".*"))

@@ -366,7 +366,7 @@ class TestTwoProcesses:
     def test_a_killed_one_leaves_no_lock(self, tmp_path):
         directory = tmp_path / "run"
         directory.mkdir()
-        hold = f"from anymamba.core.io import *\nwith locked(Path({str(directory)!r})): print(flush=True); input()"
+        hold = f"from anymamba.core.io import *\nwith run_lock(Path({str(directory)!r})): print(flush=True); input()"
         command = [sys.executable, "-c", hold]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()

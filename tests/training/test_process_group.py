@@ -18,7 +18,7 @@ from anymamba.training.distributed.process_group import SharedError, World
 from anymamba.training.metrics.loggers import read_metrics
 from tests.support import assert_near
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
-from tests.world import run_cases, shared_directory
+from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 

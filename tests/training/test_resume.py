@@ -28,7 +28,7 @@ from tests.training.test_process_group import (
     resume_case,
     workers_of,
 )
-from tests.world import run_cases, shared_directory
+from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 
