@@ -16,7 +16,7 @@ from torch import nn
 
 from anymamba.blocks.mamba1 import Mamba1Config
 from anymamba.blocks.mamba2 import Mamba2Config
-from anymamba.blocks.mamba3.config import Mamba3Config
+from anymamba.blocks.mamba3_config import Mamba3Config
 from anymamba.checkpoints.empty_model import empty_model
 from anymamba.models.config import MambaLMConfig
 from anymamba.scan import SsdPath

@@ -21,13 +21,13 @@ API = {
     "blocks": (
         "Blocks",
         "anymamba.blocks.mamba1.Mamba1 anymamba.blocks.mamba1.Mamba1Config anymamba.blocks.mamba2.Mamba2 "
-        "anymamba.blocks.mamba2.Mamba2Config anymamba.blocks.mamba3.block.Mamba3 "
-        "anymamba.blocks.mamba3.config.Mamba3Config anymamba.blocks.base.Block",
+        "anymamba.blocks.mamba2.Mamba2Config anymamba.blocks.mamba3.Mamba3 "
+        "anymamba.blocks.mamba3_config.Mamba3Config anymamba.blocks.base.Block",
     ),
     "scan": (
         "Scans",
         "anymamba.scan.scan.scan anymamba.scan.ssd.ssd anymamba.scan.selective_scan.selective_scan "
-        "anymamba.scan.trapezoidal_scan.trapezoid_scan anymamba.scan.rotated_scan.rotated_trapezoid_scan "
+        "anymamba.scan.mamba3_scan.trapezoid_scan anymamba.scan.mamba3_scan.rotated_trapezoid_scan "
         "anymamba.scan.path.SsdPath",
     ),
     "models": (

@@ -26,7 +26,7 @@ from benchmarks.scale import options_of, tables
 from torch.utils.flop_counter import FlopCounterMode
 
 from anymamba import MambaLM, MambaLMConfig, SsdPath, portable
-from anymamba.scan.chunking import final_state
+from anymamba.scan.chunking import compute_final_state
 from anymamba.training.api import create_run
 from anymamba.training.distributed.process_group import World
 from tests.models.cases import FAMILIES
@@ -214,7 +214,7 @@ def test_a_token_takes_as_many_operations_as_predicted(family):
 def test_the_state_of_a_part_takes_as_many_operations_as_predicted():
     sizes = sizes_of(MambaLMConfig(d_model=32, n_layer=1, vocab_size=8, ssm_cfg=dict(FAMILIES["Mamba2"])))
     with FlopCounterMode(display=False) as found:
-        final_state(torch.randn(1, 24, 1, 8, 8), torch.randn(1, 24, 1, 2, 16), -torch.rand(1, 24, 8))
+        compute_final_state(torch.randn(1, 24, 1, 8, 8), torch.randn(1, 24, 1, 2, 16), -torch.rand(1, 24, 8))
     assert found.get_total_flops() == 24 * sizes.again
 
 

@@ -6,7 +6,14 @@ import torch
 from anymamba import Mamba3, Mamba3Config, SsdPath, rotated_trapezoid_scan, ssd
 from anymamba.blocks.layers import RMSNorm
 from anymamba.ops.discretization import bounded_vector, heavy_tail
-from anymamba.ops.rotation import conjugate, cumulative_products, multiply, rotate, running_rotation, turn_about
+from anymamba.ops.rotation import (
+    conjugate,
+    cumulative_products,
+    cumulative_rotation,
+    multiply,
+    quaternion_from_vector,
+    rotate,
+)
 from tests.blocks.families import SMALL, make_block, tensors_of, unroll
 from tests.scan.cases import ALGORITHMS
 from tests.support import FLOOR, assert_near
@@ -23,7 +30,7 @@ def capture(block, x):
 def recur(block, x, **changed):
     """The recurrence of the block on what it hands over, but for what is changed."""
     xs, k, q, dt, log_decay, gamma, kappa, rate = capture(block, x)
-    tokens = {"step": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa} | changed
+    tokens = {"dt": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa} | changed
     cache, config = block.init_cache(x.shape[0]), block.config
     y, state, _, _ = rotated_trapezoid_scan(
         xs,
@@ -35,11 +42,11 @@ def recur(block, x, **changed):
         **tokens,
         D=block.D,
         value_weight=block.mimo_x if config.is_mimo else None,
-        state=cache.ssm,
+        initial_state=cache.ssm,
         previous_k=cache.k,
         previous_x=cache.v,
-        start=cache.rotation,
-        rotation=config.rotation_kind,
+        initial_rotation=cache.rotation,
+        rotation_kind=config.rotation_kind,
     )
     return y, state
 
@@ -84,7 +91,7 @@ def test_rotating_the_state_equals_rotating_keys_and_queries(options):
     k, q = (
         m.repeat_interleave(heads, dim=3) + bias.transpose(0, 1) for m, bias in ((k, block.B_bias), (q, block.C_bias))
     )
-    pairs, half = block.config.turns, block.config.d_state // 2
+    pairs, half = block.config.num_rotations, block.config.d_state // 2
     interleaved = not block.config.is_mimo
     firsts = torch.arange(0, 2 * pairs, 2) if interleaved else torch.arange(pairs)
     seconds = firsts + (1 if interleaved else half)
@@ -114,7 +121,7 @@ def test_a_quaternion_about_one_axis_is_the_complex_rotation():
     _, k, q, dt, *_ = capture(block, torch.randn(2, 7, 16, dtype=D))
     rate = torch.randn(2, 7, 4, 1, 1, dtype=D)
     vectors = torch.cat([rate, torch.zeros(2, 7, 4, 1, 2, dtype=D)], -1).flatten(2)
-    turned = running_rotation("quaternion", vectors, dt, block.init_cache(2).rotation, None)
+    turned = cumulative_rotation("quaternion", vectors, dt, block.init_cache(2).rotation, None)
     # Conjugated, because a block is multiplied by the conjugate of the running product.
     angle = -(dt * rate[..., 0, 0] / 2).cumsum(1)
     plane = torch.polar(torch.ones_like(angle), angle)[:, :, None, :, None]
@@ -203,7 +210,7 @@ def test_the_heavy_tail_is_smooth_and_positive():
 def test_a_running_angle_stays_small_and_exact_over_a_long_sequence():
     """A float32 sum of a hundred thousand angles would be off by a visible turn."""
     dt, rate = torch.rand(1, 100_000, 4), math.pi * torch.randn(1, 100_000, 2).tanh()
-    turned = running_rotation("interleaved", rate, dt, torch.zeros(1, 4, 2), None)
+    turned = cumulative_rotation("interleaved", rate, dt, torch.zeros(1, 4, 2), None)
     assert 0 <= turned.min() <= turned.max() <= 2 * math.pi + 1e-6
     exact = (dt.double().unsqueeze(-1) * rate.double().unsqueeze(2)).cumsum(1)
     assert (turned[:, -1].double() - exact[:, -1]).cos().min() > 1 - 1e-10
@@ -215,7 +222,7 @@ def test_running_angles_equal_the_plain_sum_in_values_and_gradients(bounds):
     start = torch.rand(3 if bounds else 1, 4, 2, dtype=D)
     leaves = [x.requires_grad_() for x in (rate, dt, start)]
     head = torch.randn(1, 150, 4, 2, dtype=D)
-    turned = running_rotation("halves", rate, dt, start, None if bounds is None else torch.tensor(bounds))
+    turned = cumulative_rotation("halves", rate, dt, start, None if bounds is None else torch.tensor(bounds))
     parts = (dt.unsqueeze(-1) * rate.unsqueeze(2)).split([1, 69, 80] if bounds else [150], dim=1)
     expected = torch.cat([p.cumsum(1) + s for p, s in zip(parts, start.unsqueeze(1).split(1), strict=True)], 1)
     assert_near((turned - expected).cos(), torch.ones_like(turned), FLOOR[D])
@@ -263,7 +270,7 @@ def test_rotation_and_gate_pass_gradcheck_across_cache_blocks(options, monkeypat
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
 def test_quaternion_turns_are_smooth_for_any_generator(value):
     direction = torch.full((2, 3), value, requires_grad=True)
-    q = turn_about(bounded_vector(direction))
+    q = quaternion_from_vector(bounded_vector(direction))
     assert_near(q.norm(dim=-1), torch.ones(2), FLOOR[torch.float32])
     q[:, 1].sum().backward()
     assert torch.isfinite(direction.grad).all()

@@ -169,7 +169,7 @@ def test_weights_set_by_hand_solve_the_task(task, family, length):
     ("task", "variant", "names", "constant"),
     [
         ("majority", "fixed decay", ["z0", "x0", "z", "xbc", "dt"], {"dt"}),
-        ("rotor", "fixed rotation", ["z", "x", "k", "q", "dt", "a", "trap", "turn"], {"dt", "turn"}),
+        ("rotor", "fixed rotation", ["z", "x", "k", "q", "dt", "a", "trap", "rotation"], {"dt", "rotation"}),
     ],
 )
 def test_constant_channels_ignore_the_input(task, variant, names, constant):

@@ -12,7 +12,7 @@ from torch import nn
 from anymamba import Mamba2, Mamba3, SsdPath
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm
 from anymamba.kernels.cpu import bindings, schema
-from anymamba.ops.rank_gate import rank_gate
+from anymamba.ops.norms_and_gates import rank_gate
 from anymamba.scan import scan
 from tests.kernels.test_mamba3 import rotated_scan
 from tests.scan.test_selective_scan import NAMES as SELECTIVE

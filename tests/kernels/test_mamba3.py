@@ -18,8 +18,8 @@ from anymamba.core.operators import OPERATORS
 from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
 from anymamba.ops.discretization import bounded_vector
-from anymamba.ops.rank_gate import rank_gate
-from anymamba.ops.rotation import running_rotation
+from anymamba.ops.norms_and_gates import rank_gate
+from anymamba.ops.rotation import cumulative_rotation
 from tests.blocks.families import results
 from tests.support import FLOOR, assert_near, relative_error
 
@@ -266,7 +266,7 @@ def test_quaternions_stay_exact_over_a_long_sequence():
     inputs = scan_inputs(b=1, t=5_000, h=2, g=1, p=1, n=8, s=2, rotation="quaternion")
     turned = rotated_scan(*inputs.values(), chunk_len=64, rotation="quaternion")[3]
     wide = [inputs[name].double() for name in ("rate", "dt", "start")]
-    expected = running_rotation("quaternion", *wide, None)[:, -1]
+    expected = cumulative_rotation("quaternion", *wide, None)[:, -1]
     assert (turned.double() - expected).abs().max() < 1e-6
     assert (turned.norm(dim=-1) - 1).abs().max() < 1e-6
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from anymamba import MambaLM, decoder
 from anymamba.blocks.base import Block
-from anymamba.blocks.config import make_config
+from anymamba.blocks.block_config import make_config
 from anymamba.core.cache_io import SavableTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan

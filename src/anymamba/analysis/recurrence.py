@@ -30,9 +30,8 @@ from anymamba.blocks.mamba2 import Mamba2, Mamba2Cache
 from anymamba.blocks.mamba3 import Mamba3, Mamba3Cache
 from anymamba.core.checks import check_shape
 from anymamba.core.dtypes import state_dtype
-from anymamba.ops.rotation import rotate, running_rotation
-from anymamba.scan.rotated_scan import values_of_ranks
-from anymamba.scan.trapezoidal_scan import add_pending_term
+from anymamba.ops.rotation import cumulative_rotation, rotate
+from anymamba.scan.mamba3_scan import add_pending_term, expand_ranks
 
 
 class Recurrence(NamedTuple):
@@ -166,10 +165,10 @@ def _read_mamba2(block: Mamba2, x: Tensor, cache: Mamba2Cache) -> Recurrence:
 
 def _read_mamba3(block: Mamba3, x: Tensor, cache: Mamba3Cache) -> Recurrence:
     c, (inputs, z_bthp) = block.config, block.scan_inputs(x)
-    acc_dtype = inputs.step.dtype
-    rotation = running_rotation(c.rotation_kind, inputs.rate, inputs.step, cache.rotation, None)
-    v_btrhp = values_of_ranks(inputs.x, inputs.value_weight)
-    previous_brhp = values_of_ranks(cache.v, inputs.value_weight)
+    acc_dtype = inputs.dt.dtype
+    rotation = cumulative_rotation(c.rotation_kind, inputs.angular_rate, inputs.dt, cache.rotation, None)
+    v_btrhp = expand_ranks(inputs.x, inputs.value_weight)
+    previous_brhp = expand_ranks(cache.v, inputs.value_weight)
     return Recurrence(
         v=v_btrhp.to(acc_dtype),
         k=rotate(c.rotation_kind, inputs.k, inputs.k_bias, rotation).to(acc_dtype),
@@ -180,7 +179,7 @@ def _read_mamba3(block: Mamba3, x: Tensor, cache: Mamba3Cache) -> Recurrence:
         dt=inputs.gamma + inputs.kappa,
         initial_state=add_pending_term(cache.ssm, previous_brhp, cache.k, inputs.kappa[:, 0]),
         skip=(v_btrhp * inputs.D.to(v_btrhp.dtype).unsqueeze(-1)).to(acc_dtype),
-        rotation=_rotation_angles(inputs.rate, inputs.step, c.turns, c.rotation == "quaternion"),
+        rotation=_rotation_angles(inputs.angular_rate, inputs.dt, c.num_rotations, c.rotation == "quaternion"),
         finish=lambda y: block.output(y.to(x.dtype), z_bthp),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from anymamba.scan import SsdPath
 Prefill = Callable[[Tensor, Any], tuple[Tensor, Any]]  # a part of a sequence and the cache before it
 
 
-def states_at(
+def prefill_with_states_at(
     where: str, prefill: Prefill, x: Tensor, positions: Iterable[Any], cache: Any
 ) -> tuple[Tensor, list[Any]]:
     """Outputs of (b, t, ...), and the caches after its first p steps, for every p of `positions`.
@@ -80,12 +81,12 @@ class Block(nn.Module):
         config: the family's.
         CONFIG: the type of its config.
         CACHE: the type of its cache.
-        SIZES: sizes and options of the config that are also attributes of the block, as officially.
+        MIRRORED_FIELDS: sizes and options of the config that are also attributes of the block, as officially.
     """
 
     CONFIG: ClassVar[Any]
     CACHE: ClassVar[Any]
-    SIZES: ClassVar[tuple[str, ...]] = ("d_model",)
+    MIRRORED_FIELDS: ClassVar[tuple[str, ...]] = ("d_model",)
 
     # What every scan has; a family without heads or ranks leaves them as they are.
     d_model: int
@@ -98,7 +99,7 @@ class Block(nn.Module):
         """Take the sizes; the family adds the parameters."""
         super().__init__()
         self.config = config
-        for name in self.SIZES:
+        for name in self.MIRRORED_FIELDS:
             setattr(self, name, getattr(config, name))
 
     def forward(
@@ -202,7 +203,7 @@ class Block(nn.Module):
         """
         where = f"{type(self).__name__}.states_at"
         self._check_input(where, x, "b t d")
-        return states_at(where, lambda part, before: self.prefill(part, before, path=path), x, positions, cache)
+        return prefill_with_states_at(where, partial(self.prefill, path=path), x, positions, cache)
 
     def step(self, x: Float[Tensor, "b d"], cache: Any = None) -> tuple[Float[Tensor, "b d"], Any]:
         """Run the block over one token: a sequence of one step.
@@ -322,16 +323,14 @@ class Block(nn.Module):
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
         lengths = None if padding is None else padding.lengths
-        checked, fields = (
-            anomaly.is_check_finite_on() and not is_tracing(),
-            tuple(f"cache.{name}" for name in cache._fields),
-        )
+        checks_values = anomaly.is_check_finite_on() and not is_tracing()
+        fields = tuple(f"cache.{name}" for name in cache._fields)
         with anomaly.named_location(where):
-            if checked:
+            if checks_values:
                 anomaly.check_tensors_finite("input", ("x", *fields), (x, *cache))
             shared = {} if context is None else {"context": context}  # families without support for it do not get it
             y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
-            if checked:
+            if checks_values:
                 anomaly.check_tensors_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.ops.conv import causal_conv
-from anymamba.ops.norms import rms_norm
+from anymamba.ops.norms_and_gates import rms_norm
 
 
 class CausalConv(nn.Module):

@@ -25,18 +25,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.config import check_sizes, make_config
+from anymamba.blocks.block_config import check_sizes, make_config
 from anymamba.blocks.layers import CausalConv, RMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavableTree
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import is_padding, last_sequence_time
 from anymamba.core.linear import apply_linear, linear
-from anymamba.ops.conv import shared_window
+from anymamba.ops.conv import exchange_conv_window
 from anymamba.ops.discretization import stationary_weight
-from anymamba.ops.norms import rms_norm
+from anymamba.ops.norms_and_gates import rms_norm
 from anymamba.scan import SsdPath, selective_scan
-from anymamba.scan.chunking import carried_state
+from anymamba.scan.chunking import carry_state
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.step_program import Program
@@ -128,7 +128,7 @@ class SelectiveInputs(NamedTuple):
     z: Float[Tensor, "b t i"]
 
 
-class StepProjection(nn.Linear):
+class DtProjection(nn.Linear):
     """A projection to step sizes before their softplus. Its bias is added in float32 or wider.
 
     The bias is most of the sum, and in bfloat16 it would have two digits.
@@ -153,7 +153,7 @@ class Mamba1(Block):
 
     CONFIG = Mamba1Config
     CACHE = Mamba1Cache
-    SIZES = ("d_model", "d_state", "d_conv", "expand", "d_inner")
+    MIRRORED_FIELDS = ("d_model", "d_state", "d_conv", "expand", "d_inner")
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Mamba1(Block):
         self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
         self.x_proj = nn.Linear(c.d_inner, c.dt_width + 2 * c.d_state, bias=False, **factory)
-        self.dt_proj = StepProjection(c.dt_width, c.d_inner, **factory)
+        self.dt_proj = DtProjection(c.dt_width, c.d_inner, **factory)
         bound = c.dt_scale / math.sqrt(c.dt_width)
         if c.dt_init == "constant":
             nn.init.constant_(self.dt_proj.weight, bound)
@@ -219,11 +219,13 @@ class Mamba1(Block):
     ) -> tuple[Tensor, Mamba1Cache]:
         """The formulas at the top of this file."""
         inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
-        ssm = cache.ssm if context is None else self._shared_start(inputs, cache.ssm, path, cu_seqlens, context)
+        ssm = (
+            cache.ssm if context is None else self._exchange_initial_state(inputs, cache.ssm, path, cu_seqlens, context)
+        )
         y_bti, ssm = selective_scan(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return apply_linear(self.out_proj, y_bti), Mamba1Cache(window, ssm)
 
-    def _shared_start(
+    def _exchange_initial_state(
         self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: SequencePart
     ) -> Tensor:
         """The states that the scan starts from, (z, i, n), given the worker before.
@@ -235,7 +237,7 @@ class Mamba1(Block):
         x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
         _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.continues_to_next else (None, starts[-1:])
         kept = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
-        (found,) = context.exchange_boundary_state((starts,), cu_seqlens, (kept, own), carried_state)
+        (found,) = context.exchange_boundary_state((starts,), cu_seqlens, (kept, own), carry_state)
         return found
 
     def scan_inputs(
@@ -249,7 +251,7 @@ class Mamba1(Block):
     ) -> tuple[SelectiveInputs, Tensor]:
         """The inputs of the scan, and the window after the last token; arguments as for `mix`."""
         x_bti, z_bti = apply_linear(self.in_proj, x).chunk(2, dim=-1)
-        start = cache.conv if context is None else shared_window(x_bti, cache.conv, cu_seqlens, context)
+        start = cache.conv if context is None else exchange_conv_window(x_bti, cache.conv, cu_seqlens, context)
         x_bti, window = self.conv1d(x_bti, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bti, b_btn, c_btn = self._selected(x_bti)
         if lengths is not None:
@@ -291,7 +293,7 @@ class Mamba1(Block):
             channels=c.d_inner,
             state=c.d_state,
             x=x,
-            dt=program.linear(selected, self, "dt_proj", c.dt_width, c.d_inner, kind=StepProjection),
+            dt=program.linear(selected, self, "dt_proj", c.dt_width, c.d_inner, kind=DtProjection),
             z=projected + c.d_inner,
             b=selected + c.dt_width,
             c=selected + c.dt_width + c.d_state,

@@ -22,17 +22,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.config import check_sizes, make_config
+from anymamba.blocks.block_config import check_sizes, make_config
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavableTree
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import last_sequence_time
 from anymamba.core.linear import apply_linear
-from anymamba.ops.conv import shared_window
+from anymamba.ops.conv import exchange_conv_window
 from anymamba.ops.discretization import stationary_weight, step_sizes
 from anymamba.scan import SsdPath, ssd
-from anymamba.scan.chunking import carried_state, final_state
+from anymamba.scan.chunking import carry_state, compute_final_state
 
 if TYPE_CHECKING:
     from anymamba.kernels.cpu.step_program import Program
@@ -148,7 +148,7 @@ class Mamba2(Block):
 
     CONFIG = Mamba2Config
     CACHE = Mamba2Cache
-    SIZES = (
+    MIRRORED_FIELDS = (
         *("d_model", "d_state", "d_conv", "expand", "d_inner", "headdim", "ngroups", "nheads", "conv_dim"),
         *("D_has_hdim", "rmsnorm", "norm_before_gate", "dt_limit", "chunk_size"),
     )
@@ -234,11 +234,11 @@ class Mamba2(Block):
     ) -> tuple[Tensor, Mamba2Cache]:
         """The formulas at the top of this file."""
         inputs, gates, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
-        ssm = cache.ssm if context is None else self._shared_start(inputs, cache.ssm, cu_seqlens, context)
+        ssm = cache.ssm if context is None else self._exchange_initial_state(inputs, cache.ssm, cu_seqlens, context)
         y_bthp, ssm = ssd(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return self.output(y_bthp, gates), Mamba2Cache(window, ssm)
 
-    def _shared_start(
+    def _exchange_initial_state(
         self, inputs: SsdInputs, starts: Tensor, cu_seqlens: Tensor | None, context: SequencePart
     ) -> Tensor:
         """The states that the scan starts from, (z, h, p, n), with that of the worker before."""
@@ -246,9 +246,9 @@ class Mamba2(Block):
         x, dt, b = inputs.x[:, tail], inputs.dt[:, tail], inputs.B[:, tail]
         decay, own = dt * inputs.A, starts[-1:]
         if context.continues_to_next:
-            own = final_state((x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2), b.unsqueeze(2), decay)
+            own = compute_final_state((x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2), b.unsqueeze(2), decay)
         (found,) = context.exchange_boundary_state(
-            (starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carried_state
+            (starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carry_state
         )
         return found
 
@@ -263,7 +263,7 @@ class Mamba2(Block):
     ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
         """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(apply_linear(self.in_proj, x))
-        start = cache.conv if context is None else shared_window(xbc_btv, cache.conv, cu_seqlens, context)
+        start = cache.conv if context is None else exchange_conv_window(xbc_btv, cache.conv, cu_seqlens, context)
         xbc_btv, window = self.conv1d(xbc_btv, start, lengths=lengths, cu_seqlens=cu_seqlens)
         dt_bth = self._dt(dt_bth, lengths)
         x_bthp, b_btgn, c_btgn = self._heads(xbc_btv)

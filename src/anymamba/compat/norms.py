@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.ops.norms import rms_norm
+from anymamba.ops.norms_and_gates import rms_norm
 
 
 def layernorm_fn(

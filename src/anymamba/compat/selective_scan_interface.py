@@ -14,7 +14,7 @@ from torch import Tensor
 from anymamba.compat.causal_conv1d import causal_conv1d_fn
 from anymamba.core.checks import can_read_values
 from anymamba.core.dtypes import state_dtype
-from anymamba.ops.norms import rms_norm
+from anymamba.ops.norms_and_gates import rms_norm
 from anymamba.scan import selective_scan
 
 _TINY = 1e-30  # the least step size that has a logarithm in float32

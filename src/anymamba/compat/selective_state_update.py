@@ -11,7 +11,7 @@ from torch import Tensor
 from anymamba.compat.selective_scan_interface import raw_steps
 from anymamba.core.dtypes import state_dtype
 from anymamba.ops.discretization import step_sizes
-from anymamba.ops.rank_gate import rank_gate
+from anymamba.ops.norms_and_gates import rank_gate
 from anymamba.scan import selective_step, ssd
 
 

@@ -16,7 +16,7 @@ from anymamba.compat.norms import rmsnorm_fn
 from anymamba.compat.seq_idx import Packing, in_one_row
 from anymamba.core.dtypes import state_dtype
 from anymamba.ops.discretization import step_sizes
-from anymamba.ops.rank_gate import rank_gate
+from anymamba.ops.norms_and_gates import rank_gate
 from anymamba.scan import ssd
 
 

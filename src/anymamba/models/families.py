@@ -8,7 +8,7 @@ import reprlib
 from typing import Any
 
 from anymamba.blocks.base import Block
-from anymamba.blocks.config import ignored_options
+from anymamba.blocks.block_config import ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3

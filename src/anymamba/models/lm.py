@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.base import states_at
+from anymamba.blocks.base import prefill_with_states_at
 from anymamba.core.checks import check_mutually_exclusive
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding
@@ -209,7 +209,7 @@ class MambaLM(nn.Module):
             found = self(part, before, path=path)
             return found.logits, found.cache
 
-        return states_at("MambaLM.states_at", prefill, input_ids, positions, cache)
+        return prefill_with_states_at("MambaLM.states_at", prefill, input_ids, positions, cache)
 
     def record(self, program: Program) -> None:
         """Describe `step` after the embedding to the compiled kernels, which may refuse."""

@@ -59,7 +59,7 @@ def causal_conv(
     return out, new_window
 
 
-def shared_window(
+def exchange_conv_window(
     x: Float[Tensor, "b t v"],
     window: Float[Tensor, "z v w"],
     cu_seqlens: Int[Tensor, " z1"] | None,

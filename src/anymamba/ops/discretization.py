@@ -43,8 +43,8 @@ def step_sizes(
 def discretize(
     dt: Float[Tensor, "b t h"],
     a: Float[Tensor, "b t h"],
-    trap: Float[Tensor, "b t h"],
-    turn: Float[Tensor, "b t c"],
+    trapezoid_logit: Float[Tensor, "b t h"],
+    rotation: Float[Tensor, "b t c"],
     dt_bias: Float[Tensor, " h"],
     *,
     heavy_tail: bool = True,
@@ -78,13 +78,14 @@ def discretize(
     Returns:
         dt, log_decay, gamma, kappa and the rates of turning.
     """
-    check_dtypes("discretize", "dt", dt, activations={"a": a, "trap": trap, "turn": turn}, states={})
+    activations = {"a": a, "trapezoid_logit": trapezoid_logit, "rotation": rotation}
+    check_dtypes("discretize", "dt", dt, activations=activations, states={})
     check_parameter("discretize", "dt_bias", dt_bias, dt)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _operator(
         dt,
         a,
-        trap,
-        turn,
+        trapezoid_logit,
+        rotation,
         dt_bias,
         heavy_tail,
         float(a_floor),
@@ -136,8 +137,8 @@ def _sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: T
 def _definition(
     dt: Tensor,
     a: Tensor,
-    trap: Tensor,
-    turn: Tensor,
+    trapezoid_logit: Tensor,
+    rotation: Tensor,
     dt_bias: Tensor,
     is_heavy: bool,
     a_floor: float,
@@ -149,14 +150,14 @@ def _definition(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide, size = state_dtype(dt.dtype), _sizes(dt, dt_bias, dt_min, dt_max, lengths)
     rate = (heavy_tail(a.to(wide)) if is_heavy else F.softplus(a.to(wide))).clamp(min=a_floor)
-    share, raw = torch.sigmoid(trap.to(wide)), turn.to(wide)
+    current_weight, raw = torch.sigmoid(trapezoid_logit.to(wide)), rotation.to(wide)
     bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if quaternion else torch.tanh(raw)
-    return size, -size * rate, share * size, (1 - share) * size, (max_rotation * math.pi) * bounded
+    return size, -size * rate, current_weight * size, (1 - current_weight) * size, (max_rotation * math.pi) * bounded
 
 
-def _fake(dt: Tensor, a: Tensor, trap: Tensor, turn: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake(dt: Tensor, a: Tensor, trapezoid_logit: Tensor, rotation: Tensor, *_: Any) -> tuple[Tensor, ...]:
     wide = state_dtype(dt.dtype)
-    return tuple(torch.empty(x.shape, dtype=wide, device=dt.device) for x in (dt, dt, dt, dt, turn))
+    return tuple(torch.empty(x.shape, dtype=wide, device=dt.device) for x in (dt, dt, dt, dt, rotation))
 
 
 _step_sizes = Operator(
@@ -170,9 +171,9 @@ _step_sizes = Operator(
 )
 _operator = Operator(
     "discretize",
-    inputs="Tensor dt, Tensor a, Tensor trap, Tensor turn, Tensor dt_bias, bool heavy_tail, float a_floor, "
-    "float dt_min, float dt_max, float max_rotation, bool quaternion, Tensor? lengths",
-    outputs="dt, log_decay, gamma, kappa, rate",
+    inputs="Tensor dt, Tensor a, Tensor trapezoid_logit, Tensor rotation, Tensor dt_bias, bool heavy_tail, "
+    "float a_floor, float dt_min, float dt_max, float max_rotation, bool quaternion, Tensor? lengths",
+    outputs="dt, log_decay, gamma, kappa, angular_rate",
     differentiable=5,
     fake=_fake,
     definition=_definition,

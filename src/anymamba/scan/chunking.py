@@ -137,7 +137,7 @@ def _exp_above_floor(exponent: Tensor) -> Tensor:
     return F.threshold(exponent.exp(), least * (1 + 1e-5), 0.0)
 
 
-def final_state(
+def compute_final_state(
     v: Float[Tensor, "b t r h p"], k: Float[Tensor, "b t r g n"], log_decay: Float[Tensor, "b t h"]
 ) -> Float[Tensor, "b h p n"]:
     """The last state of `anymamba.scan.scan` from a state of zeros, differentiable, in the dtype of `log_decay`."""
@@ -150,6 +150,6 @@ def final_state(
     return (k_bgnx @ v_bgxf).transpose(2, 3).reshape(b, h, p, n)
 
 
-def carried_state(start: Tensor, log_kept: Tensor, own: Tensor) -> tuple[Tensor]:
+def carry_state(start: Tensor, log_kept: Tensor, own: Tensor) -> tuple[Tensor]:
     """The state after a part: what remains of the one before it, plus its own; `log_kept` is never positive."""
     return (decay_factor(log_kept, start.dtype) * start + own,)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from anymamba.blocks.config import ignored_options
+from anymamba.blocks.block_config import ignored_options
 from anymamba.blocks.mamba3 import Mamba3Config
 from anymamba.checkpoints.formats.base import check_plain_stack, read_float
 from anymamba.models.config import MambaLMConfig

@@ -25,7 +25,7 @@ from anymamba.integrations.transformers.packing import Layout
 from anymamba.kernels.cpu.step_program import Program
 from anymamba.ops.conv import causal_conv
 from anymamba.ops.discretization import step_sizes
-from anymamba.ops.norms import rms_norm
+from anymamba.ops.norms_and_gates import rms_norm
 from anymamba.scan.ssd import ssd
 
 

@@ -17,7 +17,7 @@ from anymamba.integrations.transformers.architectures import Architecture, is_of
 from anymamba.integrations.transformers.mixer_step import Carried
 from anymamba.integrations.transformers.packing import Layout, Packing, current, layout_of, mask_of_new_tokens
 from anymamba.kernels.cpu.step_program import OUTPUT, Program
-from anymamba.ops.norms import rms_norm
+from anymamba.ops.norms_and_gates import rms_norm
 
 NormKind = Literal["transformers", "official"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

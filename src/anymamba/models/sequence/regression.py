@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.base import states_at
+from anymamba.blocks.base import prefill_with_states_at
 from anymamba.core.checks import check_shape, check_tensor
 from anymamba.models.cache import StackCache, check_stack_cache
 from anymamba.models.fingerprint import HasFingerprint
@@ -145,7 +145,7 @@ class LatentModel(SequenceModel, HasFingerprint):
         def prefill(part: Tensor, before: Any) -> tuple[Tensor, StackCache]:
             return self.prefill(part, before, length=length)
 
-        return states_at(where, prefill, x, positions, cache)
+        return prefill_with_states_at(where, prefill, x, positions, cache)
 
     def init_cache(self, batch_size: int) -> StackCache:
         """The cache of a fresh start.

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anymamba.blocks.base import states_at
+from anymamba.blocks.base import prefill_with_states_at
 from anymamba.core import anomaly
 from anymamba.core.layout import Padding
 from anymamba.models.cache import StackCache, check_stack_cache
@@ -199,7 +199,7 @@ class Stack(LayerLoop, HasFingerprint):
         def prefill(part: Tensor, before: Any) -> tuple[Tensor, StackCache]:
             return self.prefill(part, before, path=path, length=length)
 
-        return states_at(f"{type(self).__name__}.states_at", prefill, x, positions, cache)
+        return prefill_with_states_at(f"{type(self).__name__}.states_at", prefill, x, positions, cache)
 
     def step(
         self,

@@ -1,6 +1,6 @@
 """Mamba-3: the block, SISO and MIMO (Lahoti et al. 2026).
 
-    z, x, B, C, dt, A, trap, turn = in_proj(u)      dt = softplus(dt + dt_bias)      A = -max(act(A), A_floor)
+    z, x, B, C, dt, A, trap, rotation = in_proj(u)  dt = softplus(dt + dt_bias)      A = -max(act(A), A_floor)
     k, q = rotated(norm(B) + B_bias), rotated(norm(C) + C_bias)                      v[r] = x mimo_x[r]
     alpha = exp(dt A)     gamma = sigmoid(trap) dt     kappa = (1 - sigmoid(trap)) dt
 
@@ -8,8 +8,8 @@
     y_t[r] = h_t q_t[r] + D v_t[r]                  out = out_proj(Σ_r mimo_o[r] y[r] silu(z mimo_z[r]))
 
 Where each line is computed: `ops/discretization.py` (step sizes, decays and weights), `ops/rotation.py` (how keys and
-queries rotate), `scan/trapezoidal_scan.py` (the recurrence), `scan/rotated_scan.py` (the recurrence with biases,
-rotation and skip), `ops/rank_gate.py` (the gate over ranks).
+queries rotate), `scan/mamba3_scan.py` (the recurrence), `scan/mamba3_scan.py` (the recurrence with biases,
+rotation and skip), `ops/norms_and_gates.py` (the gate over ranks).
 
 | letter | b | t | d | h | p | n | g | r | z |
 |---|---|---|---|---|---|---|---|---|---|
@@ -28,17 +28,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.config import make_config
+from anymamba.blocks.block_config import make_config
 from anymamba.blocks.layers import GatedRMSNorm, RMSNorm, initial_dt_bias
-from anymamba.blocks.mamba3.config import Mamba3Cache, Mamba3Config
-from anymamba.blocks.mamba3.inputs import RotatedInputs, shared_start
+from anymamba.blocks.mamba3_config import Mamba3Cache as Mamba3Cache
+from anymamba.blocks.mamba3_config import Mamba3Config as Mamba3Config
+from anymamba.blocks.mamba3_inputs import RotatedInputs, exchange_initial_cache
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import is_padding, last_steps
 from anymamba.core.linear import apply_linear
 from anymamba.ops.discretization import discretize
-from anymamba.ops.rank_gate import rank_gate
-from anymamba.ops.rotation import fresh_rotation, stationary_key
+from anymamba.ops.norms_and_gates import rank_gate
+from anymamba.ops.rotation import identity_rotation, stationary_key
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Mamba3(Block):
 
     CONFIG = Mamba3Config
     CACHE = Mamba3Cache
-    SIZES = (
+    MIRRORED_FIELDS = (
         *("d_model", "d_state", "expand", "d_inner", "headdim", "ngroups", "nheads", "rank", "is_mimo"),
         *("rope_fraction", "A_floor", "is_outproj_norm", "chunk_size"),
     )
@@ -77,7 +78,7 @@ class Mamba3(Block):
         c: Mamba3Config = self.config
         heads = c.nheads
         self.mimo_rank = c.rank  # officially 1 for SISO
-        self.num_bc_heads, self.num_rope_angles = c.ngroups, c.turns
+        self.num_bc_heads, self.num_rope_angles = c.ngroups, c.num_rotations
         self.in_proj = nn.Linear(c.d_model, sum(self._widths().values()), bias=c.bias, **factory)
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **wide))
         self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
@@ -107,7 +108,7 @@ class Mamba3(Block):
         c = self.config
         inner, shared, heads = c.d_inner, c.rank * c.ngroups * c.d_state, c.nheads
         parts = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads, "A": heads, "trap": heads}
-        return {**parts, "turn": c.turn_channels}
+        return {**parts, "rotation": c.rotation_channels}
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """The parts of `in_proj`."""
@@ -117,7 +118,7 @@ class Mamba3(Block):
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
         """A state, a key, a value and a rotation for each head."""
         c = self.config
-        rotation = (c.nheads, c.turns, 4) if c.rotation == "quaternion" else (c.nheads, c.turns)
+        rotation = (c.nheads, c.num_rotations, 4) if c.rotation == "quaternion" else (c.nheads, c.num_rotations)
         shapes = {"ssm": (c.nheads, c.headdim, c.d_state), "k": (c.rank, c.nheads, c.d_state)}
         return {**shapes, "v": (c.nheads, c.headdim), "rotation": rotation}
 
@@ -132,7 +133,7 @@ class Mamba3(Block):
         c, ssm = self.config, cache.ssm
         if c.learnable_init_states:
             ssm = self.init_states.to(ssm.dtype).repeat(batch_size, 1, 1, 1)
-        rotation = fresh_rotation(c.rotation_kind, batch_size, c.nheads, c.turns, ssm, ssm.dtype)
+        rotation = identity_rotation(c.rotation_kind, batch_size, c.nheads, c.num_rotations, ssm, ssm.dtype)
         return cache._replace(ssm=ssm, rotation=rotation)
 
     def mix(
@@ -148,14 +149,14 @@ class Mamba3(Block):
         """The formulas at the top of this file."""
         inputs, z_bthp = self.scan_inputs(x, lengths=lengths)
         if context is not None:
-            cache = shared_start(self.config.rotation_kind, inputs, cache, path, cu_seqlens, context)
+            cache = exchange_initial_cache(self.config.rotation_kind, inputs, cache, path, cu_seqlens, context)
         y_btrhp, ssm, k, rotation = rotated_trapezoid_scan(
             *inputs,
-            state=cache.ssm,
+            initial_state=cache.ssm,
             previous_k=cache.k,
             previous_x=cache.v,
-            start=cache.rotation,
-            rotation=self.config.rotation_kind,
+            initial_rotation=cache.rotation,
+            rotation_kind=self.config.rotation_kind,
             path=path,
             lengths=lengths,
             cu_seqlens=cu_seqlens,
@@ -167,7 +168,7 @@ class Mamba3(Block):
         """The inputs of the scan, and the gate that `output` needs; arguments as for `mix`."""
         z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(apply_linear(self.in_proj, x))
         dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretize(raw, lengths)
-        step_bth, rate_btc = self._turns(dt_bth, rate_btc, lengths)
+        rotation_dt_bth, rate_btc = self._rotation_steps(dt_bth, rate_btc, lengths)
         inputs = RotatedInputs(
             x_bthp,
             self.B_norm(k_btrgn),
@@ -175,7 +176,7 @@ class Mamba3(Block):
             self.B_bias,
             self.C_bias,
             rate_btc,
-            step_bth,
+            rotation_dt_bth,
             log_decay_bth,
             gamma_bth,
             kappa_bth,
@@ -187,21 +188,23 @@ class Mamba3(Block):
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The stationary output under a token that repeats forever, in closed form.
 
-        The token k steps back has weight `alpha^k gamma + alpha^{k-1} beta [k ≥ 1]` and is turned k times; the sum over
-        all k is one factor on the key. No cache goes in or comes out.
+        The token k steps back has weight `alpha^k gamma + alpha^{k-1} beta [k ≥ 1]` and is rotated k times; the sum
+        over all k is one factor on the key. No cache goes in or comes out.
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         c: Mamba3Config = self.config
         z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(apply_linear(self.in_proj, x).unsqueeze(1))
         dt_b1h, log_decay_b1h, gamma_b1h, kappa_b1h, rate_b1c = self._discretize(raw, None)
-        step_bh, rate_bc = (turn[:, 0] for turn in self._turns(dt_b1h, rate_b1c, None))
+        rotation_dt_bh, rate_bc = (x[:, 0] for x in self._rotation_steps(dt_b1h, rate_b1c, None))
         alpha_bh, wide = torch.exp(log_decay_b1h)[:, 0], dt_b1h.dtype
         k_brhn, q_brhn = (
             normed[:, 0].to(wide).repeat_interleave(c.nheads // c.ngroups, dim=2) + bias.to(wide).transpose(0, 1)
             for normed, bias in ((self.B_norm(k_b1rgn), self.B_bias), (self.C_norm(q_b1rgn), self.C_bias))
         )
         gamma_bh, beta_bh = gamma_b1h[:, 0], kappa_b1h[:, 0] * alpha_bh
-        k_sum_brhn = stationary_key(c.rotation_kind, k_brhn, rate_bc, step_bh, gamma_bh, beta_bh, alpha_bh, c.turns)
+        k_sum_brhn = stationary_key(
+            c.rotation_kind, k_brhn, rate_bc, rotation_dt_bh, gamma_bh, beta_bh, alpha_bh, c.num_rotations
+        )
         v_brhp = x_b1hp.to(wide)
         if c.is_mimo:
             v_brhp = v_brhp * self.mimo_x.to(wide).transpose(0, 1)
@@ -210,7 +213,7 @@ class Mamba3(Block):
         return self.output(y_brhp.unsqueeze(1), z_b1hp).squeeze(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """(b, t, ...) -> z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); turn (b, t, c)."""
+        """(b, t, ...) -> z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); rotation (b, t, c)."""
         c = self.config
         z, x, k, q, *raw = projected.split(list(self._widths().values()), dim=-1)
         heads, shared = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
@@ -218,12 +221,12 @@ class Mamba3(Block):
 
     def _discretize(self, raw: list[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         c: Mamba3Config = self.config
-        dt, a, trap, turn = raw
+        dt, a, trapezoid_logit, rotation = raw
         return discretize(
             dt,
             a,
-            trap,
-            turn,
+            trapezoid_logit,
+            rotation,
             self.dt_bias,
             heavy_tail=c.a_activation == "heavy_tail",
             a_floor=c.A_floor,
@@ -233,17 +236,17 @@ class Mamba3(Block):
             lengths=lengths,
         )
 
-    def _turns(self, dt_bth: Tensor, rate_btc: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For how long every head turns at a token, and how fast; a fixed rotation does not depend on the token."""
+    def _rotation_steps(self, dt_bth: Tensor, rate_btc: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return step sizes and angular rates of the rotation; a fixed rotation does not depend on the token."""
         c: Mamba3Config = self.config
         if c.rotation != "fixed":
             return dt_bth, rate_btc
-        number_s = torch.arange(c.turns, dtype=dt_bth.dtype, device=dt_bth.device)
-        rate_s = c.rotation_range * 10000 ** (-number_s / max(1, c.turns))
-        step_bth = torch.ones_like(dt_bth)
+        index_s = torch.arange(c.num_rotations, dtype=dt_bth.dtype, device=dt_bth.device)
+        rate_s = c.rotation_range * 10000 ** (-index_s / max(1, c.num_rotations))
+        rotation_dt_bth = torch.ones_like(dt_bth)
         if lengths is not None:
-            step_bth = step_bth.masked_fill(is_padding(lengths, dt_bth.shape[1]).unsqueeze(-1), 0)
-        return step_bth, rate_s.expand(*dt_bth.shape[:2], -1)
+            rotation_dt_bth = rotation_dt_bth.masked_fill(is_padding(lengths, dt_bth.shape[1]).unsqueeze(-1), 0)
+        return rotation_dt_bth, rate_s.expand(*dt_bth.shape[:2], -1)
 
     def output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
         """What follows the scan: gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
@@ -278,7 +281,7 @@ class Mamba3(Block):
             "groups": c.ngroups,
             "state": c.d_state,
             "rank": c.rank,
-            "turns": c.turns,
+            "turns": c.num_rotations,
             "rotation": program.rotation(c.rotation_kind),
             "heavy_tail": c.a_activation == "heavy_tail",
             "rate_range": c.rotation_range,
@@ -289,7 +292,7 @@ class Mamba3(Block):
             "query_eps": program.number(query_norm, "eps"),
             "out_eps": 0.0 if out_norm is None else program.number(out_norm, "eps"),
             **starts,
-            "numbers": program.slot(4 * c.nheads + c.turn_channels),
+            "numbers": program.slot(4 * c.nheads + c.rotation_channels),
             "keys": program.slot(2 * c.rank * c.ngroups * c.d_state),
             "to": y,
             "cache_state": program.cached(*cache["ssm"], dtype=program.wide),

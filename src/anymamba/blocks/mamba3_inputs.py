@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.blocks.mamba3.config import Mamba3Cache
+from anymamba.blocks.mamba3_config import Mamba3Cache
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import last_sequence_time
-from anymamba.ops.rotation import Rotation, combined_rotation, rotate, total_rotation
+from anymamba.ops.rotation import RotationKind, compose_rotations, rotate, total_rotation
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
-from anymamba.scan.chunking import carried_state
+from anymamba.scan.chunking import carry_state
 
-_OF_TIME = ("x", "k", "q", "rate", "step", "log_decay", "gamma", "kappa")  # have a value for every token
+_OF_TIME = ("x", "k", "q", "angular_rate", "dt", "log_decay", "gamma", "kappa")  # have a value for every token
 
 
 class RotatedInputs(NamedTuple):
@@ -26,8 +26,8 @@ class RotatedInputs(NamedTuple):
     q: Float[Tensor, "b t r g n"]
     k_bias: Float[Tensor, "h r n"]
     q_bias: Float[Tensor, "h r n"]
-    rate: Float[Tensor, "b t c"]
-    step: Float[Tensor, "b t h"]
+    angular_rate: Float[Tensor, "b t c"]
+    dt: Float[Tensor, "b t h"]
     log_decay: Float[Tensor, "b t h"]
     gamma: Float[Tensor, "b t h"]
     kappa: Float[Tensor, "b t h"]
@@ -35,8 +35,8 @@ class RotatedInputs(NamedTuple):
     value_weight: Float[Tensor, "h r p"] | None
 
 
-def shared_start(
-    kind: Rotation,
+def exchange_initial_cache(
+    kind: RotationKind,
     inputs: RotatedInputs,
     starts: Mamba3Cache,
     path: SsdPath,
@@ -61,11 +61,11 @@ def shared_start(
     last = inputs._replace(**of_time)
 
     def next_token(*values: Tensor) -> tuple[Tensor, ...]:
-        _, _, turned, k, x, bias, total = values
-        turned = combined_rotation(kind, turned, total)
-        return rotate(kind, k.unsqueeze(1), bias, turned.unsqueeze(1))[:, 0], x, turned
+        _, _, rotation, k, x, bias, total = values
+        rotation = compose_rotations(kind, rotation, total)
+        return rotate(kind, k.unsqueeze(1), bias, rotation.unsqueeze(1))[:, 0], x, rotation
 
-    total = total_rotation(kind, last.rate, last.step, starts.rotation[-1:])
+    total = total_rotation(kind, last.angular_rate, last.dt, starts.rotation[-1:])
     own = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
     k, v, rotation = context.exchange_boundary_state((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
     rows = slice(None) if cu_seqlens is None else slice(-1, None)
@@ -73,13 +73,13 @@ def shared_start(
     if context.continues_to_next:
         _, own_state, _, _ = rotated_trapezoid_scan(
             *last,
-            state=torch.zeros_like(own_state),
+            initial_state=torch.zeros_like(own_state),
             previous_k=k[rows],
             previous_x=v[rows],
-            start=rotation[rows],
-            rotation=kind,
+            initial_rotation=rotation[rows],
+            rotation_kind=kind,
             path=path,
         )
     kept = last.log_decay.sum(1)[..., None, None]
-    (ssm,) = context.exchange_boundary_state((starts.ssm,), cu_seqlens, (kept, own_state), carried_state)
+    (ssm,) = context.exchange_boundary_state((starts.ssm,), cu_seqlens, (kept, own_state), carry_state)
     return Mamba3Cache(ssm, k, v, rotation)

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.blocks.config import check_sizes
+from anymamba.blocks.block_config import check_sizes
 from anymamba.core.cache_io import SavableTree
-from anymamba.ops.rotation import Rotation
+from anymamba.ops.rotation import RotationKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Mamba3Config:
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
     a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"  # official since June 2026 | before
     rotation: Literal["complex", "quaternion", "fixed"] = "complex"  # fixed: the same for every token, as RoPE
-    rotation_range: int | float = 1.0  # largest turn per unit of dt, in half circles; 1 is official
+    rotation_range: int | float = 1.0  # largest angle per unit of dt, in half circles; 1 is official
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     learnable_init_states: bool = False  # a parameter is the state of a fresh start
 
@@ -65,8 +65,8 @@ class Mamba3Config:
             )
         if self.rope_fraction > 0 and int(self.d_state * self.rope_fraction) < unit:
             raise ValueError(
-                f"Mamba3Config: rope_fraction · d_state must be 0 or at least {unit}, the channels that turn together, "
-                f"got {self.rope_fraction} · {self.d_state}"
+                f"Mamba3Config: rope_fraction · d_state must be 0 or at least {unit}, the channels that rotate "
+                f"together, got {self.rope_fraction} · {self.d_state}"
             )
         if self.a_activation not in ("heavy_tail", "softplus"):
             raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
@@ -95,30 +95,30 @@ class Mamba3Config:
         return self.mimo_rank if self.is_mimo else 1
 
     @property
-    def rotation_kind(self) -> Rotation:
-        """Which channels turn together, and how (`anymamba.ops.rotation`)."""
+    def rotation_kind(self) -> RotationKind:
+        """Which channels rotate together, and how (`anymamba.ops.rotation`)."""
         if self.rotation == "quaternion":
             return "quaternion"
         return "halves" if self.is_mimo else "interleaved"
 
     @property
-    def turns(self) -> int:
-        """How many pairs of channels, or blocks of four, turn in each head."""
+    def num_rotations(self) -> int:
+        """Number of pairs of channels, or blocks of four, that rotate in each head."""
         return int(self.d_state * self.rope_fraction) // (4 if self.rotation == "quaternion" else 2)
 
     @property
-    def turn_channels(self) -> int:
-        """Channels of the projection that control the turns: shared by the heads, or an axis per head and block."""
+    def rotation_channels(self) -> int:
+        """Channels of the projection that set the angular rates: shared by heads, or one axis per head and block."""
         if self.rotation == "fixed":
             return 0
-        return self.nheads * self.turns * 3 if self.rotation == "quaternion" else self.turns
+        return self.nheads * self.num_rotations * 3 if self.rotation == "quaternion" else self.num_rotations
 
 
 class _Mamba3CacheFields(NamedTuple):
     ssm: Float[Tensor, "b h p n"]
     k: Float[Tensor, "b r h n"]
     v: Float[Tensor, "b h p"]
-    rotation: Float[Tensor, "b h *turn"]
+    rotation: Float[Tensor, "b h *angle"]
 
 
 class Mamba3Cache(_Mamba3CacheFields, SavableTree):
