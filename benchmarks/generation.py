@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.core.weight_formats import FORMATS, check_format
+from anymamba.core.weight_formats import FORMAT_SPECS, check_format
 from anymamba.generation import decoder, prefill
 from anymamba.models import MambaLM, MambaLMConfig
-from anymamba.quantization.quantize import quantize_model
+from anymamba.quantization import quantize_model
 from benchmarks.harness import Call, Case, Contender, forward
 
 MAMBA2_130M = MambaLMConfig(
@@ -136,7 +136,7 @@ def set_up_decode_in(dtype: str, small: bool = False) -> Call:
 
 
 IN_BFLOAT16 = ", computing in bfloat16"
-WEIGHTS = ("float32", *FORMATS, f"bfloat16{IN_BFLOAT16}")
+WEIGHTS = ("float32", *FORMAT_SPECS, f"bfloat16{IN_BFLOAT16}")
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 
 from anymamba.cli import info
 from anymamba.cli.options import WEIGHTS
-from anymamba.core.weight_formats import FORMATS
+from anymamba.core.weight_formats import FORMAT_SPECS
 from anymamba.kernels.cpu.bindings import LIBRARY
 from tests.models.cases import small_lm
 
@@ -18,10 +18,10 @@ def model(tmp_path):
 
 
 def test_the_options_are_the_formats():
-    assert WEIGHTS == FORMATS
+    assert tuple(FORMAT_SPECS) == WEIGHTS
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMAT_SPECS)
 def test_a_converted_model_generates_and_scores_what_the_model_loaded_so_does(run, model, tmp_path, format):
     code, out, _ = run("convert", model, tmp_path / "small", "--weights", format)
     assert (code, format in out) == (0, True)
@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(run, model, tmp_path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
     code, _, err = run("info", tmp_path / "small")
     assert (code, err.count("\n")) == (2, 1)
-    assert "quantized by 'gptq'" in err
+    assert "quantized with 'gptq'" in err
 
 
 def test_a_cut_file_is_one_line(run, model, tmp_path):

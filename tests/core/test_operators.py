@@ -6,7 +6,7 @@ import torch
 from anymamba import Mamba2, Mamba3, SsdPath, portable
 from anymamba.core.operators import OPERATORS
 from anymamba.core.registry import kernels_off, missing_kernel
-from anymamba.quantization.ops import quantize
+from anymamba.quantization.ops import quantize_tensor
 from anymamba.scan import scan
 from tests.scan.cases import HAS_KERNELS, make_inputs
 from tests.support import FLOOR, assert_near
@@ -81,9 +81,9 @@ EXAMPLES = {
         (normal(2, 5, 6), normal(2, 5, 6), normal(6), 2, True, 1e-5),
     ],
     "quantized_linear": lambda: [
-        (normal(3, 40), normal(7), *quantize(normal(7, 40), "int8")),
-        (normal(70, 40), None, *quantize(normal(7, 40), "int4")),
-        (normal(3, 40), None, *quantize(normal(7, 40), "bfloat16")),
+        (normal(3, 40), normal(7), *quantize_tensor(normal(7, 40), "int8")),
+        (normal(70, 40), None, *quantize_tensor(normal(7, 40), "int4")),
+        (normal(3, 40), None, *quantize_tensor(normal(7, 40), "bfloat16")),
     ],
     "rank_gate": lambda: [
         (normal(2, 5, 1, 4, 3), normal(2, 5, 4, 3), None, None),

@@ -3,14 +3,22 @@
 import pytest
 import torch
 
-from anymamba.core.weight_formats import FORMATS, GROUPS, storage_layout
+from anymamba.core.weight_formats import FORMAT_SPECS, FormatSpec, storage_layout
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu import linear_kernels as kernels_narrow
 from anymamba.kernels.cpu.step_program import MAX_ROWS
-from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
-from anymamba.quantization.ops import dequantize, quantize, quantized_linear
+from anymamba.quantization import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    dequantize_tensor,
+    ops,
+    quantize_tensor,
+    quantized_linear,
+)
 from tests.support import FLOOR, assert_near
 
+FORMATS = tuple(FORMAT_SPECS)
+GROUPS = {name: spec.group_size for name, spec in FORMAT_SPECS.items() if spec.group_size}
 # Largest rounding error of a weight, relative to the largest of its group: half a step, for int4 of a clipped group
 # at most one step of it.
 STEP = {"bfloat16": 2**-8, "float16": 2**-11, "int8": 1.01 / 254, "int4": 0.21}
@@ -20,7 +28,7 @@ SIZES = [(1, 1), (5, 7), (3, 16), (17, 33), (64, 64), (29, 129), (100, 200), (13
 
 def assert_product(y, x, stored, format, least=0.0):
     """y = x weightᵀ as in float64, but for float32's error and, of whole numbers, activations rounded to 16 bits."""
-    wide, x = dequantize(stored, torch.float64), x.detach().double()
+    wide, x = dequantize_tensor(stored, torch.float64), x.detach().double()
     exact = x @ wide.T
     allowed = torch.full_like(exact, 4 * FLOOR[torch.float32] * max(exact.abs().max().item() if len(x) else 0, least))
     for x_group, group in zip(*(w.split(GROUPS.get(format, x.shape[1]), 1) for w in (x, wide)), strict=True):
@@ -39,12 +47,12 @@ def weight(out, width, seed=0):
 @pytest.mark.parametrize(("out", "width"), SIZES)
 def test_a_weight_is_stored_to_within_a_step_of_its_group(format, out, width):
     plain = weight(out, width)
-    stored = quantize(plain, format)
+    stored = quantize_tensor(plain, format)
     found = {"weight": stored.codes, "scales": stored.scales}
     assert {k: (tuple(x.shape), x.dtype) for k, x in found.items() if x is not None} == storage_layout(
         format, out, width
     )
-    error = (dequantize(stored, torch.float64) - plain).abs()
+    error = (dequantize_tensor(stored, torch.float64) - plain).abs()
     size = GROUPS.get(format, width)
     for part, exact in zip(error.split(size, 1), plain.abs().split(size, 1), strict=True):
         least = 2**-24 if format == "float16" else 0  # below its normal numbers
@@ -56,15 +64,15 @@ def test_four_bits_leave_less_error_than_scales_that_cover_everything():
     groups = plain.unflatten(1, (-1, 32))
     scale = groups.abs().amax(-1, keepdim=True) / 7
     covered = ((groups / scale).round() * scale - groups).square().mean()
-    assert (dequantize(quantize(plain, "int4")) - plain).square().mean() < 0.9 * covered
+    assert (dequantize_tensor(quantize_tensor(plain, "int4")) - plain).square().mean() < 0.9 * covered
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_stay_zeros_and_widening_is_exact(format):
     zeros = torch.zeros(3, 70)
-    assert torch.equal(dequantize(quantize(zeros, format)), zeros)
-    stored = quantize(weight(6, 70), format)
-    assert torch.equal(dequantize(stored).double(), dequantize(stored, torch.float64))
+    assert torch.equal(dequantize_tensor(quantize_tensor(zeros, format)), zeros)
+    stored = quantize_tensor(weight(6, 70), format)
+    assert torch.equal(dequantize_tensor(stored).double(), dequantize_tensor(stored, torch.float64))
 
 
 @pytest.mark.usefixtures("each_implementation")
@@ -73,12 +81,12 @@ def test_zeros_stay_zeros_and_widening_is_exact(format):
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, MAX_ROWS, MAX_ROWS + 1])
 def test_products_and_gradients_are_those_of_the_widened_weight(format, out, width, rows):
     torch.manual_seed(0)
-    stored = quantize(weight(out, width), format)
+    stored = quantize_tensor(weight(out, width), format)
     x, bias = torch.randn(rows, width, requires_grad=True), torch.randn(out, requires_grad=True)
     y = quantized_linear(x, stored, bias)
     head = torch.randn(rows, out)
     found = torch.autograd.grad(y, (x, bias), head)
-    wide = dequantize(stored, torch.float64)
+    wide = dequantize_tensor(stored, torch.float64)
     assert_product(y - bias, x, stored, format, least=1.0)
     assert_near(found[0], head.double() @ wide, FLOOR[torch.float32] * 4)
     assert_near(found[1], head.double().sum(0), FLOOR[torch.float32])
@@ -88,12 +96,12 @@ def test_products_and_gradients_are_those_of_the_widened_weight(format, out, wid
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_activations_of_other_dtypes(dtype):
     torch.manual_seed(0)
-    stored = quantize(torch.randn(9, 100), "int8")
+    stored = quantize_tensor(torch.randn(9, 100), "int8")
     x = torch.randn(2, 3, 100).to(dtype)
     y = quantized_linear(x, stored)
     assert y.dtype == dtype
     assert y.shape == (2, 3, 9)
-    assert_near(y, x.double() @ dequantize(stored, torch.float64).T, FLOOR[dtype])
+    assert_near(y, x.double() @ dequantize_tensor(stored, torch.float64).T, FLOOR[dtype])
 
 
 @pytest.mark.parametrize("format", GROUPS)
@@ -101,16 +109,18 @@ def test_activations_of_other_dtypes(dtype):
 def test_activations_that_are_whole_numbers_of_sixteen_bits_lose_nothing(format, out, width):
     """What is rounded are the activations, and nothing else but the last sums over groups."""
     generator = torch.Generator().manual_seed(width)
-    stored = quantize(torch.randn(out, width, generator=generator), format)
+    stored = quantize_tensor(torch.randn(out, width, generator=generator), format)
     x = torch.randint(-32767, 32768, (3, width), generator=generator).float()
     x[:, :: GROUPS[format]] = 32767
-    assert_near(quantized_linear(x, stored), x.double() @ dequantize(stored, torch.float64).T, FLOOR[torch.float32])
+    assert_near(
+        quantized_linear(x, stored), x.double() @ dequantize_tensor(stored, torch.float64).T, FLOOR[torch.float32]
+    )
 
 
 @pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_not_finite_shows_in_its_row_alone(format):
-    stored, x = quantize(weight(9, 100), format), torch.randn(4, 100)
+    stored, x = quantize_tensor(weight(9, 100), format), torch.randn(4, 100)
     x[1, 5], x[2, 99], x[3] = torch.nan, -torch.inf, 0
     y = quantized_linear(x, stored)
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
@@ -122,7 +132,7 @@ def test_what_is_not_finite_shows_in_its_row_alone(format):
 @pytest.mark.parametrize(("out", "width"), [(17, 33), (9, 96), (13, 1056)])
 def test_every_number_of_rows_gives_the_same_bits(format, out, width):
     torch.manual_seed(0)
-    stored, x = quantize(torch.randn(out, width), format), torch.randn(MAX_ROWS, width)
+    stored, x = quantize_tensor(torch.randn(out, width), format), torch.randn(MAX_ROWS, width)
     together = quantized_linear(x, stored)
     assert_product(together, x, stored, format)
     for rows in range(1, MAX_ROWS):
@@ -133,7 +143,7 @@ def test_every_number_of_rows_gives_the_same_bits(format, out, width):
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
     torch.manual_seed(0)
-    stored, x = quantize(torch.randn(301, 333), format), torch.randn(MAX_ROWS, 333)
+    stored, x = quantize_tensor(torch.randn(301, 333), format), torch.randn(MAX_ROWS, 333)
     together = quantized_linear(x, stored)
     before = torch.get_num_threads()
     try:
@@ -148,7 +158,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(format):
 @pytest.mark.parametrize(("out", "width"), SIZES)
 def test_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch, rows, out, width):
     torch.manual_seed(0)
-    stored, x = quantize(torch.randn(out, width), "bfloat16"), torch.randn(rows, width).bfloat16()
+    stored, x = quantize_tensor(torch.randn(out, width), "bfloat16"), torch.randn(rows, width).bfloat16()
     bias = torch.randn(out)
     exact = x.double() @ stored.codes.double().T + bias.double()
     for has_units in (True, False):
@@ -161,9 +171,9 @@ def test_bfloat16_inputs_agree_whichever_product_the_processor_has(monkeypatch, 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_widened_rows(format):
     table = QuantizedEmbedding(format, 11, 40)
-    table.store(quantize(weight(11, 40), format))
+    table.store(quantize_tensor(weight(11, 40), format))
     ids = torch.tensor([[0, 3, 10], [2, 2, 1]])
-    assert torch.equal(table(ids), dequantize(table.stored)[ids])
+    assert torch.equal(table(ids), dequantize_tensor(table.stored)[ids])
     for bad in (-1, 11):
         with pytest.raises(IndexError):
             table(torch.tensor([bad]))
@@ -172,7 +182,7 @@ def test_an_embedding_returns_widened_rows(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_casts_change_what_is_computed_in_and_leave_the_weight(format):
     linear = QuantizedLinear(format, 40, 9, bias=True)
-    linear.store(quantize(weight(9, 40), format))
+    linear.store(quantize_tensor(weight(9, 40), format))
     before = {name: x.clone() for name, x in linear.state_dict().items() if name != "bias"}
     linear.to(torch.bfloat16)
     assert linear.dtype == torch.bfloat16
@@ -187,10 +197,10 @@ def test_casts_change_what_is_computed_in_and_leave_the_weight(format):
 def test_bad_weights_and_inputs_are_named():
     for format, value in (("int8", torch.nan), ("int4", torch.inf), ("bfloat16", -torch.inf), ("float16", 1e6)):
         with pytest.raises(ValueError, match="cannot hold weights that are not finite"):
-            quantize(torch.full((2, 40), value), format)
+            quantize_tensor(torch.full((2, 40), value), format)
     with pytest.raises(ValueError, match="weights must be one of bfloat16, float16, int8, int4, got 'int2'"):
-        quantize(torch.zeros(2, 2), "int2")
-    stored = quantize(torch.randn(4, 40), "int8")
+        quantize_tensor(torch.zeros(2, 2), "int2")
+    stored = quantize_tensor(torch.randn(4, 40), "int8")
     with pytest.raises(ValueError, match="x must have 40 channels"):
         quantized_linear(torch.randn(2, 41), stored)
     for bad in (stored._replace(width=41), stored._replace(scales=None), stored._replace(codes=stored.codes[:, :3])):
@@ -201,7 +211,33 @@ def test_bad_weights_and_inputs_are_named():
 @pytest.mark.parametrize("rows", [3, 200])
 def test_autocast_does_not_narrow_the_sums(rows):
     x, weight = torch.randn(rows, 64), torch.randn(32, 64)
-    stored = quantize(weight, "int8")
+    stored = quantize_tensor(weight, "int8")
     with torch.autocast("cpu", torch.bfloat16):
         found = quantized_linear(x, stored)
     assert torch.equal(found, quantized_linear(x, stored))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_formats_with_the_same_dtype_are_told_apart_by_name(monkeypatch):
+    """Bytes from 0 to 255 minus 128, in groups of 32: the dtype of int4's codes, which no kernel may take for int4."""
+
+    def encode(weight_oi, format):
+        groups_ogs = torch.nn.functional.pad(weight_oi.float(), (0, -weight_oi.shape[1] % 32)).unflatten(1, (-1, 32))
+        scale_og1 = (groups_ogs.abs().amax(-1, keepdim=True) / 126).bfloat16().float()
+        codes = ((groups_ogs / scale_og1).round().clamp(-128, 127) + 128).to(torch.uint8).flatten(1)
+        return codes[:, : weight_oi.shape[1]], scale_og1.squeeze(-1).bfloat16()
+
+    def decode(codes, scales_og, format, dtype):
+        groups_ogs = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 32)).unflatten(1, (-1, 32)).to(dtype) - 128
+        return (groups_ogs * scales_og.to(dtype).unsqueeze(-1)).flatten(1)
+
+    monkeypatch.setitem(FORMAT_SPECS, "biased8", FormatSpec(torch.uint8, group_size=32))
+    monkeypatch.setitem(ops._CODECS, "biased8", ops._Codec(encode, decode))
+    plain, x = weight(9, 96), torch.randn(3, 96)
+    linear = QuantizedLinear("biased8", 96, 9)
+    linear.store(quantize_tensor(plain, "biased8"))
+    assert linear.weight.dtype == QuantizedLinear("int4", 96, 9).weight.dtype == torch.uint8
+    assert_near(dequantize_tensor(linear.stored), plain, 0.02)
+    assert_near(linear(x), x.double() @ dequantize_tensor(linear.stored, torch.float64).T, FLOOR[torch.float32])
+    with pytest.raises(ValueError, match="the weight must be in int4 of width 96, got biased8 of width 96"):
+        QuantizedLinear("int4", 96, 9).store(linear.stored)

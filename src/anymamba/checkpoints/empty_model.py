@@ -79,7 +79,7 @@ def expected_tensors(
         f"{name}.{part}": dtype
         for name, module in model.named_modules()
         if isinstance(module, QuantizedWeight)
-        for part, (_, dtype) in module.parts().items()
+        for part, (_, dtype) in module.layout().items()
     }
     found = {name: Expected(tuple(x.shape), dtypes.get(name)) for name, x in model.state_dict().items()}
     if config.stack:

@@ -165,7 +165,7 @@ def _products() -> str:
 
 def _narrow_products(format: str, dtype: torch.dtype) -> str:
     """How prompts are multiplied with weights in a narrow format."""
-    if missing_kernel("quantized_linear", torch.empty(0, dtype=dtype)):
+    if missing_kernel("quantized_linear", torch.empty(0, dtype=dtype), None, None, None, format, 0):
         return "of weights widened to float32"
     if format != "bfloat16" or dtype != torch.bfloat16:
         return "of prompts in float32, with some rows of the weights widened at a time"

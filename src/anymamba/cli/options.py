@@ -13,7 +13,7 @@ from anymamba.training.config.values import check_known
 from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.core.weight_formats.FORMATS`, without torch
+WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.core.weight_formats.FORMAT_SPECS`, without torch
 FORMATS = ("official", "transformers", "codestral", "anymamba")
 
 

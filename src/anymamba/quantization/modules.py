@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.core.weight_formats import QuantizedTensor, QuantizedWeight, WeightFormat
-from anymamba.quantization.ops import dequantize, quantized_linear
+from anymamba.quantization.ops import dequantize_tensor, quantized_linear
 
 
 class QuantizedLinear(QuantizedWeight):
     """`y = x weightᵀ + bias`, summed in float32; the gradient reaches x and the bias, not the weight."""
 
-    HAS_COMPILED_FORWARD: ClassVar = True  # of this very class: the compiled kernels do what its `forward` does
+    HAS_COMPILED_FORWARD: ClassVar = True  # true for this class alone: kernels compute what its `forward` computes
 
     bias: nn.Parameter | None
 
@@ -29,19 +29,29 @@ class QuantizedLinear(QuantizedWeight):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        """Make room for the weight and the bias; `dtype` is that of the activations."""
+        """Allocate weight and bias without values.
+
+        Args:
+            format: Format of the weight.
+            in_features: Channels of the input.
+            out_features: Channels of the output.
+            bias: Whether there is a bias.
+            dtype: Dtype of the activations and of the bias.
+            device: Device of the parameters.
+        """
         super().__init__(format, out_features, in_features, dtype=dtype, device=device)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         values = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values))
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
-        """(..., in_features) -> (..., out_features), in the dtype of x."""
+        """Map (..., in_features) to (..., out_features), in the dtype of x."""
         return quantized_linear(x, self.stored, self.bias)
 
 
 class QuantizedEmbedding(QuantizedWeight):
-    """The rows of a table by their numbers."""
+    """An embedding table, whose rows are dequantized when they are looked up."""
 
     def __init__(
         self,
@@ -52,14 +62,22 @@ class QuantizedEmbedding(QuantizedWeight):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        """Make room for the table; `dtype` is that of what it returns."""
+        """Allocate the table without values.
+
+        Args:
+            format: Format of the table.
+            num_embeddings: Rows of the table.
+            embedding_dim: Columns of the table.
+            dtype: Dtype of the result.
+            device: Device of the table.
+        """
         super().__init__(format, num_embeddings, embedding_dim, dtype=dtype, device=device)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
 
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d"]:
-        """The rows `ids`."""
-        flat, scales = ids.flatten(), self.scales
-        rows = QuantizedTensor(
-            torch.embedding(self.weight, flat), None if scales is None else torch.embedding(scales, flat), self._width
-        )
-        return dequantize(rows).to(self.dtype).view(*ids.shape, self.embedding_dim)
+        """Return the rows `ids`."""
+        flat = ids.flatten()
+        scales = None if self.scales is None else torch.embedding(self.scales, flat)
+        rows = QuantizedTensor(torch.embedding(self.weight, flat), scales, self.format, self._width)
+        return dequantize_tensor(rows).to(self.dtype).view(*ids.shape, self.embedding_dim)

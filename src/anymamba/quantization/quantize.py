@@ -1,6 +1,6 @@
-"""Language models whose weights are stored in fewer bits: the projections, the embedding and the head.
+"""Language models with quantized weights: the projections, the embedding and the head.
 
-Everything else stays as it is, float32 or wider where blocks keep it so: convolutions, norms, A, D, biases, and
+Everything else stays as it is, in float32 or higher where blocks keep it so: convolutions, norms, A, D, biases, and
 Mamba-1's projection to step sizes, whose results go through an exponential.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from anymamba.core.weight_formats import FORMATS, QuantizedWeight, WeightFormat, check_format
+from anymamba.core.weight_formats import FORMAT_SPECS, QuantizedWeight, WeightFormat, check_format
 from anymamba.quantization.modules import QuantizedEmbedding, QuantizedLinear
 from anymamba.quantization.ops import quantize_rows, rows_at_once
 
@@ -21,17 +21,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 METHOD = "anymamba"  # in the config of a checkpoint
 _FIELD = "quantization_config"
-_KNOWN = {"quant_method", "weights", "dtype"}
+_KNOWN_FIELDS = {"quant_method", "weights", "dtype"}
+_ACTIVATION_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def weight_format(model: nn.Module) -> WeightFormat | None:
-    """The format of a model's narrow weights; None if it has none."""
-    found = next((module for module in model.modules() if isinstance(module, QuantizedWeight)), None)
-    return None if found is None else found.format
+    """Return the format of a model's quantized weights; None if it has none."""
+    quantized = next((module for module in model.modules() if isinstance(module, QuantizedWeight)), None)
+    return None if quantized is None else quantized.format
 
 
 def quantizable_names(model: nn.Module) -> list[str]:
-    """The names of the weights that are narrow, or that `replace_linears` makes so."""
+    """Return the names of the weights that are quantized, or that `replace_linears` would replace."""
     kinds = (nn.Linear, nn.Embedding)
     return [
         f"{name}.weight"
@@ -41,43 +42,46 @@ def quantizable_names(model: nn.Module) -> list[str]:
 
 
 def replace_linears(model: nn.Module, format: WeightFormat) -> None:
-    """Replace the projections, the embedding and the head by narrow ones without values.
+    """Replace the projections, the embedding and the head by quantized modules without values.
 
     Raises:
-        ValueError: an unknown format, or a model that has narrow weights already.
+        ValueError: Unknown format, or a model that is quantized already.
     """
     check_format("MambaLM", format)
-    if (found := weight_format(model)) is not None:
-        raise ValueError(f"MambaLM: expected a model with plain weights, got one in {found}")
+    if (present := weight_format(model)) is not None:
+        raise ValueError(f"MambaLM: expected a model with plain weights, got one in {present}")
     for owner in list(model.modules()):
         for name, module in list(owner.named_children()):
-            if (empty := _narrow_twin(module, format)) is not None:
-                setattr(owner, name, empty)
+            if (replacement := _quantized_module_like(module, format)) is not None:
+                setattr(owner, name, replacement)
     model.tie_weights()  # type: ignore[operator]
 
 
 def quantize_model(model: _Model, format: WeightFormat) -> _Model:
-    """Store the weights of a model in a narrow format, in place; for inference, and for adapters beside them.
+    """Quantize the weights of a language model in place, for inference and for training adapters.
+
+    Args:
+        model: A `MambaLM` with plain weights.
+        format: Format of the weights.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: a model that is not a language model.
-        ValueError: an unknown format, a model that has narrow weights already, or values that the format cannot hold.
+        TypeError: A model that is not a language model.
+        ValueError: Unknown format, a model that is quantized already, or values that the format cannot hold.
     """
     if not (isinstance(model, nn.Module) and hasattr(model, "tie_weights")):
         raise TypeError(f"quantize_model: expected a MambaLM, got {type(model).__name__}")
     check_format("quantize_model", format)
-    distinct = dict(model.named_parameters())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - distinct.keys()
-    plain = {name: x for name, x in model.state_dict().items() if name not in tied}
+    distinct_names = dict(model.named_parameters()).keys()
+    tied_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - distinct_names
+    names_to_quantize = set(quantizable_names(model))
     state: dict[str, Tensor] = {}
-    wanted = set(quantizable_names(model))
-    for name, x in plain.items():
-        if name in wanted:
+    for name, x in model.state_dict().items():
+        if name in names_to_quantize - tied_names:
             state |= quantize_weight(name, x.detach().split(rows_at_once(x.shape[1])), x.shape, format, x.device)
-        else:
+        elif name not in tied_names:
             state[name] = x
     replace_linears(model, format)
     model.load_state_dict(state, assign=True)
@@ -85,56 +89,61 @@ def quantize_model(model: _Model, format: WeightFormat) -> _Model:
 
 
 def quantize_weight(
-    name: str, parts: Iterable[Tensor], shape: Sequence[int], format: WeightFormat, device: torch.device | None
+    name: str, chunks: Iterable[Tensor], shape: Sequence[int], format: WeightFormat, device: torch.device | None
 ) -> dict[str, Tensor]:
-    """The codes and scales of a weight, which comes some rows at a time, by their names.
+    """Return codes and scales of a weight by their names.
+
+    Args:
+        name: Name of the weight.
+        chunks: Rows of the weight, some at a time.
+        shape: Shape of the weight.
+        format: Format to store it in.
+        device: Device of the result.
 
     Raises:
-        ValueError: values that the format cannot hold; the message names the weight.
+        ValueError: Values that the format cannot hold; the message names the weight.
     """
     try:
-        codes, scales, _ = quantize_rows(parts, shape[0], shape[1], format, device)
+        stored = quantize_rows(chunks, shape[0], shape[1], format, device)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return {name: codes} if scales is None else {name: codes, scales_name(name): scales}
+    return {name: stored.codes} if stored.scales is None else {name: stored.codes, scales_name(name): stored.scales}
 
 
 def scales_name(weight: str) -> str:
-    """The name of the scales of a weight."""
+    """Return the name of a weight's scales."""
     return weight.removesuffix("weight") + "scales"
 
 
 def parse_quantization_config(extra: dict[str, Any]) -> tuple[WeightFormat | None, str | None, dict[str, Any]]:
-    """What a config file says about narrow weights.
+    """Read the quantization of the weights from the extra fields of a config file.
 
     Returns:
-        Their format, the dtype of the activations, and the other fields.
+        Format of the weights, dtype of the activations, and the other fields; None twice for plain weights.
 
     Raises:
-        ValueError: weights that were quantized by another program, or in an unknown format.
+        ValueError: Weights that were quantized by another library, or in an unknown format.
     """
-    said = extra.get(_FIELD)
-    if said is None:
+    entry = extra.get(_FIELD)
+    if entry is None:
         return None, None, extra
-    method = said.get("quant_method") if isinstance(said, dict) else None
+    method = entry.get("quant_method") if isinstance(entry, dict) else None
     if not isinstance(method, str):
-        raise ValueError(f"{_FIELD} must be a table that names its quant_method, got {reprlib.repr(said)}")
+        raise ValueError(f"{_FIELD} must be a table that names its quant_method, got {reprlib.repr(entry)}")
     if method != METHOD:
-        raise ValueError(f"the weights were quantized by {method!r}, which only that can read")
-    format, dtype = said.get("weights"), said.get("dtype")
-    if format not in FORMATS or dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"weights quantized with {method!r} are not supported; load them with that library")
+    format, dtype = entry.get("weights"), entry.get("dtype")
+    if format not in FORMAT_SPECS or dtype not in _ACTIVATION_DTYPES:
         raise ValueError(
-            f"{_FIELD} must name weights in one of {', '.join(FORMATS)} and a dtype, got {format!r} and {dtype!r}"
+            f"{_FIELD} must name weights in one of {', '.join(FORMAT_SPECS)} and a dtype, got {format!r} and {dtype!r}"
         )
-    if unknown := sorted(set(said) - _KNOWN):
-        raise ValueError(
-            f"{_FIELD} has fields that this version does not know, so it cannot read the weights: {', '.join(unknown)}"
-        )
-    return format, dtype, {name: value for name, value in extra.items() if name != _FIELD}
+    if unknown := sorted(set(entry) - _KNOWN_FIELDS):
+        raise ValueError(f"{_FIELD} has unknown fields, so the weights cannot be read: {', '.join(unknown)}")
+    return cast("WeightFormat", format), dtype, {name: value for name, value in extra.items() if name != _FIELD}
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:
-    """What the config file of a model says about its narrow weights; nothing if it has none."""
+    """Return the entry of a config file that describes a model's quantized weights; empty if it has none."""
     format = weight_format(model)
     if format is None:
         return {}
@@ -142,7 +151,8 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
     return {_FIELD: {"quant_method": METHOD, "weights": format, "dtype": dtype}}
 
 
-def _narrow_twin(module: nn.Module, format: WeightFormat) -> QuantizedLinear | QuantizedEmbedding | None:
+def _quantized_module_like(module: nn.Module, format: WeightFormat) -> QuantizedLinear | QuantizedEmbedding | None:
+    """Return a quantized module without values for a plain linear layer or embedding, None for any other module."""
     if type(module) is nn.Linear:
         dtype, device, bias = module.weight.dtype, module.weight.device, module.bias is not None
         return QuantizedLinear(format, module.in_features, module.out_features, bias=bias, dtype=dtype, device=device)

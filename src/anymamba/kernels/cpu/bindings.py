@@ -33,7 +33,7 @@ from anymamba.kernels.cpu import schema
 _FILE_NAME = "libanymamba_cpu.dylib" if sys.platform == "darwin" else "libanymamba_cpu.so"
 _ISAS = ("baseline", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # DType of csrc/dtypes.h
-WEIGHT_DTYPES = {**DTYPES, torch.int8: 4, torch.uint8: 5}  # a byte holds two weights of four bits
+WEIGHT_FORMATS = {"bfloat16": 2, "float16": 3, "int8": 4, "int4": 5}  # DType again, by the name of the format
 
 
 class Library(NamedTuple):

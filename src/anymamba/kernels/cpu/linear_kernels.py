@@ -18,7 +18,7 @@ from torch import Tensor
 from anymamba.core.linear import linear, multiplies_bfloat16, unflatten_like
 from anymamba.core.registry import Implementation
 from anymamba.core.weight_formats import QuantizedTensor, check_quantized
-from anymamba.kernels.cpu.bindings import WEIGHT_DTYPES, call, empty, missing
+from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, call, empty, missing
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 
 
@@ -30,7 +30,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out, width = weight.shape
     y_mo = empty((x.numel() // width, out), torch.float32)
     given: dict[str, Tensor | None] = {"codes": weight.detach(), "x": x.detach().reshape(-1, width)}
-    sizes, format = {"o": out, "i": width}, WEIGHT_DTYPES[torch.float32]
+    sizes, format = {"o": out, "i": width}, DTYPES[torch.float32]
     call("quantized_matmul", torch.float32, given, {"y": y_mo}, sizes=sizes, format=format)
     if bias is not None:
         y_mo += bias.detach()
@@ -43,27 +43,32 @@ _FEWEST_IN_BFLOAT16 = 16
 _memory = threading.local()  # of a panel: what is asked for anew must be cleared by the system first
 
 
-def _missing(x: Tensor, *_: object) -> str:
+def _missing(
+    x: Tensor, bias: Tensor | None, codes: Tensor | None, scales: Tensor | None, format: str, width: int
+) -> str:
+    if format not in WEIGHT_FORMATS:
+        return f"there is none for weights in {format}"
     return missing(x.dtype) or ("there is none for float64" if x.dtype == torch.float64 else "")
 
 
 @torch.autocast("cpu", enabled=False)  # sums are in float32
-def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int) -> Tensor:
-    check_quantized("quantized_linear", QuantizedTensor(codes, scales, width))
+def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int) -> Tensor:
+    stored = QuantizedTensor(codes, scales, format, width)
+    check_quantized("quantized_linear", stored)
     m, out = x.shape[0], codes.shape[0]
-    if m >= _FEWEST_IN_BFLOAT16 and x.dtype == codes.dtype == torch.bfloat16 and multiplies_bfloat16():
+    if m >= _FEWEST_IN_BFLOAT16 and format == "bfloat16" and x.dtype == torch.bfloat16 and multiplies_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())
     x_mi = x.float()
     if 1 <= m <= MAX_ROWS:
         y = empty((m, out), torch.float32)
         weight = {"codes": codes, "scales": scales, "x": x_mi}
-        format = WEIGHT_DTYPES[codes.dtype]
-        call("quantized_matmul", torch.float32, weight, {"y": y}, sizes={"o": out, "i": width}, format=format)
+        sizes, number = {"o": out, "i": width}, WEIGHT_FORMATS[format]
+        call("quantized_matmul", torch.float32, weight, {"y": y}, sizes=sizes, format=number)
     elif out * width <= _PANEL:
-        y = linear(x_mi, next(_panels(codes, scales, width))[1])
+        y = linear(x_mi, next(_panels(stored))[1])
     else:
         y = empty((m, out), torch.float32)
-        for start, panel in _panels(codes, scales, width):
+        for start, panel in _panels(stored):
             y[:, start : start + len(panel)] = linear(x_mi, panel)
     if bias is not None:
         y += bias.float()
@@ -72,17 +77,18 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
 
 @torch.autocast("cpu", enabled=False)
 def _backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, width: int
+    dy: Tensor, x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int
 ) -> tuple[Tensor, Tensor]:
-    dy_mo = dy.float()
+    dy_mo, stored = dy.float(), QuantizedTensor(codes, scales, format, width)
     dx = torch.zeros((x.shape[0], width), dtype=torch.float32, device="cpu")
-    for start, panel in _panels(codes, scales, width):
+    for start, panel in _panels(stored):
         dx += linear(dy_mo[:, start : start + len(panel)], panel.T)
     return dx.to(x.dtype), dy.new_empty(0) if bias is None else dy_mo.sum(0).to(bias.dtype)
 
 
-def _panels(codes: Tensor, scales: Tensor | None, width: int) -> Iterator[tuple[int, Tensor]]:
-    """Rows of the weight as float32 with the number of the first, one panel after another in the same memory."""
+def _panels(stored: QuantizedTensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows of the weight as float32 and the index of the first, one panel after another in the same memory."""
+    codes, scales, format, width = stored
     panels = max(1, -(-codes.shape[0] * width // _PANEL))
     rows = -(-codes.shape[0] // panels)  # of about the same size: a last small one would be slow
     for start in range(0, max(1, codes.shape[0]), max(1, rows)):
@@ -90,7 +96,7 @@ def _panels(codes: Tensor, scales: Tensor | None, width: int) -> Iterator[tuple[
         panel = _panel(len(codes[part]), width)
         some = {"codes": codes[part], "scales": None if scales is None else scales[part]}
         sizes = {"o": len(panel), "i": width}
-        call("widen", torch.float32, some, {"wide": panel}, sizes=sizes, format=WEIGHT_DTYPES[codes.dtype])
+        call("widen", torch.float32, some, {"wide": panel}, sizes=sizes, format=WEIGHT_FORMATS[format])
         yield start, panel
 
 

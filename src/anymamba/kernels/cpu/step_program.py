@@ -19,7 +19,7 @@ from anymamba.core.dtypes import state_dtype
 from anymamba.core.hooks import GLOBAL_HOOKS
 from anymamba.core.weight_formats import QuantizedWeight, storage_layout
 from anymamba.kernels.cpu import schema
-from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_DTYPES, empty, missing, run
+from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, empty, missing, run
 
 MAX_ROWS = 64  # beyond, a matrix product is no longer bound by memory, and torch's own is the faster one
 OUTPUT = -1  # in place of a slot
@@ -187,7 +187,13 @@ class Program:
         return self._read(self._watched.entry(owner._buffers, name), name, shape, dtypes, Tensor)
 
     def _read(
-        self, x: Any, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], kind_of: type = nn.Parameter
+        self,
+        x: Any,
+        name: str,
+        shape: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...],
+        kind_of: type = nn.Parameter,
+        number: int | None = None,
     ) -> Any:
         if isinstance(x, Tensor) and type(x) is kind_of:
             self._watched.parameter(x)
@@ -196,7 +202,7 @@ class Program:
         if x.shape != shape or not x.is_contiguous() or x.is_neg() or not x.data_ptr():
             self.refuse(f"{name} must be contiguous, of shape {shape}")
         self._storages.append(x.untyped_storage())
-        return schema.c_structure("Parameter")(data=x.data_ptr(), dtype=WEIGHT_DTYPES[x.dtype])
+        return schema.c_structure("Parameter")(data=x.data_ptr(), dtype=DTYPES[x.dtype] if number is None else number)
 
     def phase(self, kind: str, **fields: Any) -> None:
         """Add a phase of a kind, with the fields of its structure (`arguments.PHASE_KINDS`)."""
@@ -243,12 +249,15 @@ class Program:
     ) -> dict[str, Any]:
         """The fields of a projection with a weight in a narrow format."""
         linear = self.child(owner, name, kind)
-        if "HAS_COMPILED_FORWARD" not in vars(kind) or self.wide == torch.float64:
+        is_covered = "HAS_COMPILED_FORWARD" in vars(kind) and linear.format in WEIGHT_FORMATS
+        if not is_covered or self.wide == torch.float64:
             self.refuse(f"{name} is a {kind.__name__} in {linear.format}, for activations of {self.dtype}")
         fields = {"bias": self.parameter(linear, "bias", out, optional=True)}
         for part, (shape, dtype) in storage_layout(linear.format, out, width).items():
             x = self._watched.entry(linear._parameters, part)
-            fields["scale" if part == "scales" else part] = self._read(x, f"{name}.{part}", shape, (dtype,))
+            number = WEIGHT_FORMATS[linear.format] if part == "weight" else None
+            field = "scale" if part == "scales" else part
+            fields[field] = self._read(x, f"{name}.{part}", shape, (dtype,), number=number)
         return fields
 
     def norm(
