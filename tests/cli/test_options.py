@@ -7,7 +7,7 @@ import pytest
 from anymamba.checkpoints.formats import FORMATS, READ_ONLY
 from anymamba.cli import options
 from anymamba.cli.common import DTYPES
-from anymamba.training.config.values import hint
+from anymamba.core.config_fields import suggest
 from tests.support import in_another_process
 
 COMMANDS = ("train", "generate", "eval", "inspect", "convert", "push", "info", "serve", "bench-serve")
@@ -76,7 +76,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
 
 @pytest.mark.parametrize("name", ["--mlflow", "--gpu", "--verbose", "--epochs", "--output"])
 def test_unlike_words_are_not_suggested(name):
-    assert hint(name, options._build()[1]["train"]._option_string_actions) in ("", "; did you mean --out?")
+    assert suggest(name, options._build()[1]["train"]._option_string_actions) in ("", "; did you mean --out?")
 
 
 def test_help_shows_what_a_field_is_where_nothing_is_given(run):

@@ -1,7 +1,7 @@
 import pytest
 
+from anymamba.core.config_fields import literal_choices
 from anymamba.training import TrainingConfig, read_config
-from anymamba.training.config.values import choices
 
 
 def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
@@ -129,8 +129,8 @@ def test_a_missing_file_is_named(tmp_path):
 def test_the_values_that_a_field_allows_are_known():
     hints = TrainingConfig.hints()
     assert hints.keys() == TrainingConfig.fields_by_name().keys()
-    assert choices(hints["schedule.kind"]) == ("cosine", "wsd", "constant")
-    assert choices(hints["data.sources"]) == choices(hints["seed"]) == ()
+    assert literal_choices(hints["schedule.kind"]) == ("cosine", "wsd", "constant")
+    assert literal_choices(hints["data.sources"]) == literal_choices(hints["seed"]) == ()
 
 
 def test_mamba_1_has_channels_and_no_heads():

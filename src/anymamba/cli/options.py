@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from anymamba.cli.argtypes import REAL, WHOLE, name_and_value, one_of
 from anymamba.cli.serve_options import add_bench_serve, add_serve
 from anymamba.cli.train_options import add_predict, add_train
-from anymamba.training.config.values import check_known
+from anymamba.core.config_fields import check_known
 from anymamba.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

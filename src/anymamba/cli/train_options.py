@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from anymamba.cli.argtypes import WHOLE, one_of
+from anymamba.core.config_fields import literal_choices, takes_list
 from anymamba.training.config.run_config import RunConfig, TrainingConfig
 from anymamba.training.config.tabular_config import KINDS, TabularConfig
-from anymamba.training.config.values import choices, is_list
 
 
 def add_train(commands: Any) -> None:
@@ -45,10 +45,10 @@ def _add_fields(fields: Any, config: type[RunConfig], known: Sequence[str]) -> N
     for name, field in config.fields_by_name().items():
         if name in known:
             continue
-        allowed = ("true", "false") if bool in (hints[name], *get_args(hints[name])) else choices(hints[name])
+        allowed = ("true", "false") if bool in (hints[name], *get_args(hints[name])) else literal_choices(hints[name])
         default = field.metadata.get("default") or _shown(field.default)
         text = field.metadata["help"] + (f" (default: {default})" if default else "")
-        several: dict[str, Any] = {"nargs": "+", "action": "extend"} if is_list(hints[name]) else {}
+        several: dict[str, Any] = {"nargs": "+", "action": "extend"} if takes_list(hints[name]) else {}
         fields.add_argument(
             f"--{name}",
             metavar=f"{{{','.join(allowed)}}}" if allowed else "VALUE",

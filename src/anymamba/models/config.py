@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.base import Block
-from anymamba.core.config_fields import suggest
-from anymamba.models.families import FAMILIES, family, family_name, make_block_config, typed
+from anymamba.core.config_fields import coerce_value, field_types, suggest
+from anymamba.models.families import FAMILIES, MAX_CONFIG_NUMBER, family, family_name, make_block_config
 from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
 
 # Fields of a block that only affect its initial parameters: not part of a trained model.
@@ -41,9 +41,9 @@ class MambaLMConfig:
         """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
         for name in ("ssm_cfg", "attn_layer_idx", "attn_cfg", "stack", "extra"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
-        for f in dataclasses.fields(self):
-            if f.type in ("int", "bool"):
-                typed(f"MambaLMConfig: {f.name}", getattr(self, f.name), f)
+        for name, kind in field_types(type(self)).items():
+            if kind in (int, bool):
+                coerce_value(f"MambaLMConfig: {name}", getattr(self, name), kind, max_number=MAX_CONFIG_NUMBER)
         for name in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"MambaLMConfig: {name} must be at least 1, got {value!r}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import reprlib
 from typing import Any
 
 from anymamba.blocks.base import Block
@@ -12,12 +9,12 @@ from anymamba.blocks.block_config import ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3
-from anymamba.core.config_fields import suggest
+from anymamba.core.config_fields import coerce_value, field_types, suggest
 
 # Keyed by the value of "layer" in the official `ssm_cfg`.
 FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
 
-_MOST = 2**31 - 1  # of any number: nothing larger can be computed with
+MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
 
 
 def family(name: str, table: str = "ssm_cfg") -> type[Block]:
@@ -53,7 +50,7 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_
         raise ValueError(f"{where}: {table} must be a table of the block's fields, got {ssm_cfg!r}")
     name = family_name(ssm_cfg)
     kind = family(name, table).CONFIG
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    fields = field_types(kind)
     # Entries that tune the official kernels are kept and written back, and change no result. `chunk_size` is among
     # them: it suits a GPU there. Pass `path=` to the model to choose a chunk length.
     kernels = ignored_options(kind) | {"chunk_size"}
@@ -61,31 +58,8 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_
     if unknown := sorted(set(given) - set(fields)):
         near = suggest(unknown[0], fields)
         raise ValueError(f"{where}: {table} has entries that {name} does not know: {unknown}{near}")
-    values = {key: typed(f'{where}: {table}["{key}"]', value, fields[key]) for key, value in given.items()}
+    values = {
+        key: coerce_value(f'{where}: {table}["{key}"]', value, fields[key], max_number=MAX_CONFIG_NUMBER)
+        for key, value in given.items()
+    }
     return kind(**{**values, "d_model": d_model})
-
-
-def typed(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
-    """A value from a JSON file in the type of the field's annotation, a list as a tuple.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    wanted, default = str(field.type), field.default
-    number = isinstance(value, int | float if "float" in wanted else int) and not isinstance(value, bool)
-    if wanted.startswith("tuple"):
-        fine = isinstance(value, list | tuple) and isinstance(default, tuple) and len(value) == len(default)
-        fine = fine and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
-        value = tuple(value) if fine else value
-    elif "bool" in wanted:
-        fine = isinstance(value, bool)
-    elif "Literal" in wanted:
-        fine = isinstance(value, str) or (number and wanted.startswith("int"))
-    else:
-        fine = number or (value is None and "None" in wanted)
-    if not fine:
-        raise ValueError(f"{where} must be {wanted}, got {reprlib.repr(value)}")
-    for x in value if isinstance(value, tuple) else [value]:
-        if isinstance(x, int | float) and not abs(x) <= _MOST and not (x == math.inf and isinstance(value, tuple)):
-            raise ValueError(f"{where} must be a number of at most {_MOST:,}, got {reprlib.repr(x)}")
-    return value

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from anymamba.blocks.base import Block
-from anymamba.models.families import family, family_name, make_block_config, typed
+from anymamba.core.config_fields import coerce_value, field_types
+from anymamba.models.families import MAX_CONFIG_NUMBER, family, family_name, make_block_config
 from anymamba.models.stack.class_tokens import Position, check_positions
 from anymamba.models.stack.residual_gates import default_gate_bias
 
@@ -122,9 +123,9 @@ class StackConfig:
         where = type(self).__name__
         for name in ("ssm_cfg", "layer_cfgs", "schedule", "class_tokens", "layer_class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
-        for f in dataclasses.fields(self):
-            if f.type in ("int", "bool", "float", "int | None", "float | None"):
-                typed(f"{where}: {f.name}", getattr(self, f.name), f)
+        for name, kind in field_types(type(self)).items():
+            if kind in (int, bool, float, int | None, float | None):
+                coerce_value(f"{where}: {name}", getattr(self, name), kind, max_number=MAX_CONFIG_NUMBER)
         for name in ("d_model", "n_layer", "n_virtual"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{where}: {name} must be at least 1, got {value!r}")

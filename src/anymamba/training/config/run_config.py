@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from anymamba.core.config_fields import check_known, coerce_value, describe_unknown, parse_text
 from anymamba.training.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -28,7 +29,6 @@ from anymamba.training.config.sections import (
     check_at_least,
     option,
 )
-from anymamba.training.config.values import check_known, checked, parse, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -91,7 +91,7 @@ class RunConfig:
         for name, text in overrides.items():
             check_known(name, hints, "--")
             section, _, key = name.rpartition(".")
-            (found.setdefault(section, {}) if section else found)[key] = parse(name, text, hints[name])
+            (found.setdefault(section, {}) if section else found)[key] = parse_text(name, text, hints[name])
         return found
 
     def flat(self) -> dict[str, Any]:
@@ -191,11 +191,11 @@ def _build(kind: Any, values: Any, where: str, prefix: str, names: list[str]) ->
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
         if key not in hints:
-            raise ValueError(unknown(f"{prefix}{key}", names, f"{where}: "))
+            raise ValueError(describe_unknown(f"{prefix}{key}", names, f"{where}: "))
         if dataclasses.is_dataclass(hints[key]):
             given[key] = _build(hints[key], value, where, f"{prefix}{key}.", names)
         else:
-            given[key] = checked(f"{where}: {prefix}{key}", value, hints[key])
+            given[key] = coerce_value(f"{where}: {prefix}{key}", value, hints[key])
     try:
         return kind(**given)
     except ValueError as error:
