@@ -131,7 +131,7 @@ def test_a_template_that_refuses_is_one_line(run, model):
 class TestSpecialTokens:
     def test_they_stand_before_the_first_text_only(self, run, model, tmp_path):
         tokenizer = FileTokenizer(model / "tokenizer.json")
-        begin, ids, more = [tokenizer._id("<s>")], tokenizer.encode("Hello"), tokenizer.encode("And")
+        begin, ids, more = [tokenizer.id_of("<s>")], tokenizer.encode("Hello"), tokenizer.encode("And")
         assert tokenizer.encode("Hello", add_special_tokens=True) == begin + ids
         common = ["generate", model, "--max-new-tokens", 0, "--save-state", tmp_path / "state"]
         _, _, err = run(*common, "--interactive", stdin=b"Hello\nAnd\n")
@@ -147,7 +147,7 @@ class TestSpecialTokens:
         plain = tokenizer.encode("Hello world, and more.")
         first = len(tokenizer.decode(plain[:1]).encode())
         for flags, ids, size in (
-            ([], [tokenizer._id("<s>"), *plain], 22),
+            ([], [tokenizer.id_of("<s>"), *plain], 22),
             (["--no-special-tokens"], plain, 22 - first),
         ):
             _, out, _ = run("eval", model, tmp_path / "text", *flags)

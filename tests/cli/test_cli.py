@@ -274,7 +274,7 @@ sys.exit(code)
         [
             (["--prompt", ""], "the prompt is empty: pass --prompt, --file, or a text on stdin"),
             (["--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
-            (["--prompt", "x", "--temperature", "nan"], "temperature must be 0 (greedy) or positive, got nan"),
+            (["--prompt", "x", "--temperature", "nan"], "temperature must be between 0 and 1e+30, got nan"),
             (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
             (["--prompt", "x", "--stop", ""], "--stop must be a text, got an empty one"),
             (["--prompt", "x", "--load-state", "nowhere"], "nowhere: no such file"),
@@ -318,7 +318,7 @@ sys.exit(code)
     def test_a_model_without_a_tokenizer_says_what_to_pass(self, run):
         code, _, err = run("generate", GOLDEN / "lm_mamba2", "--prompt", "x")
         assert code == 2
-        assert "no tokenizer.json beside the weights; pass one with --tokenizer" in err
+        assert "no tokenizer.json next to the weights; pass one with --tokenizer" in err
 
 
 class TestConvert:

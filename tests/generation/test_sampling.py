@@ -138,19 +138,34 @@ def test_logits_that_are_not_finite_are_refused(bad, temperature):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, r"temperature must be 0 \(greedy\) or positive, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be between 0 and 1e[+]30, got -1.0"),
         ({"temperature": math.nan}, "temperature must be"),
         ({"temperature": math.inf}, "temperature must be"),
         ({"top_k": 0}, "top_k must be None or at least 1, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"min_p": 1.0}, "min_p must be at least 0 and below 1, got 1.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive, got 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be between 1e-30 and 1e[+]30, got 0.0"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty must be between 1e-30 and 1e[+]30, got 1e-40"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty must be between 1e-30 and 1e[+]30, got 1000"),
+        ({"presence_penalty": math.nan}, "presence_penalty must be between -1e[+]30 and 1e[+]30, got nan"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty must be between -1e[+]30 and 1e[+]30, got 1e[+]39"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias must be between -1e[+]30 and 1e[+]30, got inf for token 3"),
     ],
 )
 def test_values_outside_their_ranges_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("repetition_penalty", [1e-30, 1e30])
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e30])
+def test_values_at_the_ends_of_their_ranges_can_be_computed(repetition_penalty, temperature):
+    penalties = {"presence_penalty": -1e30, "frequency_penalty": 1e30, "logit_bias": {0: 1e30, 1: -1e30}}
+    sampling = Sampling(repetition_penalty=repetition_penalty, temperature=temperature, **penalties)
+    logits = torch.tensor([[3.0, -3.0, 0.0, 1e5]])
+    token = sample_tokens(logits, sampling, [0.5], torch.ones(1, 4, dtype=torch.bool), [{0: 10**6, 2: 1, 3: 4}])
+    assert 0 <= token.item() < 4
 
 
 def test_numbers_are_uniform_and_depend_on_everything():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anymamba.generation import ByteTokenizer, FileTokenizer, IncrementalDecoder, Pipeline, load_tokenizer
-from anymamba.generation.tokenizers import write_end
+from anymamba.generation.tokenizers import write_end_token
 from anymamba.training.data.documents import encode
 from tests.generation.cases import TEXT, bare, with_beginning
 from tests.models.cases import small_lm
@@ -82,19 +82,19 @@ class TestEnd:
         file = bare(tmp_path, "<|endoftext|>", "<mine>")
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             (tmp_path / name).write_text('{"eos_token": "<|endoftext|>", "kept": 1}')
-        write_end(FileTokenizer(file, "<mine>"), tmp_path)
+        write_end_token(FileTokenizer(file, "<mine>"), tmp_path)
         assert FileTokenizer(file).end == [2]
         assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": "<mine>", "kept": 1}
         assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 2}
         written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-        write_end(FileTokenizer(file), tmp_path)
+        write_end_token(FileTokenizer(file), tmp_path)
         assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
 
 class TestSpecialTokens:
     def test_they_are_added_where_they_are_asked_for(self, tmp_path):
         tokenizer = with_beginning(tmp_path, "<s>", "</s>", end="</s>")
-        begin, end = tokenizer._id("<s>"), tokenizer._id("</s>")
+        begin, end = tokenizer.id_of("<s>"), tokenizer.id_of("</s>")
         plain = tokenizer.encode("ab")
         assert begin not in plain
         # A text that is continued has no end, but one that it spells itself.
@@ -120,7 +120,7 @@ class TestSpecialTokens:
 
     def test_a_model_is_trained_as_it_is_asked(self, tmp_path):
         tokenizer = with_beginning(tmp_path, "<s>", "</s>", end="</s>")
-        begin, end = tokenizer._id("<s>"), tokenizer._id("</s>")
+        begin, end = tokenizer.id_of("<s>"), tokenizer.id_of("</s>")
         assert encode("name", b"ab", tokenizer).tolist() == [begin, *tokenizer.encode("ab"), end]
 
 
@@ -173,7 +173,7 @@ def test_a_tokenizer_alone_needs_no_model(byte_level):
 def test_a_tokenizer_that_does_not_fit_is_refused(byte_level, tmp_path):
     with pytest.raises(ValueError, match=r"does not belong to the model: it has .* tokens, the model 100"):
         load_tokenizer(byte_level, tmp_path, 100)
-    with pytest.raises(ValueError, match=r"no tokenizer.json beside the weights; pass one with --tokenizer"):
+    with pytest.raises(ValueError, match=r"no tokenizer.json next to the weights; pass one with --tokenizer"):
         load_tokenizer(None, tmp_path, 1000)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json: not a readable tokenizer"):

@@ -50,6 +50,7 @@ def test_both_forms_of_a_field_are_one():
         (completion, {"prompt": None}, "prompt", "prompt must be a string"),
         (completion, {"top_p": 0}, "top_p", "above 0"),
         (completion, {"temperature": float("nan")}, "temperature", "got NaN"),
+        (completion, {"repetition_penalty": 1e-40}, "repetition_penalty", "between 1e-30 and"),
         (completion, {"seed": 2**64}, "seed", "seed must be an integer"),
         (completion, {"logit_bias": {"256": 1}}, "logit_bias", "below 256"),
         (completion, {"logit_bias": {"1": 101}}, "1", "from -100"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import numbers
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,13 @@ from torch import Tensor
 from anymamba.core.config_fields import suggest
 
 _FIRST_CANDIDATES = 256
+_LIMIT = 1e30  # float32 logits stay finite, however often a token occurs
+_RANGES = {
+    "repetition_penalty": (1 / _LIMIT, _LIMIT),
+    "presence_penalty": (-_LIMIT, _LIMIT),
+    "frequency_penalty": (-_LIMIT, _LIMIT),
+    "temperature": (0.0, _LIMIT),
+}
 _Numbers = npt.NDArray[np.floating[Any]]
 
 
@@ -68,11 +74,11 @@ class Sampling:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
         _check_bias(self.logit_bias)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
         checks = (
-            ("repetition_penalty", "positive", self.repetition_penalty > 0),
-            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
-            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
-            ("temperature", "0 (greedy) or positive", self.temperature is None or 0 <= self.temperature < math.inf),
             ("top_k", "None or at least 1", self.top_k is None or self.top_k >= 1),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
             ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),
@@ -117,8 +123,10 @@ def _check_bias(bias: Any) -> None:
         raise TypeError(f"logit_bias must map token ids to numbers, got {bias!r}")
     for token, value in bias.items():
         check_integer("a token of logit_bias", token)
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TypeError(f"logit_bias must have finite numbers, got {value!r} for token {token}")
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"logit_bias must map token ids to numbers, got {value!r} for token {token}")
+        if not -_LIMIT <= value <= _LIMIT:  # type: ignore[operator]
+            raise ValueError(f"logit_bias must be between {-_LIMIT:g} and {_LIMIT:g}, got {value!r} for token {token}")
 
 
 class TokenScore(NamedTuple):

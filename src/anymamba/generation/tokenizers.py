@@ -1,13 +1,15 @@
 """Text to tokens and back: tokenizer.json files, and bytes for models trained on bytes.
 
-A token may end in the middle of a character. `IncrementalDecoder` gives text only when it is whole.
+A token may end in the middle of a character. `IncrementalDecoder` returns text only when its characters are complete.
 """
 
 from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
@@ -16,30 +18,31 @@ from anymamba.checkpoints.formats import gguf
 from anymamba.checkpoints.hub import fetch, is_repository_id
 from anymamba.checkpoints.load import COMPANION_FILES
 from anymamba.core.io import read_json, write_json
+from anymamba.generation.tokenizer_limits import check_growth, max_bytes_per_token
 
-# What tokenizers usually call the end of a text, the most certain first.
+# Usual names of the token that ends a text, the most certain first.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>")
 _REPLACEMENT = "\ufffd"
-_WINDOW = 64  # most tokens that are looked at together
+_WINDOW = 64  # most tokens that are decoded together
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What generation asks of a tokenizer.
+    """A tokenizer, as generation uses it.
 
     Attributes:
-        vocab_size: ids are below it.
-        end: ids of tokens that end a text, if there are any.
+        vocab_size: Number that all ids are below.
+        end: Ids of tokens that end a text, if there are any.
     """
 
     vocab_size: int
     end: list[int]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text, with the tokens that belong before the first text of a sequence if asked for."""
+        """Return the ids of a text, with the tokens that precede the first text of a sequence if requested."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; bytes that are not a character become U+FFFD."""
+        """Return the text of ids; bytes that are not a character become U+FFFD."""
 
 
 class ByteTokenizer:
@@ -49,92 +52,142 @@ class ByteTokenizer:
     end: list[int] = []  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The bytes of a text. Surrogates for undecodable bytes of a file or terminal become those bytes again."""
+        """Return the bytes of a text; surrogates for undecodable bytes of a file or terminal become bytes again."""
         return list(text.encode("utf-8", errors="surrogateescape"))
 
     def decode(self, ids: list[int]) -> str:
-        """The text of bytes; ids above 255, which a padded vocabulary allows, become U+FFFD."""
+        """Return the text of bytes; ids above 255, which a padded vocabulary allows, become U+FFFD."""
         return b"".join(bytes([i]) if i < 256 else b"\xff" for i in ids).decode("utf-8", errors="replace")
+
+    def min_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text, without making them."""
+        return len(text.encode("utf-8", errors="surrogatepass"))
 
 
 class FileTokenizer:
     """A tokenizer.json, read by the `tokenizers` library.
 
     Attributes:
-        path: of the file.
-        vocab_size: ids are below it.
-        end: ids of tokens that end a text: those named by files beside it, or else its special token with a usual name.
+        path: File of the tokenizer.
+        vocab_size: Number that all ids are below.
+        end: Ids of tokens that end a text: those named by the files next to it, or else a special token with a usual
+            name.
     """
 
     def __init__(self, path: str | os.PathLike[str], end: str | None = None) -> None:
-        """Read the file; `end` is the token that ends a text, if neither it nor the files beside it name one.
+        """Read the file.
+
+        Args:
+            path: File of the tokenizer.
+            end: Token that ends a text, where neither the file nor those next to it name one.
 
         Raises:
-            ValueError: the file is missing or damaged, has no token `end`, or the library is not installed.
+            ValueError: The file is missing or damaged, makes texts very much longer, has no token `end`, or the library
+                is not installed.
         """
         self.path = path = Path(path)
         try:
-            from tokenizers import Tokenizer as Reader
+            from tokenizers import Tokenizer as LibraryTokenizer
         except ImportError as error:
             raise ValueError(
                 f"{path}: to read it, install tokenizers (pip install 'anymamba[hf]'), or pass the byte tokenizer"
             ) from error
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
-        try:
-            self._tokenizer: Any = Reader.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except (
-            BaseException
-        ) as error:  # the library raises nothing more specific, and its panics are less specific still
-            raise ValueError(f"{path}: not a readable tokenizer ({error})") from error
+        with _library_errors(f"{path}: not a readable tokenizer"):
+            self._tokenizer: Any = LibraryTokenizer.from_file(str(path))
+        check_growth(str(path), self._tokenizer)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.end = self._ends(end)
+        self.end = self._find_end_tokens(end)
 
-    def _ends(self, named: str | None) -> list[int]:
-        if named is not None:
-            if (found := self._id(named)) is None:
-                raise ValueError(f"{self.path}: expected a token {named!r} that ends a text, found none")
-            return [found]
-        said = sorted({i for token in _end_tokens(self.path.parent) if (i := self._id(token)) is not None})
+    def _find_end_tokens(self, name: str | None) -> list[int]:
+        if name is not None:
+            if (token := self.id_of(name)) is None:
+                raise ValueError(f"{self.path}: expected a token {name!r} that ends a text, found none")
+            return [token]
+        named = sorted({i for token in _named_end_tokens(self.path.parent) if (i := self.id_of(token)) is not None})
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        return said or [special[token] for token in _USUAL_ENDS if token in special][:1]
+        return named or [special[token] for token in _USUAL_ENDS if token in special][:1]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text.
+        """Return the ids of a text.
 
         Args:
-            text: any.
-            add_special_tokens: add those that the file's post-processor puts around the first text of a sequence,
+            text: Text to encode.
+            add_special_tokens: Add the tokens that the file's post-processor puts around the first text of a sequence,
                 except an end token after it: the text is to be continued.
+
+        Raises:
+            ValueError: The tokenizer fails on the text.
         """
-        # It is faster without the places of the tokens in the text.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with _library_errors(f"{self.path}: the tokenizer fails on this text"):
+            # This method is faster: it does not return the offsets of the tokens in the text.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         if add_special_tokens:
-            added: list[int] = encoding.special_tokens_mask
-            while ids and added.pop() and ids[-1] in self.end:
+            is_added: list[int] = encoding.special_tokens_mask
+            while ids and is_added.pop() and ids[-1] in self.end:
                 ids.pop()
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        """Return the text of ids, without special tokens.
+
+        Raises:
+            ValueError: The tokenizer fails on the ids.
+        """
+        with _library_errors(f"{self.path}: the tokenizer fails on these tokens"):
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _id(self, token: str | int) -> int | None:
+    def min_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without tokenizing it; 0 if nothing is known."""
+        if self._max_bytes_per_token is None:
+            return 0
+        return -(-len(text.encode("utf-8", errors="surrogatepass")) // self._max_bytes_per_token)
+
+    @cached_property
+    def _max_bytes_per_token(self) -> int | None:
+        return max_bytes_per_token(self._tokenizer)
+
+    def id_of(self, token: str | int) -> int | None:
+        """Return the id of a token, or an id as it is; None for a token that the tokenizer does not have."""
         if isinstance(token, int):
             return token
         try:
-            found: int | None = self._tokenizer.token_to_id(token)
+            token_id: int | None = self._tokenizer.token_to_id(token)
         except UnicodeEncodeError:  # half a character, as JSON can spell it, is not a token
             return None
-        return found
+        return token_id
 
 
-def _end_tokens(directory: Path) -> Iterable[str | int]:
-    """What the files beside a tokenizer name as the end of a text, as token or id."""
+@contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """Turn an error of the `tokenizers` library into a ValueError.
+
+    The library raises bare exceptions, and panics, which derive from BaseException.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UnicodeError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{message} ({error})") from error
+
+
+def min_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Return a number of tokens that a text has at least, so that one that is too long is rejected at once.
+
+    Args:
+        tokenizer: Tokenizer; one without a method `min_tokens` gives 0.
+        text: Text, which is not tokenized.
+    """
+    count: int = getattr(tokenizer, "min_tokens", lambda _: 0)(text)
+    return count
+
+
+def _named_end_tokens(directory: Path) -> Iterable[str | int]:
+    """Yield the ends of a text that the files next to a tokenizer name, each a token or an id."""
     for name, field in (
         ("tokenizer_config.json", "eos_token"),
         ("special_tokens_map.json", "eos_token"),
@@ -145,15 +198,15 @@ def _end_tokens(directory: Path) -> Iterable[str | int]:
             value = value.get("content")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token, bool) or not (isinstance(token, str) or (isinstance(token, int) and token >= 0)):
-                found = reprlib.repr(token)
-                raise ValueError(f"{directory / name}: {field} must be a token or its id, or several, got {found}")
+                preview = reprlib.repr(token)
+                raise ValueError(f"{directory / name}: {field} must be a token or its id, or several, got {preview}")
             yield token
 
 
-def write_end(tokenizer: FileTokenizer, directory: Path) -> None:
-    """Name the token that ends a text in the files beside a model, where others look for it, unless they name one."""
-    said = [i for token in _end_tokens(directory) if (i := tokenizer._id(token)) is not None]
-    if not tokenizer.end or sorted(set(said)) == tokenizer.end:
+def write_end_token(tokenizer: FileTokenizer, directory: Path) -> None:
+    """Name the token that ends a text in the files next to a model, where others look for it, unless they name one."""
+    named = [i for token in _named_end_tokens(directory) if (i := tokenizer.id_of(token)) is not None]
+    if not tokenizer.end or sorted(set(named)) == tokenizer.end:
         return
     text = tokenizer._tokenizer.id_to_token(tokenizer.end[0])
     for name, values in (
@@ -162,7 +215,7 @@ def write_end(tokenizer: FileTokenizer, directory: Path) -> None:
         ("generation_config.json", {"eos_token_id": tokenizer.end[0]}),
     ):
         before = read_json(directory / name) if (directory / name).is_file() else {}
-        if before or name != "special_tokens_map.json":  # the older place, not needed
+        if before or name != "special_tokens_map.json":  # the older file, not needed
             write_json(directory / name, {**before, **values})
 
 
@@ -171,16 +224,16 @@ def load_tokenizer(
     directory: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of this name, or the one of a model.
+    """Load a tokenizer by name, or the one of a model.
 
     Args:
-        name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one beside the weights, or the
+        name: "bytes", a tokenizer.json, a directory with one, or a hub id; None for the one next to the weights, or the
             byte tokenizer for a vocabulary of 256.
-        directory: of the model, or its GGUF file, for a name of None.
-        vocab_size: rows of the model's embedding, to check that the tokenizer belongs to it.
+        directory: Directory of the model, or its GGUF file, for a name of None.
+        vocab_size: Number of rows of the model's embedding, to check that the tokenizer belongs to it.
 
     Raises:
-        ValueError: there is no tokenizer, or it has more tokens than the model.
+        ValueError: There is no tokenizer, or it has more tokens than the model.
     """
     tokenizer: Tokenizer
     if name is None and directory is not None and Path(directory).suffix == gguf.SUFFIX and Path(directory).is_file():
@@ -190,17 +243,18 @@ def load_tokenizer(
             return load_tokenizer(None, extracted, vocab_size)
     if name is None and directory is None:
         raise ValueError("load_tokenizer: expected a name, or the directory of a model, got neither")
-    beside = None if directory is None else Path(directory) / "tokenizer.json"
-    found = beside is not None and beside.is_file()
-    if name == "bytes" or (name is None and not found and vocab_size == 256):
+    model_file = None if directory is None else Path(directory) / "tokenizer.json"
+    if name == "bytes":
         tokenizer = ByteTokenizer()
     elif name is not None:
-        tokenizer = FileTokenizer(_tokenizer_file(name))
-    elif beside is not None and found:
-        tokenizer = FileTokenizer(beside)
+        tokenizer = FileTokenizer(_find_file(name))
+    elif model_file is not None and model_file.is_file():
+        tokenizer = FileTokenizer(model_file)
+    elif vocab_size == 256:
+        tokenizer = ByteTokenizer()
     else:
         raise ValueError(
-            f"{directory}: no tokenizer.json beside the weights; pass one with --tokenizer, "
+            f"{directory}: no tokenizer.json next to the weights; pass one with --tokenizer, "
             '"bytes" for a model of bytes, or the hub id of a repository that has it'
         )
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -210,7 +264,8 @@ def load_tokenizer(
     return tokenizer
 
 
-def _tokenizer_file(name: str | os.PathLike[str]) -> Path:
+def _find_file(name: str | os.PathLike[str]) -> Path:
+    """Return the tokenizer.json of a path or hub id."""
     path = Path(name)
     if path.is_dir():
         return path / "tokenizer.json"

@@ -319,17 +319,21 @@ def _read_common_fields(body: dict[str, Any], limits: Limits, vocab_size: int) -
 def _read_sampling(body: dict[str, Any], vocab_size: int) -> Sampling:
     seed = read_int(body, "seed", None, -(2**63), 2**64 - 1)
     top_k = read_int(body, "top_k", None, -1, 2**31)
-    return Sampling(
-        temperature=read_number(body, "temperature", 1.0, 0.0, 100.0),
-        top_p=read_number(body, "top_p", 1.0, 0.0, 1.0, exclude_low=True),
-        min_p=read_number(body, "min_p", 0.0, 0.0, 0.999999),
-        top_k=top_k if top_k is not None and top_k > 0 else None,
-        presence_penalty=read_number(body, "presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=read_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=read_number(body, "repetition_penalty", 1.0, 0.0, 100.0, exclude_low=True),
-        logit_bias=_read_logit_bias(body, vocab_size),
-        seed=secrets.randbits(63) if seed is None else seed,
-    )
+    options: dict[str, Any] = {
+        "temperature": read_number(body, "temperature", 1.0, 0.0, 100.0),
+        "top_p": read_number(body, "top_p", 1.0, 0.0, 1.0, exclude_low=True),
+        "min_p": read_number(body, "min_p", 0.0, 0.0, 0.999999),
+        "top_k": top_k if top_k is not None and top_k > 0 else None,
+        "presence_penalty": read_number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        "frequency_penalty": read_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        "repetition_penalty": read_number(body, "repetition_penalty", 1.0, 0.0, 100.0, exclude_low=True),
+        "logit_bias": _read_logit_bias(body, vocab_size),
+        "seed": secrets.randbits(63) if seed is None else seed,
+    }
+    try:
+        return Sampling(**options)
+    except ValueError as error:  # in the range of the API, but more than float32 can compute
+        raise invalid_value(str(error).partition(" ")[0], str(error)) from error
 
 
 def _read_logit_bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] | None:

@@ -14,7 +14,7 @@ from anymamba.checkpoints.load import COMPANION_FILES, copy_companions, load_mod
 from anymamba.checkpoints.open import open_checkpoint, read_config
 from anymamba.core.cache_io import check_tensor_names
 from anymamba.core.io import atomic_write
-from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end
+from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end_token
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.training.checkpoint.sharded_tensors import TensorShard
@@ -190,7 +190,7 @@ class LanguageTask(Task[Batch]):
             (self._directory / other).unlink(missing_ok=True)
         tokenizer = self._open_tokenizer()
         if isinstance(tokenizer, FileTokenizer):
-            write_end(tokenizer, self._directory)
+            write_end_token(tokenizer, self._directory)
             if not tokenizer.end:
                 report(
                     f"{name}: no token that ends a document is known, so the model will not learn where one ends; name "
