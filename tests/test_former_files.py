@@ -77,4 +77,4 @@ def test_a_run_resumes(tmp_path):
     assert [row.step for row in found] == [row.step for row in expected] == list(range(1, 9))
     for row, then in zip(found, expected, strict=True):
         assert row.loss == pytest.approx(then.loss, rel=LOSSES_FLOOR)
-        assert row.evaluated == pytest.approx(then.evaluated, rel=LOSSES_FLOOR)
+        assert row.evaluation == pytest.approx(then.evaluation, rel=LOSSES_FLOOR)

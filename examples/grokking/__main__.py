@@ -24,9 +24,9 @@ def plot(figure: Any, rows: list[StepMetrics]) -> None:
     below = figure.add_subplot(2, 1, 2, ylabel="participation ratio", xlabel="step", xscale="log")
     steps = [row.step for row in rows]
     for name, label in _ACCURACIES.items():
-        above.plot(steps, [100 * row.evaluated[name] for row in rows], label=label)
+        above.plot(steps, [100 * row.evaluation[name] for row in rows], label=label)
     for name in _RATIOS:
-        below.plot(steps, [row.evaluated[name] for row in rows], label=name.removeprefix("ratio_of_"))
+        below.plot(steps, [row.evaluation[name] for row in rows], label=name.removeprefix("ratio_of_"))
     above.legend()
     below.legend()
 
@@ -36,11 +36,11 @@ def table(rows: list[StepMetrics], shares: tuple[float, ...] = (0.5, 0.99)) -> s
     moments = {"first": rows[0]}
     for name, label in _ACCURACIES.items():
         for share in shares:
-            if found := [row for row in rows if row.evaluated[name] >= share]:
+            if found := [row for row in rows if row.evaluation[name] >= share]:
                 moments[f"{label}: {100 * share:.0f} %"] = found[0]
     lines = []
     for label, row in {**moments, "last": rows[-1]}.items():
-        values = [100 * row.evaluated[name] for name in _ACCURACIES] + [row.evaluated[name] for name in _RATIOS]
+        values = [100 * row.evaluation[name] for name in _ACCURACIES] + [row.evaluation[name] for name in _RATIOS]
         lines.append([label, row.step, *(f"{x:.1f}" for x in values)])
     return markdown(["", "step", "trained on, %", "held out, %", "states", "embedding", "head"], lines)
 
@@ -48,7 +48,7 @@ def table(rows: list[StepMetrics], shares: tuple[float, ...] = (0.5, 0.99)) -> s
 def run(given: Given) -> None:
     """Train, and look back at the evaluations on the way."""
     found = given.trained(GrokkingTask(GrokkingConfig().run(given.seeds[0], given.steps)))
-    rows = [row for row in read_metrics(found.directory / "metrics.csv") if row.evaluated]
+    rows = [row for row in read_metrics(found.directory / "metrics.csv") if row.evaluation]
     given.draw("grokking", (8, 6), lambda figure: plot(figure, rows))
     given.write("grokking", f"{table(rows)}\n{found}\n")
 

@@ -75,7 +75,7 @@ def run(config: TrackingConfig, directory: Path, report: Callable[[str], None]) 
     rows = read_metrics(directory / "metrics.csv")
     result = Result(
         config=json.loads(json.dumps(config.to_dict())),  # as it is read again
-        validation=max(row.evaluated["scaled_accuracy"] for row in rows if row.evaluated),
+        validation=max(row.evaluation["scaled_accuracy"] for row in rows if row.evaluation),
         test=task.test(model, c.judged, _TEST_ROWS),
         curve=[(length, task.test(model, length, _CURVE_ROWS)) for length in _CURVE],
         steps=trainer.step,

@@ -67,7 +67,7 @@ def test_a_short_run_learns(family, tmp_path):
     config = DigitsConfig.from_dict({"digits": {"family": family}, "schedule": {"steps": 150, "warmup": 20}})
     trainer = train_or_resume(DigitsTask(config, load_digits()), tmp_path, silent)
     assert trainer.run()
-    assert trainer.evaluated.values["validation_accuracy"] > 0.4
+    assert trainer.evaluation.values["validation_accuracy"] > 0.4
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):

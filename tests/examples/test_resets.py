@@ -190,7 +190,7 @@ def test_a_short_run_learns_to_turn(tmp_path):
     )
     trainer = train_or_resume(ResetTask(config), tmp_path, silent)
     assert trainer.run()
-    assert trainer.evaluated.values["worst_accuracy"] > 0.6
+    assert trainer.evaluation.values["worst_accuracy"] > 0.6
 
 
 def test_the_task_is_solved_only_without_a_mistake():

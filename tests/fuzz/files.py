@@ -260,9 +260,9 @@ def _sign_shards(table, directory):
 
 
 def _sign_manifest(table, directory, run):
-    from anymamba.training.checkpoint.run_state import _checksum
+    from anymamba.training.checkpoint.manifest import manifest_checksum
 
     table.pop("checksum", None)
     table["files"] = {name: digest_file(directory / name) for name in table["files"]}
     table["data"] = open_corpus(run / "data").checksum
-    table["checksum"] = _checksum(table)
+    table["checksum"] = manifest_checksum(table)

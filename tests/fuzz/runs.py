@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.metrics.loggers import read_metrics
 from tests.fuzz.child import Finding, run_in_child
 from tests.training.cases import write_corpus
@@ -110,7 +110,7 @@ def _happen(fault):
 
 
 def _check_same(whole, run_directory):
-    latest, expected = (checkpoints(path / "checkpoints")[0] for path in (run_directory, whole))
+    latest, expected = (list_checkpoints(path / "checkpoints")[0] for path in (run_directory, whole))
     names = sorted(path.name for path in expected.iterdir())
     if latest.name != expected.name or sorted(path.name for path in latest.iterdir()) != names:
         raise Finding(f"the last checkpoint is {latest.name} with {sorted(p.name for p in latest.iterdir())}")
@@ -118,7 +118,7 @@ def _check_same(whole, run_directory):
         if name.endswith(".safetensors") and (latest / name).read_bytes() != (expected / name).read_bytes():
             raise Finding(f"{name} of the last checkpoint differs from that of the undisturbed run")
     rows, others = (
-        [(row.step, row.loss, row.evaluated) for row in read_metrics(path / "metrics.csv")]
+        [(row.step, row.loss, row.evaluation) for row in read_metrics(path / "metrics.csv")]
         for path in (run_directory, whole)
     )
     if rows != others:

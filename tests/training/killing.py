@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 
 from anymamba.training.api import create_run, open_run
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from tests.training.cases import draw_nothing, silent, tiny, write_corpus
 from tests.training.test_tabular import config_of, write_files
 
@@ -29,10 +29,10 @@ OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.
 
 def trainer_for(directory, mode):
     if mode == "files":
-        if checkpoints(directory / "checkpoints"):
+        if list_checkpoints(directory / "checkpoints"):
             return open_run(directory, {}, silent)
         return create_run(config_of(directory.parent / "corpus", "masked-lm"), directory, silent)
-    if checkpoints(directory / "checkpoints"):
+    if list_checkpoints(directory / "checkpoints"):
         return open_run(directory, {}, silent)
     config = tiny(
         directory.parent / "corpus",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from anymamba.training import TrainingConfig, train
 from anymamba.training.checkpoint import async_save
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import draw_nothing, tiny, write_corpus
 from tests.training.killing import OPERATIONS
@@ -71,7 +71,7 @@ def arm(directory, how, amount, slow, note):
 def worker(directory, whole):
     """Train undisturbed into `whole`, unless it exists, and then into `directory`/run; torchrun runs this."""
     os.fsync = lambda descriptor: None
-    async_save._PATIENCE = 2.0  # a worker that was killed never answers
+    async_save._PATIENCE_S = 2.0  # a worker that was killed never answers
     draw_nothing()
     directory, whole, life = Path(directory), Path(whole), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     config = TrainingConfig.from_dict(json.loads((directory / "config.json").read_text()))
@@ -113,14 +113,14 @@ def attempt(directory, whole, corpus, mesh, plan):
 
 def check_same(killed, whole):
     """Assert that a killed run leaves the same files as a whole one, byte for byte."""
-    (latest, *_), (expected, *_) = (checkpoints(run / "checkpoints") for run in (killed, whole))
+    (latest, *_), (expected, *_) = (list_checkpoints(run / "checkpoints") for run in (killed, whole))
     assert latest.name == expected.name
     assert sorted(path.name for path in latest.iterdir()) == sorted(path.name for path in expected.iterdir())
     for path in [*expected.glob("*.safetensors"), whole / "model.safetensors"]:
         other = killed / path.relative_to(whole)
         assert path.read_bytes() == other.read_bytes(), other
     rows = [
-        [(row.step, row.tokens, row.loss, row.evaluated) for row in read_metrics(run / "metrics.csv")]
+        [(row.step, row.tokens, row.loss, row.evaluation) for row in read_metrics(run / "metrics.csv")]
         for run in (killed, whole)
     ]
     assert rows[0] == rows[1]

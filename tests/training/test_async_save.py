@@ -16,7 +16,7 @@ from anymamba import MambaLM
 from anymamba.training.api import create_run, open_run
 from anymamba.training.checkpoint import async_save
 from anymamba.training.checkpoint.async_save import Part, Saver
-from anymamba.training.checkpoint.run_state import Manifest, checkpoints
+from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints
 from anymamba.training.checkpoint.sharded_tensors import StoredTensors
 from anymamba.training.distributed.process_group import SharedError
 from tests.training.cases import silent
@@ -40,7 +40,7 @@ def trained(rank, name, fields, mesh, stop=None):
     trainer = create_run(config_of(fields, mesh), directory, silent, workers_of(rank))
     trainer.run([lambda row: row.step == stop], shown=False)
     dist.barrier()
-    return trainer, checkpoints(directory / "checkpoints")
+    return trainer, list_checkpoints(directory / "checkpoints")
 
 
 def names_in(path):
@@ -103,9 +103,9 @@ def background_case(rank, mesh):
     with replaced(Part, "write", slow):
         trainer.run(shown=False)
     dist.barrier()
-    assert [int(path.name[5:]) for path in checkpoints(directory / "checkpoints")] == [4, 3, 2, 1, 0]
+    assert [int(path.name[5:]) for path in list_checkpoints(directory / "checkpoints")] == [4, 3, 2, 1, 0]
     assert any(end > begin for begin, end in when), when
-    (path, *_) = checkpoints(directory / "checkpoints")
+    (path, *_) = list_checkpoints(directory / "checkpoints")
     for name in names_in(expected):
         if name.endswith(".safetensors"):
             assert (path / name).read_bytes() == (expected / name).read_bytes(), name
@@ -141,7 +141,9 @@ def full_disk_case(rank, victim):
     with pytest.raises(SharedError, match=words), disk:
         again.save()
     dist.barrier()
-    assert [path.name for path in checkpoints(directory / "checkpoints")] == [f"step-0000000{i}" for i in (2, 1, 0)]
+    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [
+        f"step-0000000{i}" for i in (2, 1, 0)
+    ]
     assert not list((directory / "checkpoints").glob(".*"))
     dist.barrier()
     last = open_run(directory, {}, silent, workers_of(rank))
@@ -171,7 +173,7 @@ def failed_in_the_background_case(rank):
         trainer.run(shown=False)
     assert 2 <= trainer.step <= 4
     dist.barrier()
-    assert [path.name for path in checkpoints(directory / "checkpoints")] == ["step-00000000"]
+    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == ["step-00000000"]
     assert not list((directory / "checkpoints").glob(".*"))
     dist.barrier()
 
@@ -189,10 +191,10 @@ def silent_worker_case(rank):
             time.sleep(0.02)
 
     part = Part({"model.safetensors": {"x": torch.zeros(1)}} if rank == 0 else {}, late)
-    saver.start(part, MANIFEST, before=-1, keep=2)
+    saver.start(part, MANIFEST, previous=-1, keep=2)
     with pytest.raises(SharedError, match=r"rank 1 of 2: .*step-00000007: cannot be written; .*no answer"):
         saver.finish()
-    assert checkpoints(directory) == []
+    assert list_checkpoints(directory) == []
     dist.barrier()
 
 
@@ -201,11 +203,11 @@ def error_meanwhile_case(rank):
     directory = shared_directory("meanwhile")
     saver = Saver(directory, workers_of(rank), 30)
     part = Part({f"model-0000{rank + 1}-of-00002.safetensors": {"x": torch.zeros(1)}}, lambda _: time.sleep(0.5))
-    saver.start(part, MANIFEST, before=-1, keep=2)
+    saver.start(part, MANIFEST, previous=-1, keep=2)
     with pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     dist.barrier()
-    assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
+    assert [path.name for path in list_checkpoints(directory)] == ["step-00000007"]
     assert not list(directory.glob(".*"))
     dist.barrier()
 
@@ -216,17 +218,17 @@ def slow_disk_case(rank):
     saver = Saver(directory, workers_of(rank), 30)
     name = f"model-0000{rank + 1}-of-00002.safetensors"
     part = Part({name: {"x": torch.zeros(1)}}, lambda _: disk.wait(60))
-    saver.start(part, MANIFEST, before=-1, keep=2)
+    saver.start(part, MANIFEST, previous=-1, keep=2)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    with replaced(async_save, "_PATIENCE", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
+    with replaced(async_save, "_PATIENCE_S", lambda _: 0.1), pytest.raises(ZeroDivisionError), saver:
         1 / 0  # noqa: B018
     assert thread.is_alive()
-    assert checkpoints(directory) == []
+    assert list_checkpoints(directory) == []
     # A later one has all the time it needs, and does not fail with the one that was given up.
-    later = part._replace(others=lambda _: (disk.set(), thread.join()))
-    saver.start(later, MANIFEST, before=-1, keep=2)
+    later = part._replace(write_others=lambda _: (disk.set(), thread.join()))
+    saver.start(later, MANIFEST, previous=-1, keep=2)
     saver.finish()
-    assert [path.name for path in checkpoints(directory)] == ["step-00000007"]
+    assert [path.name for path in list_checkpoints(directory)] == ["step-00000007"]
     assert not list(directory.glob(".*"))
     dist.barrier()
 

@@ -11,15 +11,11 @@ from safetensors.torch import save_file
 from anymamba import MambaLM
 from anymamba.core.io import read_json, read_tensors, run_lock, write_json
 from anymamba.training.api import create_run, open_run, train_or_resume
-from anymamba.training.checkpoint import run_state as module
-from anymamba.training.checkpoint import sharded_tensors
-from anymamba.training.checkpoint.run_state import (
-    Manifest,
-    begin_checkpoint,
-    checkpoints,
-    finish_checkpoint,
-    load_latest,
-)
+from anymamba.training.checkpoint import async_save, resume, sharded_tensors
+from anymamba.training.checkpoint.async_save import Part, Saver
+from anymamba.training.checkpoint.manifest import Manifest, list_checkpoints, manifest_checksum, read_manifest
+from anymamba.training.checkpoint.resume import load_latest
+from anymamba.training.distributed.process_group import World
 from tests.training.cases import silent, tiny, write_corpus
 
 
@@ -33,7 +29,7 @@ def trainer(tmp_path):
 
 
 def steps(trainer):
-    return [int(path.name[5:]) for path in checkpoints(trainer.directory / "checkpoints")]
+    return [int(path.name[5:]) for path in list_checkpoints(trainer.directory / "checkpoints")]
 
 
 def test_as_many_are_kept_as_the_config_asks(trainer):
@@ -48,14 +44,14 @@ def test_damaged_ones_are_removed_before_a_good_one_is(tmp_path, reached):
     for trainer.step in (2, 4, 6):
         trainer.save()
     assert steps(trainer) == [6, 4, 2]
-    for path in checkpoints(trainer.directory / "checkpoints")[:2]:
+    for path in list_checkpoints(trainer.directory / "checkpoints")[:2]:
         (path / "model.safetensors").write_bytes(b"")
     again = open_run(trainer.directory, {"checkpoints.keep": "2"}, silent)
     assert again.step == 2
     again.step = reached
     again.save()
     assert steps(trainer) == [reached, 2]
-    assert load_latest(trainer.directory / "checkpoints", pytest.fail).step == reached
+    assert load_latest(trainer.directory / "checkpoints", pytest.fail).manifest.step == reached
 
 
 def test_files_of_other_names_are_left_alone(trainer):
@@ -65,12 +61,12 @@ def test_files_of_other_names_are_left_alone(trainer):
     (directory / "step-notes.txt").write_text("mine")
     (directory / "step-00000009").write_text("not a directory")
     assert steps(trainer) == [6, 4]
-    assert load_latest(directory, pytest.fail).step == 6
+    assert load_latest(directory, pytest.fail).manifest.step == 6
     for trainer.step in (100_000_000, 100_000_001):
         trainer.save()
     assert steps(trainer) == [100_000_001, 100_000_000]
     others = ["step-00000003-best", "step-00000009", "step-7", "step-notes.txt"]
-    assert sorted(path.name for path in directory.iterdir() if path not in checkpoints(directory)) == others
+    assert sorted(path.name for path in directory.iterdir() if path not in list_checkpoints(directory)) == others
 
 
 @pytest.mark.skipif(os.name == "nt", reason="directories cannot be brought to the disk there")
@@ -78,9 +74,9 @@ def test_everything_is_on_the_disk_before_the_name_is_given(trainer, monkeypatch
     events = []
 
     def rename(path, target, rename=Path.rename):
-        inside = [path, *path.iterdir()]
-        assert {p.stat().st_ino for p in inside} <= set(events)
-        events.append(target)
+        if path.name.startswith("."):  # a new one, and not an old one that is removed
+            assert {p.stat().st_ino for p in [path, *path.iterdir()]} <= set(events)
+            events.append(target)
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
@@ -102,14 +98,14 @@ def test_a_changed_config_is_on_the_disk_before_it_replaces_the_former_one(train
 
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
     monkeypatch.setattr(Path, "replace", replace)
-    module.replace_config(directory, {"seed": 5}, [])
+    read_manifest(directory)._replace(config={"seed": 5}).write(directory, durable=True)
     manifest = (directory / "training.json").stat().st_ino
     assert events == [manifest, (manifest, directory / "training.json"), directory.stat().st_ino]
-    assert module._read_manifest(directory)["config"] == {"seed": 5}
+    assert read_manifest(directory).config == {"seed": 5}
 
 
 def test_a_checkpoint_opens_as_a_model(trainer):
-    path = checkpoints(trainer.directory / "checkpoints")[0]
+    path = list_checkpoints(trainer.directory / "checkpoints")[0]
     model = MambaLM.from_pretrained(path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
 
@@ -117,7 +113,7 @@ def test_a_checkpoint_opens_as_a_model(trainer):
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training.json", "config.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, damage):
-    file = checkpoints(trainer.directory / "checkpoints")[0] / name
+    file = list_checkpoints(trainer.directory / "checkpoints")[0] / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "remove":
@@ -125,7 +121,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, 
     else:
         file.write_bytes(content if damage == "flip" else content[: len(content) // 2])
     told = []
-    assert load_latest(trainer.directory / "checkpoints", told.append).step == 4
+    assert load_latest(trainer.directory / "checkpoints", told.append).manifest.step == 4
     assert len(told) == 1
     assert "step-00000006" in told[0]
     assert "; using the checkpoint before it" in told[0]
@@ -145,18 +141,18 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_is_used(trainer, name, 
         {"files": []},
         {"files": {}},
         {"version": None},
-        {"version": 3},
+        {"version": 2},
         {"config": {"seed": 0, "no such section": {}}},
         {"config": {"seed": "0"}},
     ],
     ids=str,
 )
 def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
-    path = checkpoints(trainer.directory / "checkpoints")[0]
-    shutil.rmtree(checkpoints(trainer.directory / "checkpoints")[1])
+    path = list_checkpoints(trainer.directory / "checkpoints")[0]
+    shutil.rmtree(list_checkpoints(trainer.directory / "checkpoints")[1])
     manifest = {**read_json(path / "training.json"), **change}
     del manifest["checksum"]
-    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    write_json(path / "training.json", {**manifest, "checksum": manifest_checksum(manifest)})
     with pytest.raises(ValueError, match=r"all damaged|no such section|seed must be int"):
         open_run(trainer.directory, {}, silent)
 
@@ -164,8 +160,8 @@ def test_an_odd_manifest_is_refused_whoever_wrote_its_checksum(trainer, change):
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["nothing", "fewer", "more", "others", "narrower"])
 def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, damage):
-    path = checkpoints(trainer.directory / "checkpoints")[0]
-    shutil.rmtree(checkpoints(trainer.directory / "checkpoints")[1])
+    path = list_checkpoints(trainer.directory / "checkpoints")[0]
+    shutil.rmtree(list_checkpoints(trainer.directory / "checkpoints")[1])
     tensors = read_tensors(path / name)
     last = sorted(tensors)[0]
     save_file(
@@ -180,8 +176,8 @@ def test_odd_tensors_are_refused_whoever_wrote_their_checksum(trainer, name, dam
     )
     manifest = read_json(path / "training.json")
     del manifest["checksum"]
-    manifest["files"][name] = module.digest_file(path / name)
-    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    manifest["files"][name] = resume.digest_file(path / name)
+    write_json(path / "training.json", {**manifest, "checksum": manifest_checksum(manifest)})
     if (name, damage) == ("model.safetensors", "narrower"):  # as torch loads it
         open_run(trainer.directory, {}, silent)
         return
@@ -195,7 +191,7 @@ def test_odd_carried_states_are_refused_whoever_wrote_their_checksum(tmp_path, d
     config = tiny(write_corpus(tmp_path / "corpus"), data={"mode": "stream"}, evaluation={"sample_tokens": 0})
     trainer = create_run(config, tmp_path / "run", silent)
     assert trainer.run()
-    path, former = checkpoints(trainer.directory / "checkpoints")
+    path, former = list_checkpoints(trainer.directory / "checkpoints")
     shutil.rmtree(former)
     tensors = read_tensors(path / "carried.safetensors")
     x = tensors["layers.0.ssm"]
@@ -210,19 +206,19 @@ def test_odd_carried_states_are_refused_whoever_wrote_their_checksum(tmp_path, d
     save_file(others if damage == "fewer" else {**others, name: changed[damage]}, path / "carried.safetensors")
     manifest = read_json(path / "training.json")
     del manifest["checksum"]
-    manifest["files"]["carried.safetensors"] = module.digest_file(path / "carried.safetensors")
-    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    manifest["files"]["carried.safetensors"] = resume.digest_file(path / "carried.safetensors")
+    write_json(path / "training.json", {**manifest, "checksum": manifest_checksum(manifest)})
     with pytest.raises(ValueError, match="its tensors are not those of its config") as caught:
         open_run(trainer.directory, {}, silent)
     assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_one_is_replaced_when_the_run_reaches_its_step_again(trainer):
-    (checkpoints(trainer.directory / "checkpoints")[0] / "model.safetensors").write_bytes(b"")
+    (list_checkpoints(trainer.directory / "checkpoints")[0] / "model.safetensors").write_bytes(b"")
     again = open_run(trainer.directory, {}, silent)
     assert again.step == 4
     assert again.run()
-    assert load_latest(trainer.directory / "checkpoints", silent).step == 6
+    assert load_latest(trainer.directory / "checkpoints", silent).manifest.step == 6
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), trainer.model.parameters(), strict=True))
 
 
@@ -233,23 +229,24 @@ def test_one_that_cannot_be_read_is_not_skipped_like_a_damaged_one(trainer, monk
         raise PermissionError(13, "Permission denied", str(path))
 
     directory = trainer.directory / "checkpoints"
-    before = checkpoints(directory)
-    monkeypatch.setattr(module, "digest_file", unreadable)
+    before = list_checkpoints(directory)
+    monkeypatch.setattr(resume, "digest_file", unreadable)
     with pytest.raises(PermissionError, match=before[0].name):
         load_latest(directory, pytest.fail)
-    assert checkpoints(directory) == before
+    assert list_checkpoints(directory) == before
 
 
-def test_a_file_of_another_worker_that_is_gone_is_an_error(tmp_path):
-    temporary = begin_checkpoint(tmp_path, 3)
-    facts = Manifest(3, 0, "data", False, {}, [])
+def test_a_file_of_another_rank_that_is_gone_is_an_error(tmp_path):
+    saver = Saver(tmp_path, World(), 1.0)
+    save = async_save._Save(async_save._make_temporary(tmp_path, 3), Manifest(3, 0, "data", False, {}, []), -1, 1)
+    reports = iter([(1, '+{"model-00002-of-00002.safetensors": "0"}')])
     with pytest.raises(OSError, match=r"step-00000003: cannot be written; .*model-00002-of-00002.safetensors"):
-        finish_checkpoint(temporary, facts, {"model-00002-of-00002.safetensors": "0"}, before=-1, keep=1)
-    assert checkpoints(tmp_path) == []
+        saver._lead(Part({}, lambda _: None), save, reports)
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_without_a_good_one_there_is_an_error(trainer, tmp_path):
-    for path in checkpoints(trainer.directory / "checkpoints"):
+    for path in list_checkpoints(trainer.directory / "checkpoints"):
         (path / "training.json").unlink()
     with pytest.raises(ValueError, match="expected a checkpoint to resume from, found 2, all damaged"):
         open_run(trainer.directory, {}, silent)
@@ -261,27 +258,27 @@ def test_without_a_good_one_there_is_an_error(trainer, tmp_path):
 def test_a_full_disk_leaves_the_previous_ones(trainer, monkeypatch, full_after):
     again, written = open_run(trainer.directory, {}, silent), []
 
-    def full(path, value, write=module.digest_file):
+    def full(path, value, write=async_save.digest_file):
         if len(written) == full_after:
             raise OSError(28, "No space left on device")
         written.append(path)
         return write(path)
 
-    monkeypatch.setattr(module, "digest_file", lambda path: full(path, None))
+    monkeypatch.setattr(async_save, "digest_file", lambda path: full(path, None))
     again.step += 1
     with pytest.raises(OSError, match="No space left"):
         again.save()
     monkeypatch.undo()
     assert steps(trainer) == [6, 4]
     assert not list((trainer.directory / "checkpoints").glob(".*"))
-    assert load_latest(trainer.directory / "checkpoints", silent).step == 6
+    assert load_latest(trainer.directory / "checkpoints", silent).manifest.step == 6
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint_and_is_removed(trainer):
     directory = trainer.directory / "checkpoints"
     left = directory / ".step-00000008.1.tmp"
-    shutil.copytree(checkpoints(directory)[0], left)
-    assert load_latest(directory, silent).step == 6
+    shutil.copytree(list_checkpoints(directory)[0], left)
+    assert load_latest(directory, silent).manifest.step == 6
     trainer.step += 1
     trainer.save()
     assert not left.exists()

@@ -8,7 +8,7 @@ import torch
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import load_tokenizer
 from anymamba.training.api import create_run, open_run
-from anymamba.training.checkpoint.run_state import checkpoints, load_checkpoint
+from anymamba.training.checkpoint.manifest import list_checkpoints, read_manifest
 from anymamba.training.metrics.loggers import read_metrics
 from anymamba.training.optim.optimizer import learning_rate
 from tests.models.cases import small_lm
@@ -217,8 +217,8 @@ class TestChanges:
         shares = [learning_rate(step, 1.0, config.schedule) for step in range(3, 6)]
         assert rates == [share * 0.001 for share in shares]
         changes = [{"step": 3, "optimizer.lr": [0.003, 0.001], "optimizer.clip": [1.0, 0.5]}]
-        for path in checkpoints(tmp_path / "run" / "checkpoints")[:-1]:
-            assert load_checkpoint(path).changes == changes, path
+        for path in list_checkpoints(tmp_path / "run" / "checkpoints")[:-1]:
+            assert read_manifest(path).changes == changes, path
         finished = open_run(tmp_path / "run", {}, silent)
         assert (finished.config.optimizer.lr, finished.changes) == (0.001, changes)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.metrics.loggers import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
@@ -20,12 +20,12 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path, mode, kills):
     ends = json.loads(done.stdout)
     assert ends.count(-signal.SIGKILL) >= kills
     assert set(ends) <= {0, -signal.SIGKILL}
-    (whole, *_) = checkpoints(tmp_path / "whole" / "checkpoints")
-    losses = [(row.step, row.loss, row.evaluated) for row in read_metrics(tmp_path / "whole/metrics.csv")]
+    (whole, *_) = list_checkpoints(tmp_path / "whole" / "checkpoints")
+    losses = [(row.step, row.loss, row.evaluation) for row in read_metrics(tmp_path / "whole/metrics.csv")]
     killed = sorted(tmp_path.glob("killed*"))
     assert len(killed) >= kills // 2
     for directory in killed:
-        latest = checkpoints(directory / "checkpoints")[0]
+        latest = list_checkpoints(directory / "checkpoints")[0]
         assert latest.name == whole.name
         names = sorted(path.name for path in whole.iterdir())
         assert sorted(path.name for path in latest.iterdir()) == names
@@ -34,5 +34,5 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path, mode, kills):
             if name.endswith(".safetensors"):
                 assert (latest / name).read_bytes() == (whole / name).read_bytes(), (directory, name)
         rows = read_metrics(directory / "metrics.csv")
-        assert [(row.step, row.loss, row.evaluated) for row in rows] == losses
+        assert [(row.step, row.loss, row.evaluation) for row in rows] == losses
         assert not list((directory / "checkpoints").glob(".*"))

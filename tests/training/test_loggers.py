@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from anymamba.training import resume, train
-from anymamba.training.checkpoint.run_state import load_latest
+from anymamba.training.checkpoint.resume import load_latest
 from anymamba.training.metrics.loggers import read_metrics
 from tests.training.cases import silent, tiny, write_corpus
 
@@ -24,14 +24,14 @@ class TestCallbacks:
         assert rows == read_metrics(tmp_path / "run" / "metrics.csv")
         assert [step for step, _ in metrics] == [1, 2, 3, 4, 5, 6]
         assert metrics[0][1].keys() == {"tokens", "loss", "learning_rate", "gradient_norm", "seconds"}
-        assert metrics[-1][1]["held_out_bits_per_byte"] == run.evaluated.values["held_out_bits_per_byte"]
+        assert metrics[-1][1]["held_out_bits_per_byte"] == run.evaluation.values["held_out_bits_per_byte"]
 
     def test_one_that_returns_true_stops_the_run_and_it_can_be_resumed(self, corpus, tmp_path):
         whole = train(tiny(corpus), tmp_path / "whole", report=silent)
         seen = []
         run = train(tiny(corpus), tmp_path / "run", callbacks=[lambda row: row.step == 3, seen.append], report=silent)
         assert (run.finished, run.step, len(seen)) == (False, 3, 3)
-        assert load_latest(tmp_path / "run" / "checkpoints", pytest.fail).step == 3
+        assert load_latest(tmp_path / "run" / "checkpoints", pytest.fail).manifest.step == 3
         again = resume(tmp_path / "run", callbacks=[seen.append], report=silent)
         assert (again.finished, [row.step for row in seen]) == (True, [1, 2, 3, 4, 5, 6])
         ours, theirs = (directory / "model.safetensors" for directory in (run.directory, whole.directory))

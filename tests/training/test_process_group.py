@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from anymamba import MambaLM
 from anymamba.training.api import create_run, open_run
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.config.sections import ParallelSection
 from anymamba.training.distributed.process_group import SharedError, World
 from anymamba.training.metrics.loggers import read_metrics
@@ -77,7 +77,7 @@ def prepare(rank):
 
 
 def losses_of(directory):
-    return [(row.loss, row.gradient_norm, *row.evaluated.values()) for row in read_metrics(directory / "metrics.csv")]
+    return [(row.loss, row.gradient_norm, *row.evaluation.values()) for row in read_metrics(directory / "metrics.csv")]
 
 
 def alone(rank, fields):
@@ -135,7 +135,7 @@ def exact_resume_case(rank, fields, mesh):
         create_run(config_of(fields, mesh), directory, silent, workers_of(rank)).run(stop, shown=False)
         if stop:
             open_run(directory, {}, silent, workers_of(rank)).run(shown=False)
-        ends.append(checkpoints(directory / "checkpoints")[0])
+        ends.append(list_checkpoints(directory / "checkpoints")[0])
         dist.barrier()
     if rank == 0:
         for path in ends[0].glob("*.safetensors"):

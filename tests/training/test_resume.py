@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from anymamba.core.io import digest_file, open_tensors, read_json, write_json
 from anymamba.training import TrainingConfig
 from anymamba.training.api import create_run, open_run
-from anymamba.training.checkpoint import run_state as module
-from anymamba.training.checkpoint.run_state import checkpoints, load_latest
+from anymamba.training.checkpoint.manifest import list_checkpoints, manifest_checksum
+from anymamba.training.checkpoint.resume import load_latest
 from anymamba.training.checkpoint.sharded_tensors import StoredTensor
 from tests.training.cases import silent
 from tests.training.test_async_save import names_in, replaced, trained
@@ -51,14 +51,14 @@ def remove(path):
 
 def of_another(path):
     name = "model-00001-of-00002.safetensors"
-    shutil.copyfile(checkpoints(path.parent)[1] / name, path / name)
+    shutil.copyfile(list_checkpoints(path.parent)[1] / name, path / name)
 
 
 def sign(path, files):
     """Write a manifest with the right checksums, as a forger would."""
     manifest = {**read_json(path / "training.json"), "files": {name: digest_file(path / name) for name in files}}
     manifest.pop("checksum")
-    write_json(path / "training.json", {**manifest, "checksum": module._checksum(manifest)})
+    write_json(path / "training.json", {**manifest, "checksum": manifest_checksum(manifest)})
 
 
 def unlisted(path):
@@ -68,9 +68,9 @@ def unlisted(path):
 def other_rows(path, change=lambda entry: {**entry, "spans": [[b + 1, e + 1] for b, e in entry["spans"]]}):
     file = path / "model-00002-of-00002.safetensors"
     with open_tensors(file) as opened:
-        table = json.loads(opened.metadata()["pieces"])
+        table = json.loads(opened.metadata()["shards"])
     name = "backbone.embedding.weight"
-    save_file(load_file(file), file, metadata={"pieces": json.dumps({**table, name: change(table[name])})})
+    save_file(load_file(file), file, metadata={"shards": json.dumps({**table, name: change(table[name])})})
     sign(path, [name for name in names_in(path) if name != "training.json"])
 
 
@@ -83,14 +83,14 @@ def more_rows(path):
 
 
 DAMAGES = {
-    cut: "optimizer-00002-of-00002.safetensors should have the checksum",
-    flip: "carried-00001-of-00002.safetensors should have the checksum",
-    remove: "model-00002-of-00002.safetensors should have the checksum .* got missing",
-    of_another: "model-00001-of-00002.safetensors should have the checksum",
-    unlisted: "model should be one file, or all of those that workers wrote, got model-00001-of-00002.safetensors",
-    other_rows: "model-00002-of-00002.safetensors should say which rows of backbone.embedding.weight",
-    same_rows: "each of the 256 rows of backbone.embedding.weight should be in one file",
-    more_rows: r"model-00002-of-00002.safetensors should have rows of backbone.embedding.weight as .*\(256, 16\)",
+    cut: "optimizer-00002-of-00002.safetensors must have the checksum",
+    flip: "carried-00001-of-00002.safetensors must have the checksum",
+    remove: "model-00002-of-00002.safetensors must have the checksum .* got missing",
+    of_another: "model-00001-of-00002.safetensors must have the checksum",
+    unlisted: "model must be one file, or the files of all ranks that wrote it, got model-00001-of-00002.safetensors",
+    other_rows: "model-00002-of-00002.safetensors must list which rows of backbone.embedding.weight",
+    same_rows: "each of the 256 rows of backbone.embedding.weight must be in one file",
+    more_rows: r"model-00002-of-00002.safetensors must have rows of backbone.embedding.weight as .*\(256, 16\)",
 }
 
 
@@ -101,13 +101,13 @@ def damage_case(rank):
         directory = shared_directory(f"damaged by {damage.__name__}")
         if rank == 0:
             shutil.copytree(shared_directory("sound"), directory)
-            damage(checkpoints(directory / "checkpoints")[0])
+            damage(list_checkpoints(directory / "checkpoints")[0])
         dist.barrier()
         told = []
         assert open_run(directory, {}, told.append, workers_of(rank)).step == 2
         assert len(told) == (1 if rank == 0 else 0)
         if rank == 0:
-            assert load_latest(directory / "checkpoints", told.append).step == 2
+            assert load_latest(directory / "checkpoints", told.append).manifest.step == 2
             for line in told:
                 pattern = rf"step-00000004: damaged: {words}.*; using the checkpoint before it"
                 assert re.search(pattern, line), (line, words)
@@ -130,7 +130,7 @@ def own_rows_case(rank):
 
     with replaced(StoredTensor, "__getitem__", counting):
         trainer = open_run(shared_directory("half"), {"parallel.shard": "2"}, silent, workers_of(rank))
-    path = checkpoints(shared_directory("half") / "checkpoints")[0]
+    path = list_checkpoints(shared_directory("half") / "checkpoints")[0]
     total = sum(x.numel() for file in path.glob("*.safetensors") for x in load_file(file).values())
     assert sum(read) < 0.7 * total, (sum(read), total)
     trainer.run(shown=False)

@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 from anymamba.training.checkpoint.sharded_tensors import (
     StoredTensors,
     TensorShard,
-    file_name,
-    is_divided,
-    list_files,
+    list_shard_files,
+    shard_file_name,
     write_shards,
 )
 
@@ -29,12 +28,12 @@ def write(directory, spans=SPANS, **changed):
             if both[place]:
                 rows = torch.cat([WHOLE[name][begin:end] for begin, end in both[place]])
                 pieces[name] = TensorShard(rows, both[place], len(WHOLE[name]))
-        files.append(directory / file_name("model", place, 2))
+        files.append(directory / shard_file_name("model", place, 2))
         write_shards(files[-1], pieces)
     if changed:
         tensors = {name: x.rows if isinstance(x, TensorShard) else x for name, x in pieces.items()}
         said = {name: {"rows": x.total, "spans": x.spans} for name, x in pieces.items()}
-        save_file(tensors, files[-1], metadata={"pieces": json.dumps({**said, **changed})})
+        save_file(tensors, files[-1], metadata={"shards": json.dumps({**said, **changed})})
     return files
 
 
@@ -57,7 +56,7 @@ def test_any_rows_can_be_read(tmp_path):
 
 def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
     """That is so for an optimizer before its first step."""
-    files = [tmp_path / file_name("optimizer", place, 2) for place in range(2)]
+    files = [tmp_path / shard_file_name("optimizer", place, 2) for place in range(2)]
     write_shards(files[0], {"rng": torch.arange(3)})
     write_shards(files[1], {})
     assert list(StoredTensors(files)) == ["rng"]
@@ -66,8 +65,8 @@ def test_a_worker_that_has_nothing_writes_a_file_that_can_be_read(tmp_path):
 def test_rows_that_are_not_asked_for_are_not_read(tmp_path, monkeypatch):
     files = write(tmp_path)
     found, opened = StoredTensors(files), []
-    file = StoredTensors.file
-    monkeypatch.setattr(StoredTensors, "file", lambda self, path: opened.append(path) or file(self, path))
+    file = StoredTensors.open_file
+    monkeypatch.setattr(StoredTensors, "open_file", lambda self, path: opened.append(path) or file(self, path))
     assert torch.equal(found["a"][4:6], WHOLE["a"][4:6])
     assert opened == files[:1]
 
@@ -103,7 +102,7 @@ def test_what_was_read_does_not_change_with_the_file(tmp_path):
     ids=str,
 )
 def test_a_header_that_does_not_say_which_rows_are_there_is_refused(tmp_path, entry):
-    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors should say which rows of a "):
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors must list which rows of a "):
         StoredTensors(write(tmp_path, a=entry))
 
 
@@ -112,9 +111,9 @@ def test_a_header_that_does_not_say_which_rows_are_there_is_refused(tmp_path, en
     [
         (
             {"rows": 7, "spans": [[0, 3], [6, 7]]},
-            "each of the 7 rows of a should be in one file, got 0 to 1 in model-0",
+            "each of the 7 rows of a must be in one file, got 0 to 1 in model-0",
         ),
-        ({"rows": 7, "spans": [[1, 4], [5, 6]]}, "each of the 7 rows of a should be in one file"),
+        ({"rows": 7, "spans": [[1, 4], [5, 6]]}, "each of the 7 rows of a must be in one file"),
         ({"rows": 8, "spans": [[1, 4], [6, 7]]}, r"rows of a as torch.float32 of shape \(7, 3\), got .* \(8, 3\)"),
     ],
 )
@@ -136,20 +135,21 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"torch.float32 of shape \(7, 3\), got torch.float16"):
         StoredTensors(files)
     write_shards(files[1], {"a": TensorShard(WHOLE["a"][[1, 2, 3, 6]], SPANS["a"][1], 7), "count": WHOLE["count"]})
-    with pytest.raises(ValueError, match="count should be in one file, got 2"):
+    with pytest.raises(ValueError, match="count must be in one file, got 2"):
         StoredTensors(files)
-    save_file({"x": torch.zeros(1)}, files[0], metadata={"pieces": "[3]"})
-    with pytest.raises(ValueError, match="should say which rows it has as a JSON object, got list"):
+    save_file({"x": torch.zeros(1)}, files[0], metadata={"shards": "[3]"})
+    with pytest.raises(ValueError, match="must list its rows as a JSON object, got list"):
         StoredTensors(files[:1])
 
 
 def test_the_numbers_of_files_must_be_complete():
-    numbered = [file_name("model", place, 3) for place in range(3)]
-    assert list_files("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"]) == numbered
-    assert list_files("model", ["model.safetensors", "optimizer.safetensors"]) == ["model.safetensors"]
-    assert list_files("carried", numbered) == []
-    assert is_divided(numbered)
-    assert not is_divided(["model.safetensors", "training.json"])
+    numbered = [shard_file_name("model", place, 3) for place in range(3)]
+    assert (
+        list_shard_files("model", [*reversed(numbered), "config.json", "carried-00001-of-00002.safetensors"])
+        == numbered
+    )
+    assert list_shard_files("model", ["model.safetensors", "optimizer.safetensors"]) == ["model.safetensors"]
+    assert list_shard_files("carried", numbered) == []
     for wrong in (
         numbered[1:],
         [*numbered, "model.safetensors"],
@@ -157,5 +157,5 @@ def test_the_numbers_of_files_must_be_complete():
         ["model-00001-of-00001.safetensors"],
         ["model-00000-of-00000.safetensors"],
     ):
-        with pytest.raises(ValueError, match="should be one file, or all of those that workers wrote, got model"):
-            list_files("model", wrong)
+        with pytest.raises(ValueError, match="must be one file, or the files of all ranks that wrote it, got model"):
+            list_shard_files("model", wrong)

@@ -9,7 +9,7 @@ import torch
 
 from anymamba import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor
 from anymamba.training import read_config, resume, train
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.config.tabular_config import KINDS, TabularConfig
 from anymamba.training.data.sequence_batches import sequences_of_step
 from anymamba.training.metrics.loggers import read_metrics
@@ -102,7 +102,7 @@ def test_a_resumed_run_ends_with_the_same_bytes_and_predicts(kind, files, tmp_pa
     for name in ("model.safetensors", "config.json", "task.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
     rows = [
-        [(r.step, r.loss, r.evaluated) for r in read_metrics(tmp_path / part / "metrics.csv")]
+        [(r.step, r.loss, r.evaluation) for r in read_metrics(tmp_path / part / "metrics.csv")]
         for part in ("whole", "parts")
     ]
     assert rows[0] == rows[1]
@@ -111,7 +111,7 @@ def test_a_resumed_run_ends_with_the_same_bytes_and_predicts(kind, files, tmp_pa
     assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
     model = SequenceModel.from_pretrained(tmp_path / "whole")
     assert type(model) is MODELS[kind]
-    latest = checkpoints(tmp_path / "whole" / "checkpoints")[0]
+    latest = list_checkpoints(tmp_path / "whole" / "checkpoints")[0]
     source = config.data.sources[0]
     lines = [list(p.predict(p.read(source), rows=5)) for p in map(Predictor, (tmp_path / "whole", latest))]
     assert lines[0] == lines[1]
@@ -130,9 +130,9 @@ def test_short_runs_learn(kind, name, level, files, tmp_path):
     """Chance reaches 0.5; the mean of two rates is off by 0.45, and the last value of the series by 19."""
     config = config_of(files, kind, schedule={"steps": 50}, evaluation={"every": 0})
     run = train(config, tmp_path, report=silent)
-    found, (beside,) = run.evaluated.values[name], run.task.beside.values()
+    found, (beside,) = run.evaluation.values[name], run.task.beside.values()
     assert (found >= level) if kind == "classification" else (found < level < beside)
-    assert "better (" in run.task.evaluated(1, {}, "").text
+    assert "better (" in run.task.make_evaluation(1, {}, "").text
 
 
 def test_a_forecast_continues_from_itself(files, tmp_path):
@@ -235,7 +235,7 @@ def test_a_config_is_read_from_a_file_and_options(tmp_path, files):
 def test_what_cannot_work_is_refused_before_the_first_step(kind, sections, message, files, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(config_of(files, kind, **sections), tmp_path / "run", report=silent)
-    assert not checkpoints(tmp_path / "run" / "checkpoints")
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
 def test_other_files_and_other_inputs_are_refused(files, tmp_path):

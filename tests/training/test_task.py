@@ -90,10 +90,10 @@ def test_any_model_learns_on_lengths_that_grow(tmp_path):
     trainer = run(tmp_path, config())
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row.tokens for row in rows] == torch.tensor([4 * (2 + step // 2) for step in range(12)]).cumsum(0).tolist()
-    assert [row.step for row in rows if row.evaluated] == [4, 8, 12]
-    assert set(rows[3].evaluated) == {"cost", "length"}
-    assert rows[-1].evaluated == trainer.evaluated.values
-    assert trainer.evaluated.values["cost"] < rows[3].evaluated["cost"]
+    assert [row.step for row in rows if row.evaluation] == [4, 8, 12]
+    assert set(rows[3].evaluation) == {"cost", "length"}
+    assert rows[-1].evaluation == trainer.evaluation.values
+    assert trainer.evaluation.values["cost"] < rows[3].evaluation["cost"]
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path):
@@ -106,12 +106,12 @@ def test_a_resumed_run_is_bit_equal(tmp_path):
     assert (tmp_path / "part" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
-    assert again.evaluated == whole.evaluated
+    assert again.evaluation == whole.evaluation
 
 
 def test_a_solved_run_is_finished_for_good(tmp_path):
     found = [
-        row.evaluated["cost"] for row in read_metrics(run(tmp_path / "a", config()).directory / "metrics.csv")[3::4]
+        row.evaluation["cost"] for row in read_metrics(run(tmp_path / "a", config()).directory / "metrics.csv")[3::4]
     ]
     assert found[0] > found[1]
     early = config(sum={"solved_below": (found[0] + found[1]) / 2})

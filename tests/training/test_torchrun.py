@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from anymamba.training.api import open_run
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.distributed import process_group
 from tests.training.cases import tiny, write_corpus
 from tests.training.kills import attempt
@@ -74,7 +74,7 @@ class Launched:
     def __enter__(self):
         self.world = []
         try:
-            self.until(lambda: any(int(path.name[5:]) >= 20 for path in checkpoints(self.checkpoints)))
+            self.until(lambda: any(int(path.name[5:]) >= 20 for path in list_checkpoints(self.checkpoints)))
             self.world = children(self.agent.pid)
             assert len(self.world) == 2
         except BaseException:

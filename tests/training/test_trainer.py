@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from anymamba import MambaLM
 from anymamba.generation.tokenizers import ByteTokenizer, load_tokenizer
 from anymamba.training.api import create_run, open_run
-from anymamba.training.checkpoint.run_state import checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.metrics.loggers import read_metrics
 from tests.support import assert_near
 from tests.training.cases import silent, tiny, write_corpus
@@ -41,7 +41,7 @@ def test_a_run_learns_and_leaves_what_it_promises(corpus, tmp_path):
     assert [row.step for row in rows] == list(range(1, 31))
     assert rows[-1].tokens == 30 * 128
     assert rows[-1].loss < 0.85 * rows[0].loss
-    assert [row.step for row in rows if row.evaluated] == [10, 20, 30]
+    assert [row.step for row in rows if row.evaluation] == [10, 20, 30]
     samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
     assert samples == [f"step-000000{n}.txt" for n in (10, 20, 30)]
     assert (tmp_path / "run" / "samples" / samples[0]).read_text(errors="replace").startswith("alp")
@@ -72,7 +72,7 @@ class TestTokenizers:
     def test_checkpoints_have_the_tokenizer(self, corpus, tmp_path, tokenizer):
         trainer = create_run(tiny(corpus, data={"tokenizer": str(tokenizer)}), tmp_path / "run", silent)
         assert trainer.run()
-        for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
+        for directory in (tmp_path / "run", *list_checkpoints(tmp_path / "run" / "checkpoints")):
             found = load_tokenizer(None, directory, trainer.model.config.vocab_size)
             assert found.end == [0]
             assert (directory / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
@@ -86,7 +86,7 @@ class TestTokenizers:
         assert int((tokens.read(0, tokens.total) == 0).sum()) == len(tokens.lengths)
         assert not any("ends a document" in line for line in told)
         assert trainer.run()
-        for directory in (tmp_path / "run", *checkpoints(tmp_path / "run" / "checkpoints")):
+        for directory in (tmp_path / "run", *list_checkpoints(tmp_path / "run" / "checkpoints")):
             assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
             assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 0
 
@@ -246,7 +246,7 @@ def test_a_run_that_is_stopped_by_a_signal_ends_as_if_it_had_not_been_stopped(co
     assert not stopped.run()
     assert stopped.step == 3
     assert open_run(tmp_path / "part", {}, silent).run()
-    whole, part = (checkpoints(tmp_path / name / "checkpoints")[0] for name in ("whole", "part"))
+    whole, part = (list_checkpoints(tmp_path / name / "checkpoints")[0] for name in ("whole", "part"))
     for file in whole.iterdir():
         assert (part / file.name).read_bytes() == file.read_bytes(), file.name
     rng = load_file(whole / "optimizer.safetensors")["rng"]

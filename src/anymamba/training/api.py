@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import read_json, run_lock
+from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.checkpoint.resume import check_no_run, reopen
-from anymamba.training.checkpoint.run_state import checkpoints
 from anymamba.training.compile import check_compiler
 from anymamba.training.config.resolve import resolve_config, validate_mesh
 from anymamba.training.config.run_config import TrainingConfig
@@ -37,7 +37,7 @@ def train(
     """Train a language model, or a model on files, as `anymamba train CONFIG --out DIRECTORY` does.
 
         run = train(read_config("mine.toml", {"optimizer.lr": 1e-3}), "runs/mine", callbacks=[print])
-        run.finished, run.step, run.evaluated.values, run.model
+        run.finished, run.step, run.evaluation.values, run.model
 
     Args:
         config: Config of the run; all defaults if omitted.
@@ -91,7 +91,7 @@ def train_or_resume(task: T, directory: Path, report: Report) -> Trainer[T]:
     Raises:
         ValueError: The run in the directory has another task or config.
     """
-    if not checkpoints(directory / "checkpoints"):
+    if not list_checkpoints(directory / "checkpoints"):
         return Trainer(task, directory, None, report)
     reopened = reopen(directory, type(task.config), lambda _: task.config, report)
     return Trainer(task, directory, reopened, report)
@@ -117,7 +117,7 @@ def create_run(
         world.run_checked(world.require_single_process)
         return _create_tabular_run(config, directory, report)
     if world.any_rank(is_restarted()) and world.any_rank(
-        world.is_main and bool(checkpoints(directory / "checkpoints"))
+        world.is_main and bool(list_checkpoints(directory / "checkpoints"))
     ):
         return open_run(directory, {}, report, world)
     # 1) Resolve the config before anything is read or written.
@@ -184,7 +184,7 @@ def _open_tabular_run(directory: Path, overrides: Mapping[str, Any], report: Rep
 
 def _is_tabular_run(directory: Path) -> bool:
     """Return whether a directory has a run on files, according to the first checkpoint that can be read."""
-    for path in checkpoints(directory / "checkpoints"):
+    for path in list_checkpoints(directory / "checkpoints"):
         try:
             config = read_json(path / "training.json").get("config")
         except (OSError, ValueError):

@@ -1,15 +1,21 @@
-"""Whether a directory has a run, and how it is opened again, perhaps with another config."""
+"""Opening a run again: its latest good checkpoint, and the config to continue with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from anymamba.core.io import run_lock
-from anymamba.training.checkpoint.run_state import RunState, checkpoints, load_latest
+import torch
+from torch import Tensor
+
+from anymamba.core.io import digest_file, run_lock
+from anymamba.training.checkpoint.manifest import MANIFEST_FILE, Manifest, list_checkpoints, read_manifest
+from anymamba.training.checkpoint.sharded_tensors import StoredTensors, list_shard_files
 from anymamba.training.config.run_config import RunConfig
 from anymamba.training.config.sections import ScheduleSection
 from anymamba.training.distributed.process_group import World
@@ -20,21 +26,43 @@ _RESULTS = ("config.json", "model.safetensors", "metrics.csv")
 C = TypeVar("C", bound=RunConfig)
 
 
-def check_no_run(directory: Path) -> None:
-    """Refuse a directory that has a run, or a model or metrics that a run would replace.
+class Checkpoint(NamedTuple):
+    """A checkpoint that was opened and found to be good.
 
-    Raises:
-        ValueError: it has one of these.
+    Attributes:
+        path: Directory of the checkpoint.
+        manifest: Its manifest.
+        model: Parameters by name, not yet read.
+        optimizer: State of the optimizer by name, not yet read.
+        rng: State of torch's generator.
+        carried: State of each stream by name, not yet read; None if there are none.
     """
-    if checkpoints(directory / "checkpoints"):
-        raise ValueError(
-            f"{directory}: there is a run already; continue it with --resume {directory}, or name another directory"
-        )
-    if found := [name for name in _RESULTS if (directory / name).exists()]:
-        raise ValueError(
-            f"{directory}: expected a directory without a run or a model, found {', '.join(found)} and no checkpoints "
-            "to resume from; name another directory, or remove them"
-        )
+
+    path: Path
+    manifest: Manifest
+    model: StoredTensors
+    optimizer: StoredTensors
+    rng: Tensor
+    carried: StoredTensors | None
+
+    def close(self) -> None:
+        """Close the files once everything needed has been read."""
+        for tensors in (self.model, self.optimizer, self.carried):
+            if tensors is not None:
+                tensors.close()
+
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Name the checkpoint in errors about tensors that do not fit.
+
+        Raises:
+            ValueError: There was such an error.
+        """
+        try:
+            yield
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self.path}: its tensors are not those of its config ({reason})") from error
 
 
 @dataclass(frozen=True)
@@ -42,65 +70,193 @@ class Reopened(Generic[C]):
     """A run to continue.
 
     Attributes:
-        checkpoint: the latest good one.
-        config: to continue with.
-        changes: of the config, before and after, by name; they apply from the next step on.
+        checkpoint: The latest good checkpoint.
+        config: The config to continue with.
+        changes: Old and new values of changed config fields, by name; they apply from the next step on.
+        snapshot: All checkpoints of the run when it was opened, see `check_unchanged`.
     """
 
-    checkpoint: RunState
+    checkpoint: Checkpoint
     config: C
     changes: dict[str, tuple[Any, Any]]
+    snapshot: dict[str, int]
+
+
+def check_no_run(directory: Path) -> None:
+    """Check that a directory has no run, and no model or metrics that a run would replace.
+
+    Raises:
+        ValueError: It has one of these.
+    """
+    if list_checkpoints(directory / "checkpoints"):
+        raise ValueError(
+            f"{directory}: there is a run already; continue it with --resume {directory}, or name another directory"
+        )
+    if results := [name for name in _RESULTS if (directory / name).exists()]:
+        raise ValueError(
+            f"{directory}: expected a directory without a run or a model, found {', '.join(results)} and no "
+            "checkpoints to resume from; name another directory, or remove them"
+        )
+
+
+def snapshot_checkpoints(directory: Path) -> dict[str, int]:
+    """Return the names of a run's checkpoints with the times of their manifests; to be called under its lock."""
+    files = [path / MANIFEST_FILE for path in list_checkpoints(directory / "checkpoints")]
+    return {file.parent.name: file.stat().st_mtime_ns if file.is_file() else 0 for file in files}
+
+
+def check_unchanged(directory: Path, snapshot: dict[str, int]) -> None:
+    """Check that no other process has saved a run since a snapshot; to be called under its lock.
+
+    Raises:
+        ValueError: Its checkpoints are not those of the snapshot.
+    """
+    current = snapshot_checkpoints(directory)
+    if current != snapshot:
+        latest = max(current, default="no checkpoint")
+        raise ValueError(
+            f"{directory}: another process has used this run since it was opened, which is now at {latest}; "
+            f"resume it again: --resume {directory}"
+        )
 
 
 def reopen(
     directory: Path,
-    kind: type[C],
-    wanted: Callable[[C], C],
+    config_type: type[C],
+    change_config: Callable[[C], C],
     report: Callable[[str], None],
-    instead: str = "",
+    alternative: str = "",
     world: World | None = None,
 ) -> Reopened[C]:
     """Open a run at its latest good checkpoint.
 
-    A config may differ in fields that change no weight, in fields that may change on the way (such as learning rates),
-    and in its schedule if the steps taken keep the rates that they had.
+    The config may differ from that of the run in fields that change no weight, in fields that may change on the way
+    (such as learning rates), and in its schedule if the steps already taken keep their learning rates.
 
     Args:
-        directory: of the run.
-        kind: of its config.
-        wanted: the config to continue with, given that of the run.
-        report: receives a line for each damaged checkpoint and each change.
-        instead: what to do instead if the config differs in more.
-        workers: which open it together.
+        directory: Directory of the run.
+        config_type: Type of its config.
+        change_config: Returns the config to continue with, given that of the run.
+        report: Receives a line for each damaged checkpoint and each change.
+        alternative: What to do instead if the config differs in more, for the error message.
+        world: All ranks, which open the run together.
 
     Raises:
-        ValueError: there is no checkpoint, another process is using the run, or the config differs in more.
+        ValueError: There is no checkpoint, another process is using the run, or the config differs in more.
     """
+    # 1) Open the latest good checkpoint, while no other process writes one.
     world, lock = world or World(), ExitStack()
     with lock:
         world.run_checked(lambda: lock.enter_context(run_lock(directory)) if world.is_main else None)
         checkpoint = load_latest(directory / "checkpoints", report, world)
-    began = kind.from_dict(checkpoint.config, str(directory))
-    config, step = wanted(began), checkpoint.step
-    changes, fields = began.changed(config), kind.fields_by_name()
-    keeps_rates = _has_rates_of(began.schedule, config.schedule, step)
-    refused = [
-        f"{name} (was {was!r}, got {new!r})"
-        for name, (was, new) in changes.items()
-        if not fields[name].metadata.get("onwards") and not (name.startswith("schedule.") and keeps_rates)
+        snapshot = snapshot_checkpoints(directory)
+    # 2) Compare the config to continue with to that of the run.
+    old_config = config_type.from_dict(checkpoint.manifest.config, str(directory))
+    config, step = change_config(old_config), checkpoint.manifest.step
+    changes, fields = old_config.changed(config), config_type.fields_by_name()
+    keeps_rates = _has_rates_of(old_config.schedule, config.schedule, step)
+    # 3) Reject changes of fields that would make the steps already taken wrong.
+    rejected = [
+        f"{name} (was {old!r}, got {new!r})"
+        for name, (old, new) in changes.items()
+        if not fields[name].metadata.get("mutable_on_resume") and not (name.startswith("schedule.") and keeps_rates)
     ]
-    if refused:
+    if rejected:
         why = "" if keeps_rates else f"; the {step} steps taken would have had other learning rates"
         why = f"; {step} steps have been taken" if config.schedule.steps < step else why
         raise ValueError(
-            f"{directory}: a run continues with the config it started with; changed: {', '.join(refused)}{why}{instead}"
+            f"{directory}: a run continues with the config it started with; "
+            f"changed: {', '.join(rejected)}{why}{alternative}"
         )
-    for name, (was, new) in changes.items():
-        report(f"{name} changes from {was} to {new} after step {step}")
-    return Reopened(checkpoint, config, changes)
+    for name, (old, new) in changes.items():
+        report(f"{name} changes from {old} to {new} after step {step}")
+    return Reopened(checkpoint, config, changes, snapshot)
 
 
 def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> bool:
-    """Whether the steps taken have the same rates in a new schedule as in the old one."""
-    rates = (learning_rate(step, 1.0, old) == learning_rate(step, 1.0, new) for step in range(steps))
-    return new.steps >= steps and (new == old or all(rates))
+    """Return whether the steps already taken have the same learning rates in a new schedule as in the old one."""
+    same = (learning_rate(step, 1.0, old) == learning_rate(step, 1.0, new) for step in range(steps))
+    return new.steps >= steps and (new == old or all(same))
+
+
+def load_latest(directory: Path, report: Callable[[str], None], world: World | None = None) -> Checkpoint:
+    """Open the latest good checkpoint in a directory.
+
+    Args:
+        directory: Directory of the checkpoints.
+        report: Receives a line for each damaged checkpoint.
+        world: All ranks, which open it together.
+
+    Raises:
+        ValueError: There is no good checkpoint.
+        OSError: A checkpoint cannot be read. It may be good, so it is not skipped like a damaged one.
+    """
+    world = world or World()
+    names = json.loads(world.run_on_main(lambda: json.dumps([path.name for path in list_checkpoints(directory)])))
+    for name in names:
+        try:
+            checkpoint = world.run_checked(partial(_load_or_error, directory / name, world))
+        except ValueError as error:
+            report(f"{error}; using the checkpoint before it")
+            continue
+        world.run_checked(partial(_raise_if_unreadable, checkpoint))
+        assert isinstance(checkpoint, Checkpoint)
+        return checkpoint
+    world.run_checked(lambda: _raise_no_checkpoint(directory, len(names)))
+    raise AssertionError("unreachable")
+
+
+def _load_or_error(path: Path, world: World) -> Checkpoint | OSError:
+    try:
+        return load_checkpoint(path, world)
+    except OSError as error:
+        return error
+
+
+def _raise_if_unreadable(checkpoint: Checkpoint | OSError) -> None:
+    if isinstance(checkpoint, OSError):
+        raise checkpoint
+
+
+def _raise_no_checkpoint(directory: Path, damaged: int) -> None:
+    if damaged:
+        raise ValueError(f"{directory}: expected a checkpoint to resume from, found {damaged}, all damaged")
+    run = directory.parent
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such directory")
+    raise ValueError(
+        f"{run}: no checkpoint to resume from: the run was stopped before its first one, or this is not a run; "
+        f"start it again with --out {run}"
+    )
+
+
+def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
+    """Open a checkpoint and check every byte; each of several ranks checks some of the files.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    manifest, world = read_manifest(path), world or World()
+    names = sorted(manifest.files)
+    for name in names[world.rank :: world.size]:
+        expected, digest = manifest.files[name], digest_file(path / name)
+        if digest != expected:
+            raise ValueError(f"{path}: damaged: {name} must have the checksum {expected}, got {digest}")
+    try:
+        model, optimizer, carried = (_open_tensors(path, kind, names) for kind in ("model", "optimizer", "carried"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+    if model is None or optimizer is None:
+        raise ValueError(f"{path}: damaged: the manifest must list files of the model and the optimizer, got {names}")
+    rng, current_rng = optimizer.pop("rng"), torch.get_rng_state()
+    if rng is None or rng.shape != current_rng.shape or rng.dtype != current_rng.dtype:
+        raise ValueError(f"{path}: damaged: optimizer.safetensors must hold the state of torch's generator")
+    rng_state = rng[...]
+    optimizer.close()
+    return Checkpoint(path, manifest, model, optimizer, rng_state, carried)
+
+
+def _open_tensors(path: Path, kind: str, names: list[str]) -> StoredTensors | None:
+    """Open the tensors of a kind, if there are any."""
+    files = list_shard_files(kind, names)
+    return StoredTensors([path / name for name in files]) if files else None

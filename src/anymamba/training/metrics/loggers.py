@@ -24,7 +24,7 @@ class StepMetrics(NamedTuple):
         learning_rate: of the step.
         gradient_norm: before clipping.
         seconds: how long the step took.
-        evaluated: what the evaluation after the step found, by name, if there was one.
+        evaluation: what the evaluation after the step found, by name, if there was one.
     """
 
     step: int
@@ -33,12 +33,12 @@ class StepMetrics(NamedTuple):
     learning_rate: float
     gradient_norm: float
     seconds: float
-    evaluated: dict[str, float]
+    evaluation: dict[str, float]
 
     def metrics(self) -> dict[str, int | float]:
         """What a logger wants, by name: all but the step, and what the evaluation found."""
         values = self._asdict()
-        return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluated
+        return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluation
 
 
 _COLUMNS = StepMetrics._fields[:-1]
@@ -55,7 +55,7 @@ class MetricsTable:
         """
         self._path, self._names = path, names
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
-        if unknown := sorted({name for row in rows for name in row.evaluated} - set(names)):
+        if unknown := sorted({name for row in rows for name in row.evaluation} - set(names)):
             raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
         with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
@@ -79,7 +79,7 @@ class MetricsTable:
             self._file.close()
 
     def _written(self, row: StepMetrics) -> list[str]:
-        values = [*row[:-1], *(row.evaluated.get(name) for name in self._names)]
+        values = [*row[:-1], *(row.evaluation.get(name) for name in self._names)]
         return ["" if x is None else repr(x) for x in values]
 
 
@@ -126,7 +126,7 @@ def plot_metrics(metrics: Path, target: Path, name: str, baselines: dict[str, fl
     left = figure.add_subplot(1, 2, 1, xlabel="step", ylabel="training loss")
     left.plot([r.step for r in rows], [r.loss for r in rows], lw=0.8)
     right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel=name.replace("_", " "))
-    seen = [(r.step, r.evaluated[name]) for r in rows if name in r.evaluated]
+    seen = [(r.step, r.evaluation[name]) for r in rows if name in r.evaluation]
     right.plot([s for s, _ in seen], [x for _, x in seen], marker="o", label="held out")
     for (label, value), style in zip(baselines.items(), ("--", ":"), strict=False):
         right.axhline(value, color="gray", ls=style, label=label)
@@ -143,7 +143,7 @@ def plot_losses(metrics: Path, target: Path, baselines: dict[str, float], bytes_
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
     axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
-    seen = [(r.step, r.evaluated["held_out_bits_per_byte"]) for r in rows if r.evaluated]
+    seen = [(r.step, r.evaluation["held_out_bits_per_byte"]) for r in rows if r.evaluation]
     axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
     for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=False):
         axes.axhline(bits, color="gray", ls=style, label=f"{name}, held out")

@@ -137,7 +137,7 @@ class TabularTask(Task[SequenceBatch]):
         write_json(directory / TASK_FILE, self.facts())
         model.save_pretrained(directory)
 
-    def evaluated(self, step: int, values: dict[str, float], words: str) -> Evaluation:
+    def make_evaluation(self, step: int, values: dict[str, float], words: str) -> Evaluation:
         """An evaluation, with what simpler methods reach."""
         beside = "; ".join(f"{name}: {x:.4f}" for name, x in self.beside.items())
         return Evaluation(values, f"step {step}: held out {words}, {self.BETTER} ({beside})")

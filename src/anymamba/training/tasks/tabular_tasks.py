@@ -69,7 +69,7 @@ class Classification(TabularTask):
             nats += F.cross_entropy(logits, batch.targets, reduction="sum").item()
         n = len(self.held_out)
         values = {"held_out_accuracy": right / n, "held_out_nats": nats / n}
-        return self.evaluated(step, values, f"accuracy {right / n:.4f} ({right} of {n})")
+        return self.make_evaluation(step, values, f"accuracy {right / n:.4f} ({right} of {n})")
 
 
 class Regression(TabularTask):
@@ -120,7 +120,7 @@ class Regression(TabularTask):
                 found = at_least_float32(model(batch.inputs, mask=batch.mask).logits)
             errors.append((found - batch.targets).double().cpu().numpy() * self.target_scale.deviation)
         rmse = math.sqrt((np.concatenate(errors) ** 2).mean())
-        return self.evaluated(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
+        return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
 
 
 def _label(place: str, said: list[Any]) -> str:
@@ -199,7 +199,7 @@ class MaskedLanguage(TabularTask):
             count += batch.loss_terms
         bits, share = nats / math.log(2) / max(1, count), right / max(1, count)
         values = {"held_out_bits_per_hidden_byte": bits, "held_out_accuracy": share}
-        return self.evaluated(step, values, f"{bits:.4f} bits per hidden byte, {100 * share:.1f} % found")
+        return self.make_evaluation(step, values, f"{bits:.4f} bits per hidden byte, {100 * share:.1f} % found")
 
 
 class NextValue(TabularTask):
@@ -273,7 +273,7 @@ class NextValue(TabularTask):
             found = torch.cat(outputs, 1)[0, cut - 1 :].double().cpu().numpy()
             errors.append((found - x[cut:]) * self.scale.deviation)
         rmse = math.sqrt((np.concatenate(errors) ** 2).mean())
-        return self.evaluated(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
+        return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
 
 
 def _hidden_nats(logits: Tensor, labels: Tensor) -> Tensor:
