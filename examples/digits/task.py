@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from anymamba.models.stack.residual_layer import ResidualLayer, make_norm
-from anymamba.models.stack.stack_config import StackConfig
+from anymamba.models import ResidualLayer, StackConfig, make_norm
 from anymamba.training.config.sections import OptimizerSection, ScheduleSection, option
 from anymamba.training.tasks.task import Evaluation
 from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted

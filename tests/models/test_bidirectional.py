@@ -132,8 +132,8 @@ def test_a_horizon_counts_pairs():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_layer": 3}, "n_layer must be even, a layer for each direction of a pair, got 3"),
-        ({"n_layer": 2, "n_virtual": 3}, "an even number of them, got 3"),
+        ({"n_layer": 3}, "n_layer must be even, one layer per direction of a pair, got 3"),
+        ({"n_layer": 2, "n_virtual": 3}, "the number of passes must be even, for pairs, got 3"),
         ({"n_layer": 2, "schedule": "cyclic"}, "schedule must be one of strided_cyclic"),
         ({"n_layer": 2, "merge": "sum"}, 'merge must be "mean" or "linear"'),
         ({"n_layer": 2, "d_intermediate": 8}, "no MLP, so d_intermediate must be 0, got 8"),

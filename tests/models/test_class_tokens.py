@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anymamba import BidirectionalStack, LatentModel, Stack, StackCache
-from anymamba.models.stack.class_tokens import insertion_order, output_indices
+from anymamba.models.stack.class_tokens import find_output_indices, insertion_order
 from tests.models.test_stack import BLOCKS, MIXED, WIDTH, results
 from tests.support import assert_all_near, assert_near
 
@@ -52,7 +52,7 @@ def test_every_split_and_priming_places_them_as_the_definition_says(length):
 
 def test_output_indices_follow_all_levels():
     for length in (1, 2, 5, 8):
-        found = output_indices(length, ["end", "start"], [["middle"], [1, 99]], ["start", 3])
+        found = find_output_indices(length, ["end", "start"], [["middle"], [1, 99]], ["start", 3])
         stream = [("token", j) for j in range(length)]
         for name, positions in ((("inputs"), ["start", 3]), ("stack", ["end", "start"]), (0, ["middle"]), (1, [1, 99])):
             m = len(positions)
@@ -259,13 +259,13 @@ def test_what_cannot_work_is_refused():
     for place in ("middle", "end"):
         stack = make(class_tokens=[place], layer_class_tokens=[])
         for call in (lambda s: s.prefill(x), lambda s: s.step(x[:, 0]), lambda s: s.prime(2)):
-            with pytest.raises(ValueError, match=f"length must be given.* class token at '{place}', got None"):
+            with pytest.raises(ValueError, match=f"length.* must be given.* class token at '{place}', got None"):
                 call(stack)
     stack = make()
-    with pytest.raises(ValueError, match="length says that there are 3 tokens in all, got 4"):
+    with pytest.raises(ValueError, match="length is 3, but 4 tokens have come"):
         stack.prefill(x, length=3)
     for wrong in (0, 2.5, torch.tensor([4, 4, 4])):
-        with pytest.raises(ValueError, match="length must be the tokens of whole sequences"):
+        with pytest.raises(ValueError, match="length must be the number of tokens of the whole sequences"):
             stack.prefill(x, length=wrong)
     with pytest.raises(ValueError, match="the cache must have 3 cursors of class tokens, got 0"):
         stack.prefill(x, Stack(d_model=WIDTH, **MIXED, dtype=torch.float64).prefill(x)[1], length=8)
@@ -273,15 +273,15 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match=r"cursors of the cache must have shape \(2, 2\), got \(1, 2\)"):
         stack.prefill(x[:, 2:], cache, length=4)
     for wrong in (-1, 2.0):
-        with pytest.raises(ValueError, match=f"batch_size must be a number of rows, 0 or more, got {wrong}"):
+        with pytest.raises(ValueError, match=f"batch_size must be an integer, 0 or more, got {wrong}"):
             stack.prime(wrong, length=4)
-    with pytest.raises(ValueError, match="pack them into one row with cu_seqlens"):
+    with pytest.raises(ValueError, match="pack the sequences into one row with cu_seqlens"):
         stack(x, seq_idx=torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="length must be a whole number of tokens, at least 1, got 0"):
+    with pytest.raises(ValueError, match="length must be an integer number of tokens, at least 1, got 0"):
         stack.output_indices(0)
     for fields, message in [
         ({"class_tokens": ["begin"]}, "class_tokens must be a list of 'start', 'middle', 'end' and numbers"),
-        ({"class_tokens": [-1]}, "from 0 on, got \\[-1\\]"),
+        ({"class_tokens": [-1]}, "0 or more, got \\[-1\\]"),
         ({"layer_class_tokens": [["start"]]}, "layer_class_tokens must have 3 lists, one per layer, got 1"),
         ({"layer_class_tokens": [[], [], ["x"]]}, "layer_class_tokens\\[2\\] must be"),
     ]:

@@ -226,7 +226,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         (SequenceClassifier, {"vocab_size": 3, "input_size": 3}, "give vocab_size for tokens, or input_size"),
         (SequenceClassifier, {"vocab_size": 3, "pooling": "max"}, "pooling must be one of last, mean, class_token"),
         (SequenceClassifier, {"vocab_size": 3, "labels": ["a", "b"]}, "must name all 1 outputs"),
-        (SequenceClassifier, {"vocab_size": 0}, "vocab_size must be a whole number, at least 1, got 0"),
+        (SequenceClassifier, {"vocab_size": 0}, "vocab_size must be an integer, at least 1, got 0"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(kind, fields, message):
@@ -260,7 +260,7 @@ def test_bad_calls_say_what_was_expected():
         masked.embed(ids, mask=torch.tensor([0, 5]))
     with pytest.raises(TypeError, match="labels must be a tensor, got list"):
         SequenceRegressor(vocab_size=4, stack=STACK)(ids, [1.0, 2.0])
-    with pytest.raises(TypeError, match=r"SequenceModel has no head: make one of .*LatentModel"):
+    with pytest.raises(TypeError, match=r"SequenceModel has no head: create one of .*LatentModel"):
         SequenceModel(vocab_size=4, stack=STACK)
     latent = LatentModel(input_size=3, stack=STACK)
     with pytest.raises(ValueError, match=r"LatentModel.step: x must have shape \(b, c=3\), got \(2, 5, 3\)"):
@@ -296,9 +296,9 @@ def test_embeddings_in_place_of_ids_give_the_same():
         masked(ids, inputs_embeds=embeds)
     with pytest.raises(ValueError, match="SequenceClassifier: expected x or inputs_embeds, got neither"):
         classifier()
-    with pytest.raises(TypeError, match=r"SequenceClassifier: x must be token ids, whole numbers, got torch.float32"):
+    with pytest.raises(TypeError, match=r"SequenceClassifier: x must be integer token ids, got torch.float32"):
         classifier(embeds)
-    with pytest.raises(TypeError, match=r"MaskedLM: inputs_embeds must be floating-point numbers, got torch.int64"):
+    with pytest.raises(TypeError, match=r"MaskedLM: inputs_embeds must have a floating-point dtype, got torch.int64"):
         ids_or_embeddings("MaskedLM", "input_ids", None, ids, reads_ids=True)
     of_vectors = SequenceClassifier(input_size=WIDTH, output_size=2, stack=STACK)
     with pytest.raises(ValueError, match="inputs_embeds are for a model of tokens; this one reads vectors, as x"):

@@ -307,7 +307,7 @@ def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):
         ({"n_virtual": 0}, "n_virtual must be at least 1, got 0"),
         ({"n_virtual": 2**20}, "at most 65,536 passes"),
         ({"grad_horizon": 3}, "grad_horizon must be 1 to 2, the passes, got 3"),
-        ({"streams": 9}, "usual bias of the gates does not exist for 9 streams and 2 passes"),
+        ({"streams": 9}, "default gate_bias is undefined for 9 streams and 2 passes"),
         ({"streams": -1}, "streams must be 0"),
         ({"gates_per": "token"}, 'gates_per must be "layer" or "pass"'),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
@@ -331,7 +331,7 @@ def test_bad_calls_say_what_was_expected():
         stack.prefill(x[..., 1:])
     with pytest.raises(TypeError, match="float64"):
         stack.prefill(x.float())
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         stack.prefill(x, mask=torch.tensor([5, 5]), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(TypeError, match="must be a StackCache"):
         stack.prefill(x, x)
@@ -339,7 +339,7 @@ def test_bad_calls_say_what_was_expected():
         stack.prefill(x, make().init_cache(2))
     with pytest.raises(ValueError, match="passes must be -2 to 1, got 2"):
         stack.hidden_states(x, [2])
-    with pytest.raises(TypeError, match="Stack: passes must be a list of whole numbers, -2 to 1, got True"):
+    with pytest.raises(TypeError, match="Stack: passes must be a list of integers, -2 to 1, got True"):
         stack.hidden_states(x, True)
     with pytest.raises(TypeError, match="not both"):
         Stack(stack.config, d_model=3)

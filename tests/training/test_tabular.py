@@ -188,7 +188,7 @@ def test_hidden_bytes_are_those_of_the_step_and_real(files):
 
 def test_a_stack_that_cannot_be_is_refused_before_files_are_read():
     nowhere = {"task": "classification", "data": {"sources": ["nowhere.csv"], "targets": ["x"]}}
-    with pytest.raises(ValueError, match="n_layer must be even, a layer for each direction of a pair, got 3"):
+    with pytest.raises(ValueError, match="n_layer must be even, one layer per direction of a pair, got 3"):
         TabularConfig.from_dict({**nowhere, "model": {"n_layer": 3}})
     with pytest.raises(ValueError, match="schedule must be one of cyclic, stretched, or a list of layers, got 'odd'"):
         TabularConfig.from_dict({**nowhere, "model": {"bidirectional": False, "stack": {"schedule": "odd"}}})

@@ -1,4 +1,4 @@
-"""The trunk of a language model: an embedding and a stack, with the official names.
+"""Backbone of a language model: an embedding and a stack, with the official names.
 
 Letters: b batch, t time, d d_model, z packed sequences.
 """
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 class Backbone(Stack):
-    """A stack with an embedding: residual layers and the last norm after it."""
+    """Stack with an embedding before it: residual layers and the last norm."""
 
     CACHE = LMCache
 
     def __init__(
         self, config: MambaLMConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Create the parameters, the embedding before the layers: checkpoints and seeds depend on the order."""
+        """Create the parameters. The embedding comes first: checkpoints and random seeds depend on the order."""
         nn.Module.__init__(self)
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, device=device, dtype=dtype)
         self._build(config.stack_config(), device=device, dtype=dtype)
 
     @property
     def residual_in_fp32(self) -> bool:
-        """Whether the residual stream is at least float32."""
+        """Whether the residual stream is float32 or wider."""
         return self.config.residual_in_fp32
 
-    def forward(  # type: ignore[override]  # a stack's takes what the embedding gives
+    def forward(  # type: ignore[override]  # that of a stack takes embeddings
         self,
         input_ids: Int[Tensor, "b *t"] | None,
         cache: LMCache | None = None,
@@ -54,28 +54,32 @@ class Backbone(Stack):
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         mask: Padding | None = None,
         context: SequencePart | None = None,
-        wanted: Sequence[int] | None = None,
+        requested: Sequence[int] | None = None,
     ) -> Any:
-        """The hidden states after the last norm, of a sequence (b, t, d) or a token (b, d); arguments as for `MambaLM`.
+        """Return the hidden states after the last norm, of a sequence (b, t, d) or a token (b, d), and the new cache.
 
-        With `wanted` passes, the third result is the residual stream after each of them.
+        Same arguments as `MambaLM.forward`. With `requested` passes, the third result is the residual stream after each
+        of them.
         """
         check_cache(cache)
         x = inputs_embeds
         if x is None:
             assert input_ids is not None
             x = self.embed(input_ids)
-        y, new, hidden = self._run(x, cache, mask, wanted or (), path=path, cu_seqlens=cu_seqlens, **_shared(context))
-        return (y, new) if wanted is None else (y, new, hidden)
+        options: dict[str, Any] = {} if context is None else {"context": context}  # not every family has this argument
+        y, new_cache, hidden_states = self._run(
+            x, cache, mask, requested or (), path=path, cu_seqlens=cu_seqlens, **options
+        )
+        return (y, new_cache) if requested is None else (y, new_cache, hidden_states)
 
     def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
-        """The residual stream before the first layer.
+        """Return the residual stream before the first layer.
 
         Raises:
-            TypeError: ids that are no whole numbers.
-            ValueError: ids that are no tokens, or on another device.
+            TypeError: The ids are not integers.
+            ValueError: The ids are not tokens, or on another device.
         """
-        return self._stream(embedded("MambaLM", self.embedding, input_ids))
+        return self._to_residual(embed_ids("MambaLM", self.embedding, input_ids))
 
     def record(self, program: Program) -> None:
         """Describe all passes of a token to the compiled kernels, which may refuse; slot 0 is the residual stream."""
@@ -97,27 +101,22 @@ class Backbone(Stack):
         return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
 
 
-def embedded(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids: Any) -> Tensor:
-    """The embeddings of token ids.
+def embed_ids(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids: Any) -> Tensor:
+    """Return the embeddings of token ids.
 
     Raises:
-        TypeError: ids that are no whole numbers.
-        ValueError: ids that are no tokens, or on another device.
+        TypeError: The ids are not integers.
+        ValueError: The ids are not tokens, or on another device.
     """
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{where}: input_ids must be int32 or int64, got {input_ids.dtype}")
     if input_ids.device != (device := embedding.weight.device):
         raise ValueError(f"{where}: input_ids must be on {device}, got {input_ids.device}")
     try:
-        found: Tensor = embedding(input_ids)
+        embeddings: Tensor = embedding(input_ids)
     except IndexError as error:
         raise ValueError(
             f"{where}: token ids must be between 0 and {embedding.num_embeddings - 1}, "
             f"got {int(input_ids.min())} to {int(input_ids.max())}"
         ) from error
-    return found
-
-
-def _shared(context: SequencePart | None) -> dict[str, Any]:
-    """The argument for a block; blocks without support for it do not get it."""
-    return {} if context is None else {"context": context}
+    return embeddings

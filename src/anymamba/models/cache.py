@@ -1,4 +1,4 @@
-"""What a stack or a language model carries from one token to the next, as a value."""
+"""Caches of stacks and language models: what they carry from one token to the next, as immutable values."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ _State = TypeVar("_State", bound="ModelState")
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """What a state file asks of a model: a name for its weights, and the shape of its cache."""
+    """Model whose states can be saved: it has a fingerprint, and an empty cache that gives the shapes."""
 
     def fingerprint(self) -> str:
-        """Names these weights in this dtype."""
+        """Return a name for these weights in this dtype."""
 
     def has_fingerprint(self, name: str) -> bool:
-        """Whether `name` is the fingerprint of these weights in this dtype, as this or a former version computes it."""
+        """Return whether `name` is the fingerprint of these weights in this dtype."""
 
     def init_cache(self, batch_size: int) -> Any:
-        """The cache of a fresh start."""
+        """Return the empty cache."""
 
 
 class ModelState(Tree):
-    """A tree that one model understands: its file has the model's fingerprint."""
+    """Tree that belongs to one model: its file holds the fingerprint of the model."""
 
     __slots__ = ()
 
     @classmethod
     def like(cls: type[_State], model: Any) -> _State:
-        """A tree of one row with the dtypes, devices and sizes of this model's."""
+        """Return a tree of one row with the dtypes, devices and sizes of this model."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str], model: Fingerprinted) -> None:
-        """Write to a state file together with the fingerprint of `model`.
+        """Write to a state file, together with the fingerprint of `model`.
+
+        Args:
+            path: State file.
+            model: Model that the state belongs to.
 
         Raises:
-            OSError: it cannot be written; an earlier file stays as it was.
-            ValueError: it holds values that no state can have, such as values that are not finite.
+            OSError: The file cannot be written; an earlier file is unchanged.
+            ValueError: The state holds values that no state can have, such as infinities.
         """
         write_state_file(path, self, {"fingerprint": model.fingerprint()})
 
@@ -50,8 +54,12 @@ class ModelState(Tree):
     def load(cls: type[_State], path: str | os.PathLike[str], model: Fingerprinted) -> _State:
         """Read what `save` wrote, to continue with the same `model`, on its device.
 
+        Args:
+            path: State file.
+            model: Model that the state belongs to.
+
         Raises:
-            ValueError: the file is not a saved state, is damaged, or belongs to another model.
+            ValueError: The file is not a saved state, is damaged, or belongs to another model.
         """
         tensors, facts, version = read_state_file(path, cls.__name__, ["fingerprint"])
         if not model.has_fingerprint(facts["fingerprint"]):
@@ -72,12 +80,12 @@ class _StackCacheFields(NamedTuple):
 
 
 class StackCache(_StackCacheFields, ModelState):
-    """The caches of all blocks; immutable, the batch first in every tensor.
+    """Caches of all blocks; immutable, the batch first in every tensor.
 
     Attributes:
-        layers: one block cache for each pass over a layer.
-        cursors: of each level that has class tokens, (b, 2), int64 on the CPU: the tokens that have passed it, and
-            whether the class tokens before the next one have been run.
+        layers: One block cache per pass over a layer.
+        cursors: One tensor (b, 2), int64 on the CPU, per level with class tokens: how many tokens have passed it, and
+            whether the class tokens before the next one have already run.
     """
 
     __slots__ = ()
@@ -85,22 +93,22 @@ class StackCache(_StackCacheFields, ModelState):
 
     @classmethod
     def like(cls: type[_State], model: Fingerprinted) -> _State:
-        """The cache of a fresh start, of one row."""
+        """Return the empty cache of one row."""
         return model.init_cache(1)
 
 
 class LMCache(StackCache):
-    """The cache of a language model."""
+    """Cache of a language model."""
 
     __slots__ = ()
 
 
 def check_stack_cache(where: str, cache: Any, kind: type[StackCache], passes: int, cursors: int) -> StackCache:
-    """The cache, refused unless it belongs to a stack with this many passes, and cursors of class tokens.
+    """Return the cache if it belongs to a stack with this many passes and cursors of class tokens.
 
     Raises:
-        TypeError: it is not a `kind`.
-        ValueError: it has another number of layers or cursors.
+        TypeError: It is not of class `kind`.
+        ValueError: It has another number of layers or cursors.
     """
     if not isinstance(cache, kind):
         raise TypeError(f"{where}: cache must be a {kind.__name__}, got {type(cache).__name__}")

@@ -1,4 +1,4 @@
-"""The configuration of a language model: the official fields, and whatever else its file says."""
+"""The configuration of a language model: the official fields, those of its stack, and unknown fields of its file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from anymamba.blocks.base import Block
 from anymamba.core.config_fields import coerce_value, field_types, suggest
-from anymamba.models.families import FAMILIES, MAX_CONFIG_NUMBER, family, family_name, make_block_config
+from anymamba.models.families import FAMILIES, MAX_CONFIG_NUMBER, family_name, get_family, make_block_config
 from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
 
-# Fields of a block that only affect its initial parameters: not part of a trained model.
+# Fields of a block that only affect its initial parameters, and so are not part of a trained model.
 INITIALIZATION_FIELDS = frozenset(
     {"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"}
 )
@@ -20,7 +20,7 @@ INITIALIZATION_FIELDS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class MambaLMConfig:
-    """Sizes and options of a language model, named as in the official `MambaConfig`; `stack` has what it lacks."""
+    """Sizes and options of a language model, named as in the official `MambaConfig`, which lacks only `stack`."""
 
     d_model: int = 2560  # D, width of the residual stream
     d_intermediate: int = 0  # width of the gated MLP after each block, rounded up to a multiple of 128; 0: no MLP
@@ -31,14 +31,14 @@ class MambaLMConfig:
     attn_cfg: dict[str, Any] = field(default_factory=dict)
     rms_norm: bool = True  # False: LayerNorm
     residual_in_fp32: bool = True
-    fused_add_norm: bool = True  # of the official kernels; changes no result
+    fused_add_norm: bool = True  # an option of the official kernels that changes no result
     pad_vocab_size_multiple: int = 8
     tie_embeddings: bool = True  # the head is the embedding
-    stack: dict[str, Any] = field(default_factory=dict)  # how layers are put together: further fields of `StackConfig`
+    stack: dict[str, Any] = field(default_factory=dict)  # further fields of `StackConfig`
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields of the file
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
+        """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""
         for name in ("ssm_cfg", "attn_layer_idx", "attn_cfg", "stack", "extra"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         for name, kind in field_types(type(self)).items():
@@ -61,17 +61,17 @@ class MambaLMConfig:
 
     @property
     def layer(self) -> str:
-        """Name of the block family; "Mamba1" if not given, as officially."""
+        """Name of the block family; "Mamba1" if not given, like the official package."""
         return family_name(self.ssm_cfg)
 
     @property
     def family(self) -> type[Block]:
-        """The class of the blocks."""
-        return family(self.layer)
+        """Class of the blocks."""
+        return get_family(self.layer)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up to a multiple of `pad_vocab_size_multiple`."""
+        """Number of rows of the embedding: `vocab_size` rounded up to a multiple of `pad_vocab_size_multiple`."""
         return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
 
     @property
@@ -80,38 +80,38 @@ class MambaLMConfig:
         return -(-self.d_intermediate // 128) * 128
 
     def block_config(self) -> Any:
-        """The config of every block.
+        """Return the config of every block.
 
         Raises:
-            ValueError: `ssm_cfg` has entries that the block does not know, or values that cannot work.
+            ValueError: `ssm_cfg` has entries that the block does not know, or invalid values.
         """
         return make_block_config("MambaLMConfig", self.ssm_cfg, self.d_model)
 
     def stack_config(self) -> StackConfig:
-        """The config of the layers.
+        """Return the config of the stack.
 
         Raises:
-            ValueError: `stack` has entries that are not fields of `StackConfig`, or values that cannot work.
+            ValueError: `stack` has entries that are not fields of `StackConfig`, or invalid values.
         """
         known = {f.name for f in dataclasses.fields(StackConfig)} - MODEL_FIELDS - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
             raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}")
-        found = StackConfig(**{name: getattr(self, name) for name in MODEL_FIELDS}, **self.stack, final_norm=True)
-        if found.has_class_tokens():
+        config = StackConfig(**{name: getattr(self, name) for name in MODEL_FIELDS}, **self.stack, final_norm=True)
+        if config.has_class_tokens():
             raise ValueError(
                 "MambaLMConfig: a language model has one output per token: its stack cannot have class tokens"
             )
-        return found
+        return config
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MambaLMConfig:
-        """From the official file's fields; unknown ones go to `extra`."""
+        """Return the config with the fields of an official file; unknown ones go to `extra`."""
         names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         known = {name: value for name, value in values.items() if name in names}
         return cls(**known, extra={name: value for name, value in values.items() if name not in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`; an official stack is left out."""
+        """Return the fields as `from_dict` takes them; `stack` is left out if it is empty, as in an official file."""
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
         if not values["stack"]:
@@ -120,16 +120,16 @@ class MambaLMConfig:
 
 
 def check_fields(fields: dict[str, Any]) -> None:
-    """Refuse names that are not fields of a `MambaLMConfig`.
+    """Raise for names that are not fields of a `MambaLMConfig`.
 
     Raises:
-        TypeError: one is not; the message suggests the one that was probably meant, or where it belongs.
+        TypeError: One is not; the message suggests a similar name, or the table to which the field belongs.
     """
     known = [f.name for f in dataclasses.fields(MambaLMConfig)]
     for name, value in fields.items():
         if name in known:
             continue
-        of_blocks = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)}
-        if name in of_blocks | {"layer"}:
+        block_fields = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)}
+        if name in block_fields | {"layer"}:
             raise TypeError(f"MambaLM: {name} is a field of the blocks: give ssm_cfg={{{name!r}: {value!r}, ...}}")
         raise TypeError(f"MambaLM has no field {name!r}{suggest(name, [*known, 'device', 'dtype'])}")

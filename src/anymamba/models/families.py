@@ -1,4 +1,4 @@
-"""The block families a stack can be built from, one line each, and the config of a block from a table of its fields."""
+"""Block families that a stack can be built from, and the config of a block from a table of its fields."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3"
 MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
 
 
-def family(name: str, table: str = "ssm_cfg") -> type[Block]:
-    """The block that the entry "layer" of a table names.
+def get_family(name: str, table: str = "ssm_cfg") -> type[Block]:
+    """Return the block class that the entry "layer" of a table names.
 
     Raises:
-        ValueError: there is no such family.
+        ValueError: There is no such family.
     """
     if name not in FAMILIES:
         near = suggest(str(name), FAMILIES)
@@ -30,36 +30,36 @@ def family(name: str, table: str = "ssm_cfg") -> type[Block]:
 
 
 def family_name(ssm_cfg: dict[str, Any]) -> str:
-    """Name of the block family; "Mamba1" if not given, as officially."""
+    """Return the name of the block family; "Mamba1" if not given, like the official package."""
     return str(ssm_cfg.get("layer", "Mamba1"))
 
 
 def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_cfg") -> Any:
-    """The config of a block from a table: "layer" names the family, the rest are fields of its config.
+    """Return the config of a block from a table: "layer" names the family, the rest are fields of its config.
 
     Args:
-        where: named in errors.
-        ssm_cfg: the table.
-        d_model: width of the block.
-        table: its name, in errors.
+        where: Name of the config that has the table, for errors.
+        ssm_cfg: Table of fields.
+        d_model: Width of the block.
+        table: Name of the table, for errors.
 
     Raises:
-        ValueError: the table has entries that the block does not know, or values that cannot work.
+        ValueError: The table has entries that the block does not know, or invalid values.
     """
     if not isinstance(ssm_cfg, dict):
         raise ValueError(f"{where}: {table} must be a table of the block's fields, got {ssm_cfg!r}")
     name = family_name(ssm_cfg)
-    kind = family(name, table).CONFIG
+    kind = get_family(name, table).CONFIG
     fields = field_types(kind)
     # Entries that tune the official kernels are kept and written back, and change no result. `chunk_size` is among
     # them: it suits a GPU there. Pass `path=` to the model to choose a chunk length.
-    kernels = ignored_options(kind) | {"chunk_size"}
-    given = {k: v for k, v in ssm_cfg.items() if k != "layer" and k not in kernels}
-    if unknown := sorted(set(given) - set(fields)):
+    ignored = ignored_options(kind) | {"chunk_size", "layer"}
+    entries = {key: value for key, value in ssm_cfg.items() if key not in ignored}
+    if unknown := sorted(set(entries) - set(fields)):
         near = suggest(unknown[0], fields)
         raise ValueError(f"{where}: {table} has entries that {name} does not know: {unknown}{near}")
     values = {
         key: coerce_value(f'{where}: {table}["{key}"]', value, fields[key], max_number=MAX_CONFIG_NUMBER)
-        for key, value in given.items()
+        for key, value in entries.items()
     }
     return kind(**{**values, "d_model": d_model})

@@ -1,6 +1,4 @@
-"""Checks of a language model's arguments, by their names.
-
-§ Checks at the entry points of stacks and models: a batch of sequences, padded or packed into rows.
+"""Checks at the entry points of stacks and models: a batch of sequences, padded or packed; ids, caches, labels.
 
 Letters: b batch, t time.
 """
@@ -31,7 +29,7 @@ from anymamba.models.loss import IGNORED_LABEL
 
 
 def check_input(where: str, x: Any, letters: str, width: int, like: Tensor, name: str = "x") -> None:
-    """Refuse an input of another shape, or with another dtype or device than `like`."""
+    """Raise for an input of another shape, or with another dtype or device than `like`."""
     sizes = {"d": width}
     check_shape(where, name, x, letters, sizes)
     check_time_steps(where, sizes.get("t", 1))
@@ -39,7 +37,7 @@ def check_input(where: str, x: Any, letters: str, width: int, like: Tensor, name
 
 
 def flatten_packed_rows(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    """Rows (b, t, ...) of packed sequences as one row (1, b t, ...), and the boundaries of its sequences."""
+    """Return rows (b, t, ...) of packed sequences as one row (1, b t, ...), and the boundaries of its sequences."""
     check_mutually_exclusive(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
     check_tensor(where, "x", x)
     if x.ndim < 2:
@@ -49,40 +47,40 @@ def flatten_packed_rows(where: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask:
 
 
 def ids_or_embeddings(where: str, name: str, ids: Any, inputs_embeds: Any, *, reads_ids: bool) -> Any:
-    """Whichever of the two was given, a tensor.
+    """Return whichever of the two was given, a tensor.
 
     Args:
-        where: to name in errors.
-        name: of the argument for ids.
-        ids: token ids; other inputs of a model that does not read ids.
-        inputs_embeds: embeddings of tokens.
-        reads_ids: whether the model reads ids.
+        where: Name of the model, for errors.
+        name: Name of the argument for ids.
+        ids: Token ids; other inputs for a model that does not read ids.
+        inputs_embeds: Embeddings of tokens.
+        reads_ids: Whether the model reads ids.
 
     Raises:
-        TypeError: not a tensor, ids that are not whole numbers, or embeddings that are.
-        ValueError: both, or neither; embeddings for a model without an embedding.
+        TypeError: Not a tensor, ids that are not integers, or embeddings that are not floating-point.
+        ValueError: Both or neither were given, or embeddings for a model without an embedding.
     """
     if (ids is None) == (inputs_embeds is None):
         raise ValueError(f"{where}: expected {name} or inputs_embeds, got {'neither' if ids is None else 'both'}")
     if inputs_embeds is None:
         check_tensor(where, name, ids)
         if reads_ids and ids.is_floating_point():
-            raise TypeError(f"{where}: {name} must be token ids, whole numbers, got {ids.dtype}")
+            raise TypeError(f"{where}: {name} must be integer token ids, got {ids.dtype}")
         return ids
     check_tensor(where, "inputs_embeds", inputs_embeds)
     if not reads_ids:
         raise ValueError(f"{where}: inputs_embeds are for a model of tokens; this one reads vectors, as {name}")
     if not inputs_embeds.is_floating_point():
-        raise TypeError(f"{where}: inputs_embeds must be floating-point numbers, got {inputs_embeds.dtype}")
+        raise TypeError(f"{where}: inputs_embeds must have a floating-point dtype, got {inputs_embeds.dtype}")
     return inputs_embeds
 
 
 def check_batch(where: str, x: Tensor, cu_seqlens: Any, mask: Any) -> Padding | None:
-    """Refuse boundaries or a mask that do not fit (b, t, ...); returns how the rows are padded."""
+    """Raise for boundaries or a mask that do not match (b, t, ...); return how the rows are padded."""
     b, t = x.shape[:2]
     if cu_seqlens is not None:
         if mask is not None:
-            raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
+            raise ValueError(f"{where}: mask cannot be combined with cu_seqlens, got both")
         check_cu_seqlens(where, cu_seqlens, b, t, x.device)
         return None
     return None if mask is None else Padding.from_mask(where, mask, b, t, x.device)
@@ -96,55 +94,58 @@ def check_classes(
     ignored: int | None = None,
     counts: Tensor | None = None,
 ) -> None:
-    """Refuse labels that are not whole numbers of this shape, each a class or, if there is such a thing, `ignored`.
+    """Raise for labels that are not integers of this shape, each a class or `ignored`.
 
-    Where `counts` is given and False, any number will do.
+    Args:
+        where: Name of the model, for errors.
+        labels: Labels.
+        shape: Shape that they must have.
+        classes: Number of classes.
+        ignored: Label that is ignored, if there is one.
+        counts: Where it is False, a label may have any value.
 
     Raises:
-        TypeError: not a tensor of whole numbers.
-        ValueError: another shape, or numbers out of range.
+        TypeError: Not a tensor of integers.
+        ValueError: Another shape, or a label out of range.
     """
-    found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-    if found not in (torch.int32, torch.int64):
-        raise TypeError(f"{where}: labels must be a tensor of int32 or int64, got {found}")
+    received = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+    if received not in (torch.int32, torch.int64):
+        raise TypeError(f"{where}: labels must be a tensor of int32 or int64, got {received}")
     if labels.shape != shape:
         raise ValueError(f"{where}: labels must have shape {tuple(shape)}, got {tuple(labels.shape)}")
     if not can_read_values(labels):
         return
-    counted = labels if counts is None else labels[counts]
+    labels = labels if counts is None else labels[counts]
     if ignored is not None:
-        counted = counted[counted != ignored]
-    if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
-        other = "" if ignored is None else f", or {ignored} to be ignored"
-        low, high = int(counted.min()), int(counted.max())
-        raise ValueError(f"{where}: labels must be 0 to {classes - 1}{other}, got {low} to {high}")
+        labels = labels[labels != ignored]
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        except_for = "" if ignored is None else f", or {ignored} to be ignored"
+        low, high = int(labels.min()), int(labels.max())
+        raise ValueError(f"{where}: labels must be 0 to {classes - 1}{except_for}, got {low} to {high}")
 
 
 def normalize_indices(where: str, numbers: Sequence[int], n: int) -> list[int]:
-    """Numbers from 0 to n - 1; those below zero count from the end.
+    """Return indices from 0 to n - 1; negative ones count from the end.
 
     Raises:
-        TypeError: not a list of whole numbers.
-        ValueError: one is out of range.
+        TypeError: Not a list of integers.
+        ValueError: An index is out of range.
     """
     try:
         numbers = [operator.index(i) for i in numbers]
     except TypeError:
-        raise TypeError(f"{where} must be a list of whole numbers, {-n} to {n - 1}, got {numbers!r}") from None
-    if wrong := [i for i in numbers if not -n <= i < n]:
-        raise ValueError(f"{where} must be {-n} to {n - 1}, got {wrong[0]}")
+        raise TypeError(f"{where} must be a list of integers, {-n} to {n - 1}, got {numbers!r}") from None
+    if invalid := [i for i in numbers if not -n <= i < n]:
+        raise ValueError(f"{where} must be {-n} to {n - 1}, got {invalid[0]}")
     return [i % n for i in numbers]
 
 
-_WHOLE = (torch.int32, torch.int64)
-
-
 def check_ids(input_ids: Any) -> None:
-    """Token ids of a batch; the embedding checks their dtype and range.
+    """Raise unless `input_ids` is a tensor (b, t); the embedding checks dtype and range.
 
     Raises:
-        TypeError: not a tensor.
-        ValueError: not (b, t).
+        TypeError: Not a tensor.
+        ValueError: Not (b, t).
     """
     if not isinstance(input_ids, Tensor):
         raise TypeError(
@@ -157,18 +158,18 @@ def check_ids(input_ids: Any) -> None:
 
 
 def check_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -> Tensor:
-    """Token ids, or embeddings in their place; returns the one that was given.
+    """Check token ids, or embeddings in their place; return the one that was given.
 
     Raises:
-        TypeError: not a tensor, or embeddings of another dtype than `like`.
-        ValueError: both or neither, or another shape or device.
+        TypeError: Not a tensor, or embeddings of another dtype than `like`.
+        ValueError: Both or neither were given, or another shape or device.
     """
     if inputs_embeds is None:
         check_ids(input_ids)
         ids: Tensor = input_ids
         return ids
     if input_ids is not None:
-        raise ValueError("MambaLM: input_ids and inputs_embeds exclude each other, got both")
+        raise ValueError("MambaLM: input_ids cannot be combined with inputs_embeds, got both")
     check_shape("MambaLM", "inputs_embeds", inputs_embeds, "b t d", {"d": width})
     check_dtype_and_device("MambaLM", "inputs_embeds", inputs_embeds, like.dtype, like.device)
     embeds: Tensor = inputs_embeds
@@ -176,10 +177,10 @@ def check_inputs(input_ids: Any, inputs_embeds: Any, width: int, like: Tensor) -
 
 
 def check_cache(cache: Any) -> None:
-    """A cache of a language model, or None.
+    """Raise unless `cache` is the cache of a language model, or None.
 
     Raises:
-        TypeError: something else.
+        TypeError: It is something else.
     """
     if cache is None or isinstance(cache, LMCache):
         return
@@ -192,15 +193,15 @@ def check_cache(cache: Any) -> None:
 
 
 def check_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    """Labels or targets: whole numbers of the shape of the ids, on their device.
+    """Raise unless labels or targets are integers of the shape of the ids, on their device.
 
     Raises:
-        TypeError: another dtype, or not a tensor.
-        ValueError: another shape or device.
+        TypeError: Another dtype, or not a tensor.
+        ValueError: Another shape or device.
     """
-    found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-    if found not in _WHOLE:
-        raise TypeError(f"MambaLM: {name} must be a tensor of int32 or int64, got {found}")
+    received = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+    if received not in (torch.int32, torch.int64):
+        raise TypeError(f"MambaLM: {name} must be a tensor of int32 or int64, got {received}")
     if labels.shape != shape:
         raise ValueError(f"MambaLM: {name} must have the shape of input_ids, {tuple(shape)}, got {tuple(labels.shape)}")
     if labels.device != device:
@@ -208,17 +209,17 @@ def check_labels(name: str, labels: Any, shape: tuple[int, ...], device: torch.d
 
 
 def check_targets(targets: Tensor, vocab: int) -> None:
-    """The labels that count must be tokens. Checked only on the CPU, where that is cheap, and not in a trace.
+    """Raise unless all targets but ignored ones are tokens. Checked only on the CPU, and not while tracing.
 
     Raises:
-        ValueError: one is not.
+        ValueError: One is not a token.
     """
     if targets.device.type != "cpu" or is_tracing():
         return
-    counted = targets[targets != IGNORED_LABEL]
-    if not counted.numel():
+    token_targets = targets[targets != IGNORED_LABEL]
+    if not token_targets.numel():
         return
-    low, high = (int(x) for x in counted.aminmax())
+    low, high = (int(x) for x in token_targets.aminmax())
     if low < 0 or high >= vocab:
         raise ValueError(
             f"MambaLM: labels must be between 0 and {vocab - 1}, or {IGNORED_LABEL} to be ignored, got {low} to {high}"

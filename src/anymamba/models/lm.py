@@ -1,4 +1,4 @@
-"""The language model: embedding, a stack of residual layers, a norm and a head, with the official names.
+"""Language model: embedding, a stack of residual layers, a norm and a head, with the official names.
 
     r = embedding[ids]        r <- layer_i(r)        logits = lm_head(norm_f(r))
 
@@ -27,7 +27,7 @@ from anymamba.models.cache import LMCache
 from anymamba.models.config import MambaLMConfig, check_fields
 from anymamba.models.inputs import check_ids, check_inputs, check_targets, flatten_packed_rows
 from anymamba.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy_sum
-from anymamba.models.outputs import LMOutput, find_targets, in_rows, last_hidden
+from anymamba.models.outputs import LMOutput, find_targets, last_hidden, unflatten_packed_rows
 from anymamba.models.weight_tying import after_loading, before_loading
 from anymamba.scan import SsdPath
 
@@ -37,28 +37,29 @@ if TYPE_CHECKING:
 
 
 class MambaLM(nn.Module):
-    """A Mamba language model. Parameter names, shapes and initialization are the official ones.
+    """Mamba language model. Parameter names, shapes and initialization are the official ones.
 
     Args:
-        config: a `MambaLMConfig`; its fields may be given as keywords instead.
-        device: of the parameters.
-        dtype: of the parameters (blocks keep some in float32, as officially).
+        config: `MambaLMConfig`; its fields may be given as keywords instead.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters (blocks keep some in float32, like the official ones).
 
     Fields of a config:
-        - d_model: width of the residual stream (default: 2560).
-        - n_layer: number of layers (64).
-        - vocab_size: number of tokens (50277).
-        - ssm_cfg: "layer", the family of the blocks ("Mamba1", "Mamba2" or "Mamba3"), and fields of its config.
-        - d_intermediate: width of a gated MLP after each block (0: none).
-        - tie_embeddings: whether the head is the embedding (True).
-        - pad_vocab_size_multiple: the number of rows of the embedding is a multiple of this (8).
+        - d_model: Width of the residual stream (default: 2560).
+        - n_layer: Number of layers (64).
+        - vocab_size: Number of tokens (50277).
+        - ssm_cfg: Table with "layer", the family of the blocks ("Mamba1", "Mamba2" or "Mamba3"), and fields of its
+          config.
+        - d_intermediate: Width of a gated MLP after each block (0: none).
+        - tie_embeddings: Whether the head is the embedding (True).
+        - pad_vocab_size_multiple: Number of which the rows of the embedding are a multiple (8).
         - rms_norm: RMSNorm; otherwise LayerNorm (True).
-        - residual_in_fp32: keep the residual stream in float32 (True).
-        - fused_add_norm: an option of the official kernels that does not change results.
-        - attn_layer_idx: attention layers, which are refused.
-        - attn_cfg: their options.
-        - stack: further fields of `StackConfig`, such as {"n_virtual": 24}.
-        - extra: unknown fields of a config file, which are written back.
+        - residual_in_fp32: Whether to keep the residual stream in float32 (True).
+        - fused_add_norm: Option of the official kernels that does not change results.
+        - attn_layer_idx: Attention layers, which are not supported: a list that is not empty raises.
+        - attn_cfg: Options of attention layers.
+        - stack: Further fields of `StackConfig`, such as {"n_virtual": 24}.
+        - extra: Unknown fields of a config file, which are written back.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MambaLM(nn.Module):
         if config is not None and not isinstance(config, MambaLMConfig):
             raise TypeError(
                 f"MambaLM: config must be a MambaLMConfig, got {type(config).__name__}; MambaLMConfig.from_dict(...) "
-                "makes one from a table, MambaLM.from_pretrained(...) loads a directory"
+                "creates one from a table, MambaLM.from_pretrained(...) loads a directory"
             )
         check_fields(fields)
         self.config = config = config or MambaLMConfig(**fields)
@@ -106,88 +107,92 @@ class MambaLM(nn.Module):
         """Run over a sequence of any length, from any cache to a new one.
 
         Args:
-            input_ids: token ids.
-            cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
-            labels: usually `input_ids` themselves: the logits at each token are compared with the label of the next.
+            input_ids: Token ids.
+            cache: Cache that the rows (or packed sequences) continue from; an empty one if not given. It is unchanged.
+            labels: Usually `input_ids` themselves: the logits at each token are compared with the label of the next.
                 -100 is ignored, and so are padding and the first token of each sequence.
-            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
-            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+            cu_seqlens: Boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            mask: For padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Logits at the padding are zero.
-            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
-                row. One cache row per sequence, in the order of the rows.
-            inputs_embeds: embeddings, in place of token ids.
-            targets: in place of labels, the token that each position's logits are compared with, without a shift.
-            hidden_states: passes after which the residual stream is also returned; -1 is the last, before the norm.
-            logits: of every token, of the last (real) token of each row or packed sequence, or none. Without all
-                logits, the loss is computed a few tokens at a time, to save memory.
-            path: the scan's algorithm; the default if not given.
-            context: this rank's part of sequences that several ranks share (`anymamba.core.context_parallel`);
-                with `targets`, because a label belongs to the token before it, which another worker may have.
+            seq_idx: For several packed rows, an integer per token: a sequence ends where it changes, and with its row.
+                One cache row per sequence, in the order of the rows.
+            inputs_embeds: Embeddings, in place of token ids.
+            targets: In place of labels, the token that the logits at each position are compared with, without a shift.
+            hidden_states: Passes after which the residual stream is also returned; -1 is the last, before the norm.
+            logits: Which logits to return: of every token, of the last (real) token of each row or packed sequence, or
+                none. Without all logits, the loss is computed a few tokens at a time, to save memory.
+            path: Algorithm of the scan; the default one if not given.
+            context: Part of this rank, for sequences that several ranks share (`anymamba.core.context_parallel`). It
+                requires `targets`, because a label belongs to the previous token, which may be on another rank.
 
         Returns:
             logits, loss and nats (None without labels or targets), and the new cache.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype.
-            ValueError: ids or labels out of range, or shapes that do not match.
+            TypeError: An argument has the wrong type or dtype.
+            ValueError: Ids or labels are out of range, or shapes do not match.
         """
-        given = check_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
+        # 1) Check the inputs; run rows of packed sequences as one row.
+        inputs = check_inputs(input_ids, inputs_embeds, self.config.d_model, self.backbone.embedding.weight)
         if context is not None:
             check_mutually_exclusive("MambaLM", "context", labels=labels, seq_idx=seq_idx, mask=mask)
         if seq_idx is not None:
-            _, bounds = flatten_packed_rows("MambaLM", given, seq_idx, cu_seqlens, mask)
-            tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "targets": targets}
-            packed = {name: None if x is None else x.flatten(0, 1).unsqueeze(0) for name, x in tensors.items()}
-            found = self(
-                cache=cache, cu_seqlens=bounds, hidden_states=hidden_states, logits=logits, path=path, **packed
+            _, cu_seqlens = flatten_packed_rows("MambaLM", inputs, seq_idx, cu_seqlens, mask)
+            rows = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "targets": targets}
+            row = {name: None if x is None else x.flatten(0, 1).unsqueeze(0) for name, x in rows.items()}
+            output = self(
+                cache=cache, cu_seqlens=cu_seqlens, hidden_states=hidden_states, logits=logits, path=path, **row
             )
-            return in_rows(found, given.shape[0], logits)
+            return unflatten_packed_rows(output, inputs.shape[0], logits)
         padding = None
         if mask is not None:
-            padding = Padding.from_mask("MambaLM", mask, given.shape[0], given.shape[1], given.device)
-        wanted = find_targets(given.shape[:2], given.device, labels, targets, cu_seqlens, padding)
+            padding = Padding.from_mask("MambaLM", mask, inputs.shape[0], inputs.shape[1], inputs.device)
+        targets_m = find_targets(inputs.shape[:2], inputs.device, labels, targets, cu_seqlens, padding)
         if logits not in ("all", "last", "none"):
             raise ValueError(f'MambaLM: logits must be "all", "last" or "none", got {logits!r}')
-        hidden_btd, new, *streams = self.backbone(
+        # 2) Run the stack.
+        hidden_btd, new_cache, *requested = self.backbone(
             input_ids,
             cache,
             inputs_embeds=inputs_embeds,
-            wanted=self.backbone.wanted(hidden_states, "MambaLM: hidden_states") if hidden_states else None,
+            requested=self.backbone.pass_indices(hidden_states, "MambaLM: hidden_states") if hidden_states else None,
             path=path,
             cu_seqlens=cu_seqlens,
             mask=padding,
             context=context,
         )
-        streams = tuple(streams[0]) if streams else ()
-        found = None
+        streams = tuple(requested[0]) if requested else ()
+        # 3) The requested logits.
+        logits_btv = None
         if logits != "none":
-            found = apply_linear(
-                self.lm_head, hidden_btd if logits == "all" else last_hidden(hidden_btd, cu_seqlens, padding)
-            )
-        if wanted is None:
-            return LMOutput(found, None, new, None, streams)
-        check_targets(wanted, self._head_width)
-        if found is not None and logits == "all":
-            nats = cross_entropy_sum(found.flatten(0, 1), wanted)
+            head_input = hidden_btd if logits == "all" else last_hidden(hidden_btd, cu_seqlens, padding)
+            logits_btv = apply_linear(self.lm_head, head_input)
+        if targets_m is None:
+            return LMOutput(logits_btv, None, new_cache, None, streams)
+        # 4) The loss, from all logits if they exist.
+        check_targets(targets_m, self._head_width)
+        if logits_btv is not None and logits == "all":
+            nats = cross_entropy_sum(logits_btv.flatten(0, 1), targets_m)
         else:
-            nats = chunked_cross_entropy(self.lm_head, hidden_btd.flatten(0, 1), wanted)
-        return LMOutput(found, nats / (wanted != IGNORED_LABEL).sum().clamp(min=1), new, nats, streams)
+            nats = chunked_cross_entropy(self.lm_head, hidden_btd.flatten(0, 1), targets_m)
+        loss = nats / (targets_m != IGNORED_LABEL).sum().clamp(min=1)
+        return LMOutput(logits_btv, loss, new_cache, nats, streams)
 
     def step(self, input_ids: Int[Tensor, " b"], cache: LMCache | None = None) -> tuple[Float[Tensor, "b v"], LMCache]:
         """Run over one token per row. `anymamba.decoder(model)` does the same in one call to the compiled kernels.
 
         Args:
-            input_ids: token ids.
-            cache: what the rows continue from; a fresh start if not given. It is not changed.
+            input_ids: Token ids.
+            cache: Cache that the rows continue from; an empty one if not given. It is unchanged.
 
         Returns:
             The logits of the next token, and the new cache.
         """
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 1:
-            found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token per row, got {found}")
-        hidden_bd, new = self.backbone(input_ids, cache)
-        return apply_linear(self.lm_head, hidden_bd), new
+            received = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise ValueError(f"MambaLM.step: input_ids must be a tensor (b,), one token per row, got {received}")
+        hidden_bd, new_cache = self.backbone(input_ids, cache)
+        return apply_linear(self.lm_head, hidden_bd), new_cache
 
     def states_at(
         self,
@@ -197,17 +202,23 @@ class MambaLM(nn.Module):
         *,
         path: SsdPath | None = None,
     ) -> tuple[Float[Tensor, "b t v"], list[LMCache]]:
-        """The logits of every token, and the caches after the first p tokens, for every p of `positions` (1 to t).
+        """Return the logits of every token, and the caches after the first p tokens for every p of `positions`.
+
+        Args:
+            input_ids: Token ids.
+            positions: Numbers of tokens, 1 to t, in any order.
+            cache: Cache to continue from; an empty one if not given.
+            path: Algorithm of the scan; the default one if not given.
 
         Raises:
-            TypeError: a position is not a whole number.
-            ValueError: there is no such position.
+            TypeError: A position is not an integer.
+            ValueError: There is no such position.
         """
         check_ids(input_ids)
 
-        def prefill(part: Tensor, before: Any) -> tuple[Any, LMCache]:
-            found = self(part, before, path=path)
-            return found.logits, found.cache
+        def prefill(part: Tensor, part_cache: Any) -> tuple[Any, LMCache]:
+            output = self(part, part_cache, path=path)
+            return output.logits, output.cache
 
         return prefill_with_states_at("MambaLM.states_at", prefill, input_ids, positions, cache)
 
@@ -220,11 +231,11 @@ class MambaLM(nn.Module):
         program.linear(hidden, self, "lm_head", width, self._head_width, to=-1)
 
     def init_cache(self, batch_size: int) -> LMCache:
-        """The cache of a fresh start."""
+        """Return the empty cache."""
         return self.backbone.init_cache(batch_size)  # type: ignore[return-value]
 
     def tie_weights(self) -> None:
-        """Make the head the embedding, if the config says so."""
+        """Make the head share its weight with the embedding, if the config says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
             if isinstance(self.backbone.embedding, QuantizedWeight):
@@ -232,30 +243,30 @@ class MambaLM(nn.Module):
 
     @property
     def _head_width(self) -> int:
-        """Logits of a token; an adapter around the head need not say it."""
+        """Number of logits per token; an adapter around the head may lack `out_features`."""
         return int(getattr(self.lm_head, "out_features", self.config.padded_vocab_size))
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding are one parameter now."""
+        """Whether head and embedding are one parameter at present."""
         head: Tensor | None = getattr(self.lm_head, "weight", None)
         return head is not None and head is getattr(self.backbone.embedding, "weight", None)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return self.backbone.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations, which the embedding returns."""
+        """Dtype of the activations, which is that of the embeddings."""
         embedding = self.backbone.embedding
         return embedding.dtype if isinstance(embedding, QuantizedWeight) else embedding.weight.dtype
 
     def fingerprint(self) -> str:
-        """A name for these weights in this dtype and what is computed with them.
+        """Return a name for these weights, their dtype and what is computed with them.
 
-        State files record it, so that a state is not used with another model (`anymamba.models.fingerprint`).
+        State files record it, so that a state is not used with another model.
         """
         return fingerprint.fingerprint(self, self.config)
 
@@ -277,18 +288,18 @@ class MambaLM(nn.Module):
         """Load a checkpoint: a directory, or the id of a repository on the hub.
 
         Args:
-            source: a directory in any of `anymamba.checkpoints.formats`, or "owner/name".
-            dtype: of the parameters and activations; the file's if not given.
-            device: of the parameters.
-            weights: store the projections, the embedding and the head in fewer bits: "bfloat16", "float16", "int8" or
-                "int4" (`core/weight_formats.py`). `dtype` then applies to the activations and all other parameters.
-            mapped: leave weights of the same dtype in the file, which must then stay as it is: if it is overwritten in
-                place the model changes, and if it is cut short the process ends. Saves memory and the time to copy.
-            ssm_cfg: options of the blocks that override the config's.
+            source: Directory in any supported checkpoint format, or "owner/name".
+            dtype: Dtype of the parameters and activations; that of the file if not given.
+            device: Device of the parameters.
+            mapped: Whether to leave weights of the same dtype in the file, to save memory and the time to copy. The
+                file must then not change: overwriting it in place changes the model, truncating it ends the process.
+            weights: Format in which to store projections, embedding and head: "bfloat16", "float16", "int8" or "int4".
+                `dtype` then applies to the activations and all other parameters.
+            ssm_cfg: Options of the blocks that override those of the config.
 
         Warns of weights that are not finite, unless they are mapped, and of a Mamba-3 whose activation is unknown.
         """
-        # The file formats are built on this module, so they cannot be imported above it.
+        # Imported lazily: checkpoint formats depend on models, not the other way round.
         from anymamba.checkpoints.load import load_model
         from anymamba.models.mamba3_activation import warn_if_ambiguous
 
@@ -297,14 +308,16 @@ class MambaLM(nn.Module):
         return model
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, format: str | None = None) -> None:
-        """Write config and weights in one of `anymamba.checkpoints.formats`.
+        """Write config and weights in a checkpoint format.
 
         Args:
-            directory: created if it does not exist.
-            format: "official" if not given, or "anymamba" for stacks that the official config cannot express.
+            directory: Target directory, created if it does not exist.
+            format: Name of the format; "official" if not given, or "anymamba" for stacks that the official config
+                cannot express.
 
         Raises:
-            ValueError: the format cannot represent the model, or the weights do not fit the config; nothing is written.
+            ValueError: The format cannot represent the model, or the weights do not match the config; nothing is
+                written.
         """
         from anymamba.checkpoints.load import save_model
 
@@ -322,17 +335,18 @@ class MambaLM(nn.Module):
         """Write config, weights and a card to a repository of the Hugging Face hub, in one commit.
 
         Args:
-            name: "owner/name"; the repository is created if it does not exist.
-            companions: directory of the tokenizer's files, which are written too, and of a README.md if it has one.
-            format: as for `save_pretrained`.
-            private: whether a new repository is private.
-            token: access token; the one of `hf auth login` if not given.
+            name: Repository, "owner/name"; created if it does not exist.
+            companions: Directory with the files of the tokenizer, and a README.md if it has one; they are written, too.
+            format: Name of the checkpoint format, as in `save_pretrained`.
+            private: Whether a new repository is private.
+            token: Access token; the one of `hf auth login` if not given.
 
         Returns:
-            The address of the commit.
+            The URL of the commit.
 
         Raises:
-            ValueError: the format cannot represent the model, `huggingface_hub` is missing, or the hub refuses.
+            ValueError: The format cannot represent the model, `huggingface_hub` is missing, or the hub rejects the
+                upload.
         """
         from anymamba.checkpoints.push import push_model
 
@@ -341,13 +355,13 @@ class MambaLM(nn.Module):
     def generate(
         self, input_ids: Int[Tensor, "b t"] | None = None, max_new_tokens: int = 128, **options: Any
     ) -> Generation:
-        """Continue token sequences: `anymamba.generate` with this model, which has the options."""
-        # Generation is a room above the models; this method is a door to it, opened when it is called.
+        """Continue token sequences: `anymamba.generate(self, ...)`, whose options these are."""
+        # Imported lazily: generation depends on models, not the other way round.
         from anymamba.generation import generate
 
         return generate(self, input_ids, max_new_tokens, **options)
 
     def _initialize(self) -> None:
-        """Initialize the embedding with N(0, 0.02), and the stack like any stack."""
+        """Initialize the embedding with N(0, 0.02²), and the stack like any stack."""
         nn.init.normal_(self.backbone.embedding.weight, std=0.02)
         self.backbone.initialize()

@@ -1,10 +1,11 @@
-"""The cost of targets under a head, without the logits of all tokens at once.
+"""The cross-entropy of targets under a head, without holding the logits of all tokens at once.
 
     nats = Σ_t (logsumexp_v(l_t) - l_t[target_t])       l = hidden weightᵀ
     dl_t = softmax(l_t) - e[target_t]                   dhidden = dl weight        dweight = dlᵀ hidden
 
-Rows of hidden states are taken a few at a time. As the cost is one number, its gradients are known up to a factor while
-the logits of the rows are still there: they are computed along the way, and the backward pass only scales them.
+Hidden states are processed a few rows at a time. The loss is one number, so its gradients are known up to a factor
+while the logits of the rows are still in memory: they are computed in the forward pass, and the backward pass only
+scales them.
 
 Letters: m tokens, d d_model, v padded vocabulary.
 """
@@ -25,82 +26,87 @@ from anymamba.core.operators import is_eager_no_grad
 from anymamba.quantization.modules import QuantizedLinear
 
 IGNORED_LABEL = -100
-_LOGITS = 2**24  # at once: 64 MiB in float32
+_MAX_LOGITS = 2**24  # held at once: 64 MiB in float32
 
 
 def cross_entropy_sum(logits: Float[Tensor, "m v"], targets: Int[Tensor, " m"]) -> Float[Tensor, ""]:
-    """The negative log-likelihood of targets, added up, in float32 or wider; `IGNORED_LABEL` costs nothing."""
-    wide_mv = logits.to(state_dtype(logits.dtype))
-    return F.cross_entropy(wide_mv, targets.long(), ignore_index=IGNORED_LABEL, reduction="sum")
+    """Return the summed negative log-likelihood of targets, in float32 or wider; `IGNORED_LABEL` counts as 0."""
+    logits_mv = logits.to(state_dtype(logits.dtype))
+    return F.cross_entropy(logits_mv, targets.long(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def chunked_cross_entropy(
     head: nn.Module, hidden: Float[Tensor, "m d"], targets: Int[Tensor, " m"]
 ) -> Float[Tensor, ""]:
-    """`cross_entropy_sum(head(hidden), targets)`, with the logits of a few tokens at a time.
+    """Return `cross_entropy_sum(head(hidden), targets)`, with the logits of a few tokens at a time.
 
     Args:
-        head: from hidden states to logits. One with a weight in fewer bits is called for a few tokens at a time; any
-            module other than a plain `nn.Linear`, or one with hooks, is called for all.
-        hidden: (m, d).
-        targets: (m,).
+        head: Module from hidden states to logits. A quantized one is called for a few tokens at a time; any module
+            other than a plain `nn.Linear`, or one with hooks, is called for all.
+        hidden: Hidden states, (m, d).
+        targets: Targets, (m,).
     """
     if isinstance(head, QuantizedLinear):
-        size = max(1, _LOGITS // head.out_features)
+        size = max(1, _MAX_LOGITS // head.out_features)
         parts = zip(hidden.split(size), targets.split(size), strict=True)
-        return torch.stack([cross_entropy_sum(head(some), wanted) for some, wanted in parts]).sum()
+        return torch.stack([cross_entropy_sum(head(h_md), targets_m) for h_md, targets_m in parts]).sum()
     if type(head) is not nn.Linear or head.bias is not None or not has_no_hooks(head):
         return cross_entropy_sum(apply_linear(head, hidden), targets)
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     inputs, enabled = (hidden, head.weight, targets), torch.is_grad_enabled()
-    wants = (enabled and hidden.requires_grad, enabled and head.weight.requires_grad)
-    nats: Tensor = (_forward if is_eager_no_grad(inputs) else _operator)(*inputs, *wants)[0]
+    needs_grad = (enabled and hidden.requires_grad, enabled and head.weight.requires_grad)
+    nats: Tensor = (_forward if is_eager_no_grad(inputs) else _operator)(*inputs, *needs_grad)[0]
     return nats
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_dhidden: bool, needs_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """nats, and its gradients at the hidden states and the weight, empty where not wanted."""
-    nats, dhidden, dweight = _fake(hidden, weight, targets, wants_hidden, wants_weight)
-    counted_m = targets != IGNORED_LABEL
-    rows_md, wanted_m = hidden[counted_m], targets[counted_m].long()
-    weight_vd, drows_md = weight.to(hidden.dtype), torch.empty_like(rows_md if wants_hidden else dhidden)
+    """Return nats, and its gradients with respect to hidden states and weight, empty where not needed."""
+    # 1) Allocate the results, and leave out ignored labels.
+    nats, dhidden, dweight = _fake(hidden, weight, targets, needs_dhidden, needs_dweight)
+    is_target_m = targets != IGNORED_LABEL
+    rows_md, targets_m = hidden[is_target_m], targets[is_target_m].long()
+    weight_vd, drows_md = weight.to(hidden.dtype), torch.empty_like(rows_md if needs_dhidden else dhidden)
     nats.zero_()
     dweight.zero_()
-    parts = -(-len(rows_md) * weight.shape[0] // _LOGITS)
+    # 2) Blocks of equal size, each with at most _MAX_LOGITS logits.
+    parts = -(-len(rows_md) * weight.shape[0] // _MAX_LOGITS)
     size = -(-len(rows_md) // max(1, parts))
     for begin in range(0, len(rows_md), max(1, size)):
-        part, at = slice(begin, begin + size), wanted_m[begin : begin + size].unsqueeze(1)
+        # 3) The loss of a block.
+        part, index_m1 = slice(begin, begin + size), targets_m[begin : begin + size].unsqueeze(1)
         logits_mv = linear(rows_md[part], weight_vd).to(nats.dtype)
         log_p_mv = torch.log_softmax(logits_mv, -1)
         del logits_mv
-        nats -= log_p_mv.gather(1, at).sum()
-        if not wants_hidden and not wants_weight:
+        nats -= log_p_mv.gather(1, index_m1).sum()
+        if not needs_dhidden and not needs_dweight:
             continue
-        dl_mv = log_p_mv.exp_().scatter_add_(1, at, log_p_mv.new_full((), -1.0).expand_as(at)).to(hidden.dtype)
-        if wants_hidden:
+        # 4) Its gradients: softmax(l) - e[target], in the memory of the logits.
+        minus_one = log_p_mv.new_full((), -1.0).expand_as(index_m1)
+        dl_mv = log_p_mv.exp_().scatter_add_(1, index_m1, minus_one).to(hidden.dtype)
+        if needs_dhidden:
             drows_md[part] = linear(dl_mv, weight_vd.T)
-        if wants_weight and parts == 1:
+        if needs_dweight and parts == 1:
             dweight.copy_(linear(dl_mv.T, rows_md.T))
-        elif wants_weight and dweight.dtype == dl_mv.dtype:
+        elif needs_dweight and dweight.dtype == dl_mv.dtype:
             dweight.addmm_(dl_mv.T, rows_md[part])
-        elif wants_weight:
+        elif needs_dweight:
             dweight += dl_mv.T @ rows_md[part]
-    if wants_hidden:
-        dhidden.zero_()[counted_m] = drows_md
+    if needs_dhidden:
+        dhidden.zero_()[is_target_m] = drows_md
     return nats, dhidden, dweight
 
 
 def _fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_dhidden: bool, needs_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((), dtype=state_dtype(hidden.dtype)),
-        torch.empty(hidden.shape if wants_hidden else (0,), dtype=hidden.dtype, device=hidden.device),
-        torch.empty(weight.shape if wants_weight else (0,), dtype=weight.dtype, device=weight.device),
+        torch.empty(hidden.shape if needs_dhidden else (0,), dtype=hidden.dtype, device=hidden.device),
+        torch.empty(weight.shape if needs_dweight else (0,), dtype=weight.dtype, device=weight.device),
     )
 
 
@@ -122,7 +128,7 @@ _operator = torch.library.custom_op(
     "anymamba::linear_nats",
     _forward,
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, bool wants_hidden, bool wants_weight)"
+    schema="(Tensor hidden, Tensor weight, Tensor targets, bool needs_dhidden, bool needs_dweight)"
     " -> (Tensor, Tensor, Tensor)",
 )
 _operator.register_fake(_fake)

@@ -1,8 +1,4 @@
-"""Which hidden states and labels belong together: the last real token of a row, and the label of the next one.
-
-Letters: b batch, t time, d d_model, z packed sequences.
-
-§ What a language model returns for a sequence.
+"""Outputs of a language model, and the target of each position: the label of the next real token of its sequence.
 
 Letters: b batch, t time, d d_model, v padded vocabulary, z packed sequences.
 """
@@ -23,15 +19,15 @@ from anymamba.models.loss import IGNORED_LABEL
 
 
 class LMOutput(NamedTuple):
-    """The model's output for a sequence.
+    """Output of a language model for a sequence.
 
     Attributes:
-        logits: of the token that follows each input token, (b, t, v); (b, 1, v) or (z, 1, v) for the last tokens only;
-            None if they were not asked for.
-        loss: mean negative log-likelihood of the labels, if there were any.
-        cache: the cache to continue from.
-        nats: total negative log-likelihood of the labels, if there were any.
-        hidden_states: the residual stream after each requested pass, (b, t, d) each.
+        logits: Logits of the token that follows each input token, (b, t, v); (b, 1, v) or (z, 1, v) for the last tokens
+            only; None if they were not requested.
+        loss: Mean negative log-likelihood of the labels, if there were any.
+        cache: Cache to continue from.
+        nats: Total negative log-likelihood of the labels, if there were any.
+        hidden_states: Residual stream after each requested pass, (b, t, d) each.
     """
 
     logits: Float[Tensor, "z t v"] | None
@@ -41,8 +37,8 @@ class LMOutput(NamedTuple):
     hidden_states: tuple[Float[Tensor, "b t d"], ...] = ()
 
 
-def in_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
-    """The output of one packed row, split into the original rows; logits of last tokens stay one per sequence."""
+def unflatten_packed_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
+    """Return the output of one packed row as the original rows; logits of last tokens stay one per sequence."""
     hidden = tuple(x.view(rows, -1, x.shape[2]) for x in output.hidden_states)
     if logits != "all" or output.logits is None:
         return output._replace(hidden_states=hidden)
@@ -50,7 +46,7 @@ def in_rows(output: LMOutput, rows: int, logits: str) -> LMOutput:
 
 
 def last_hidden(hidden_btd: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
-    """The hidden state of the last real token of each row, (b, 1, d), or packed sequence, (z, 1, d)."""
+    """Return the hidden state of the last real token of each row, (b, 1, d), or packed sequence, (z, 1, d)."""
     if cu_seqlens is not None:
         return hidden_btd[0, cu_seqlens[1:].long() - 1].unsqueeze(1)
     if padding is None:
@@ -69,18 +65,19 @@ def find_targets(
     cu_seqlens: Tensor | None,
     padding: Padding | None,
 ) -> Tensor | None:
-    """The target of each position's logits, (b·t,)."""
+    """Return the target of the logits at each position, (b·t,); None without labels or targets."""
     if labels is not None and targets is not None:
-        raise ValueError("MambaLM: labels and targets exclude each other, got both")
-    for name, given in (("labels", labels), ("targets", targets)):
-        if given is not None:
-            check_labels(name, given, shape, device)
-    found = targets if labels is None else _next_labels(labels, cu_seqlens, padding)
-    return None if found is None else found.flatten()
+        raise ValueError("MambaLM: labels cannot be combined with targets, got both")
+    for name, tensor in (("labels", labels), ("targets", targets)):
+        if tensor is not None:
+            check_labels(name, tensor, shape, device)
+    if labels is not None:
+        targets = _shift_labels(labels, cu_seqlens, padding)
+    return None if targets is None else targets.flatten()
 
 
-def _next_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
-    """The label of the next real token of each position's sequence, (b, t)."""
+def _shift_labels(labels_bt: Tensor, cu_seqlens: Tensor | None, padding: Padding | None) -> Tensor:
+    """Return the label of the next real token in the sequence of each position, (b, t)."""
     if padding is not None:
         if padding.order is not None:
             labels_bt = labels_bt.gather(1, padding.order)

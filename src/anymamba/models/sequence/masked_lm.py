@@ -1,6 +1,6 @@
-"""A masked language model on the bidirectional stack, and the embeddings of texts that it gives.
+"""A masked language model on the bidirectional stack, and the text embeddings that it computes.
 
-    logits = embeddingᵀ stack(embedding[ids]) + bias        embedding of a text: the mean over its tokens, of length 1
+    logits = embeddingᵀ stack(embedding[ids]) + bias        text embedding: the mean over the tokens, scaled to length 1
 
 Letters: b batch, t time, d d_model, v vocabulary, z sequences: rows, or packed ones.
 """
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from anymamba.core.io import read_json
 from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
-from anymamba.models.loss import IGNORED_LABEL
+from anymamba.models.loss import IGNORED_LABEL, cross_entropy_sum
 from anymamba.models.sequence.classifier import check_real_steps, mean_of_sequences
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
 
 
 class MaskedLMOutput(NamedTuple):
-    """The model's output for masked tokens.
+    """Output of a masked language model.
 
     Attributes:
-        logits: of the token at each position, (b, t, v).
-        loss: mean negative log-likelihood of the labels that count, if labels were given; 0 where none counts.
+        logits: Logits of the token at each position, (b, t, v).
+        loss: Mean negative log-likelihood of the labels that are not ignored, if labels were given; 0 if all are.
     """
 
     logits: Float[Tensor, "b t v"]
@@ -35,7 +35,7 @@ class MaskedLMOutput(NamedTuple):
 
 
 class MaskedLM(SequenceModel):
-    """Reads in both directions and predicts the token at each position.
+    """Model that reads in both directions and predicts the token at each position.
 
     model = MaskedLM(vocab_size=257, bidirectional=True, stack={"d_model": 64, "n_layer": 4})
     hidden, labels = mask_tokens(ids, mask_id=256)
@@ -46,17 +46,17 @@ class MaskedLM(SequenceModel):
     MODEL_TYPE: ClassVar[str] = "anymamba_masked_lm"
 
     def check_config(self, config: SequenceConfig) -> None:
-        """Refuse a config that is not for tokens, or not bidirectional.
+        """Raise for a config that is not for tokens, or not bidirectional.
 
         Raises:
-            ValueError: it is one.
+            ValueError: It is one.
         """
         if config.vocab_size is None or not config.bidirectional:
-            found = f"vocab_size = {config.vocab_size}, bidirectional = {config.bidirectional}"
-            raise ValueError(f"MaskedLM: vocab_size and bidirectional=True must be given, got {found}")
+            received = f"vocab_size = {config.vocab_size}, bidirectional = {config.bidirectional}"
+            raise ValueError(f"MaskedLM: vocab_size and bidirectional=True must be given, got {received}")
 
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
-        """One bias per token; the head's weight is the embedding."""
+        """Create one bias per token; the weight of the head is the embedding."""
         self.bias = nn.Parameter(torch.zeros(config.vocab_size or 0, **factory))
 
     def forward(
@@ -69,20 +69,21 @@ class MaskedLM(SequenceModel):
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> MaskedLMOutput:
-        """Logits of every position.
+        """Return the logits of every position, and the loss.
 
         Args:
-            input_ids: token ids, some of them masked.
-            labels: the true tokens where they count, -100 elsewhere; they are compared with the logits at the same
+            input_ids: Token ids, some of them masked.
+            labels: True tokens where they were masked, -100 elsewhere; each is compared with the logits at its own
                 position.
-            inputs_embeds: embeddings, in place of token ids.
-            cu_seqlens: boundaries of packed sequences.
-            seq_idx: of several packed rows, as for a block.
-            mask: of padded batches, as for a block; labels at the padding do not count.
+            inputs_embeds: Embeddings, in place of token ids.
+            cu_seqlens: Boundaries (0, ..., t) of sequences packed into a batch of one.
+            seq_idx: For several packed rows, an integer per token: a sequence ends where it changes, and with its row.
+            mask: For padded batches, True for real tokens (b, t), or the lengths (b,); labels at the padding are
+                ignored.
 
         Raises:
-            TypeError: labels that are not whole numbers.
-            ValueError: shapes, ids or labels that do not fit.
+            TypeError: The labels are not integers.
+            ValueError: A shape, id or label is invalid.
         """
         x = ids_or_embeddings("MaskedLM", "input_ids", input_ids, inputs_embeds, reads_ids=True)
         if seq_idx is None:
@@ -90,8 +91,8 @@ class MaskedLM(SequenceModel):
         row, bounds = flatten_packed_rows("MaskedLM", x, seq_idx, cu_seqlens, mask)
         if labels is not None:
             check_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL)
-        found = self._output(row, None if labels is None else labels.reshape(row.shape[:2]), bounds, None)
-        return found._replace(logits=found.logits.reshape(*x.shape[:2], -1))
+        output = self._output(row, None if labels is None else labels.reshape(row.shape[:2]), bounds, None)
+        return output._replace(logits=output.logits.reshape(*x.shape[:2], -1))
 
     def _output(
         self, x: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
@@ -104,8 +105,7 @@ class MaskedLM(SequenceModel):
         check_classes("MaskedLM", labels, x.shape[:2], len(self.bias), ignored=IGNORED_LABEL, counts=real)
         if real is not None:
             labels = labels.masked_fill(~real, IGNORED_LABEL)
-        wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        nats = F.cross_entropy(wide.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="sum")
+        nats = cross_entropy_sum(logits.flatten(0, 1), labels.flatten())
         return MaskedLMOutput(logits, nats / (labels != IGNORED_LABEL).sum().clamp(min=1))
 
     def embed(
@@ -116,10 +116,10 @@ class MaskedLM(SequenceModel):
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "z d"]:
-        """A vector of length 1 for each sequence: the mean over its real tokens.
+        """Return a vector of length 1 for each sequence: the mean over its real tokens, normalized.
 
         Raises:
-            ValueError: shapes or ids that do not fit, or a row with only padding.
+            ValueError: A shape or id is invalid, or a row has only padding.
         """
         if seq_idx is not None:
             input_ids, cu_seqlens = flatten_packed_rows("MaskedLM", input_ids, seq_idx, cu_seqlens, mask)
@@ -129,7 +129,7 @@ class MaskedLM(SequenceModel):
 
 
 def is_masked_lm(directory: Path) -> bool:
-    """Whether a directory's config belongs to a `MaskedLM`."""
+    """Return whether the config in a directory belongs to a `MaskedLM`."""
     file = directory / "config.json"
     return file.is_file() and read_json(file).get("model_type") == MaskedLM.MODEL_TYPE
 
@@ -141,21 +141,21 @@ def mask_tokens(
     share: float = 0.15,
     generator: torch.Generator | None = None,
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Hide tokens for a masked language model to predict.
+    """Mask random tokens for a masked language model to predict.
 
     Args:
-        input_ids: token ids.
-        mask_id: the token that stands for a hidden one.
-        share: of the tokens that are hidden.
-        generator: of the random choice.
+        input_ids: Token ids.
+        mask_id: Token that replaces a masked one.
+        share: Fraction of the tokens to mask.
+        generator: Random generator.
 
     Returns:
-        The ids with some hidden, and labels: the true tokens there, -100 elsewhere.
+        The ids with some masked, and labels: the true tokens there, -100 elsewhere.
 
     Raises:
-        ValueError: a share out of range.
+        ValueError: The fraction is out of range.
     """
     if not 0 < share <= 1:
         raise ValueError(f"mask_tokens: share must be above 0 and at most 1, got {share}")
-    hidden = torch.rand(input_ids.shape, generator=generator, device=input_ids.device) < share
-    return input_ids.masked_fill(hidden, mask_id), input_ids.masked_fill(~hidden, IGNORED_LABEL)
+    is_masked = torch.rand(input_ids.shape, generator=generator, device=input_ids.device) < share
+    return input_ids.masked_fill(is_masked, mask_id), input_ids.masked_fill(~is_masked, IGNORED_LABEL)

@@ -1,8 +1,6 @@
-"""What models around a stack share: inputs of tokens or numbers, the stack, and files.
+"""The common part of models that do not generate text: inputs of tokens or vectors, a stack, and files.
 
 Letters: b batch, t time, c input_size, d d_model, z sequences: rows, or packed ones.
-
-§ The configuration of models around a stack that do not generate text: their inputs and outputs.
 """
 
 from __future__ import annotations
@@ -20,31 +18,31 @@ from torch import Tensor, nn
 from anymamba.core.checks import check_dtype_and_device, check_shape
 from anymamba.core.io import read_json, write_json, write_tensors
 from anymamba.core.layout import Padding
-from anymamba.models.backbone import embedded
+from anymamba.models.backbone import embed_ids
 from anymamba.models.inputs import check_batch, check_input
-from anymamba.models.stack.bidirectional import BidirectionalConfig, BidirectionalStack
+from anymamba.models.stack.bidirectional import BidirectionalStack
 from anymamba.models.stack.class_tokens import Position, check_positions
 from anymamba.models.stack.stack import Stack
-from anymamba.models.stack.stack_config import StackConfig, stack_config
+from anymamba.models.stack.stack_config import BidirectionalConfig, StackConfig, make_stack_config
 
 POOLINGS = ("last", "mean", "class_token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceConfig:
-    """A stack, with its inputs and outputs."""
+    """Fields of a stack, with the inputs and outputs of the model around it."""
 
     stack: dict[str, Any]  # fields of `StackConfig`, or of `BidirectionalConfig`
     bidirectional: bool = False
-    vocab_size: int | None = None  # token ids come in; or
-    input_size: int | None = None  # vectors of this many numbers
-    output_size: int = 1  # numbers that come out: of each step, or of the sequence
-    pooling: Literal["last", "mean", "class_token"] = "mean"  # what represents a sequence, where one vector does
+    vocab_size: int | None = None  # number of tokens, if the inputs are token ids
+    input_size: int | None = None  # width of the vectors, if the inputs are vectors
+    output_size: int = 1  # width of the output, per step or per sequence
+    pooling: Literal["last", "mean", "class_token"] = "mean"  # the vector that represents a sequence
     labels: list[str] = field(default_factory=list)  # names of the classes, if they have any
-    class_tokens: list[Position] = field(default_factory=list)  # learned rows before the input projection, by places
+    class_tokens: list[Position] = field(default_factory=list)  # positions of class tokens before the input projection
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""
         for name in ("stack", "labels", "class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
         if not isinstance(self.stack, dict):
@@ -53,11 +51,11 @@ class SequenceConfig:
             raise ValueError(f"SequenceConfig: bidirectional must be true or false, got {self.bidirectional!r}")
         if (self.vocab_size is None) == (self.input_size is None):
             both = f"vocab_size = {self.vocab_size}, input_size = {self.input_size}"
-            raise ValueError(f"SequenceConfig: give vocab_size for tokens, or input_size for numbers, got {both}")
+            raise ValueError(f"SequenceConfig: give vocab_size for tokens, or input_size for vectors, got {both}")
         for name in ("vocab_size", "input_size", "output_size"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value < 2**31):
-                raise ValueError(f"SequenceConfig: {name} must be a whole number, at least 1, got {value!r}")
+                raise ValueError(f"SequenceConfig: {name} must be an integer, at least 1, got {value!r}")
         if self.pooling not in POOLINGS:
             raise ValueError(f"SequenceConfig: pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         if not isinstance(self.labels, list) or len(self.labels) not in (0, self.output_size):
@@ -66,17 +64,17 @@ class SequenceConfig:
         self.stack_config()
 
     def stack_config(self) -> StackConfig:
-        """The config of the stack.
+        """Return the config of the stack.
 
         Raises:
-            ValueError: `stack` has entries that are not its fields, or values that cannot work.
+            ValueError: `stack` has entries that are not its fields, or invalid values.
         """
         kind = BidirectionalConfig if self.bidirectional else StackConfig
-        found: StackConfig = kind.from_dict(self.stack)
-        return found
+        config: StackConfig = kind.from_dict(self.stack)
+        return config
 
     def has_class_tokens(self) -> bool:
-        """Whether there are any, at any level."""
+        """Return whether there are class tokens at any level."""
         return bool(self.class_tokens) or self.stack_config().has_class_tokens()
 
     @property
@@ -86,10 +84,10 @@ class SequenceConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SequenceConfig:
-        """The inverse of `to_dict`.
+        """Return the config with these fields, as `to_dict` returned them.
 
         Raises:
-            ValueError: an unknown field, or no stack.
+            ValueError: A field is unknown, or `stack` is missing.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
@@ -99,7 +97,7 @@ class SequenceConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name."""
+        """Return every field by name."""
         return dataclasses.asdict(self)
 
 
@@ -107,20 +105,20 @@ _M = TypeVar("_M", bound="SequenceModel")
 
 
 class SequenceModel(nn.Module):
-    """An input layer and a stack. A subclass adds a head, and is found by its `MODEL_TYPE`.
+    """Input layer and stack. A subclass adds a head; files name it by its `MODEL_TYPE`.
 
     Args:
-        config: a `SequenceConfig`; its fields may be given as keywords instead.
-        device: of the parameters.
-        dtype: of the parameters (blocks keep some in float32, as officially).
+        config: `SequenceConfig`; its fields may be given as keywords instead.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters (blocks keep some in float32, like the official ones).
     """
 
     MODEL_TYPE: ClassVar[str]
-    TAKES_CLASS_TOKENS: ClassVar[bool] = False
+    SUPPORTS_CLASS_TOKENS: ClassVar[bool] = False
     BY_MODEL_TYPE: ClassVar[dict[str, type[SequenceModel]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the class known by its model type."""
+        """Register the class under its model type."""
         super().__init_subclass__(**kwargs)
         SequenceModel.BY_MODEL_TYPE[cls.MODEL_TYPE] = cls
 
@@ -135,12 +133,12 @@ class SequenceModel(nn.Module):
         """Create and initialize the parameters."""
         if not hasattr(type(self), "MODEL_TYPE"):
             kinds = ", ".join(kind.__name__ for kind in SequenceModel.BY_MODEL_TYPE.values())
-            raise TypeError(f"SequenceModel has no head: make one of {kinds}, or open a file with from_pretrained")
+            raise TypeError(f"SequenceModel has no head: create one of {kinds}, or use from_pretrained")
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.config = c = stack_config(type(self).__name__, SequenceConfig, config, fields)
+        self.config = c = make_stack_config(type(self).__name__, SequenceConfig, config, fields)
         self.check_config(c)
-        if c.has_class_tokens() and not self.TAKES_CLASS_TOKENS:
+        if c.has_class_tokens() and not self.SUPPORTS_CLASS_TOKENS:
             raise ValueError(
                 f"{type(self).__name__}: class tokens are for a LatentModel or a Stack; a classifier has "
                 'pooling="class_token"'
@@ -155,14 +153,14 @@ class SequenceModel(nn.Module):
         self.build_head(c, factory)
 
     def check_config(self, config: SequenceConfig) -> None:
-        """Refuse a config that this model cannot have."""
+        """Raise for a config that this model cannot have."""
 
     def build_head(self, config: SequenceConfig, factory: dict[str, Any]) -> None:
         """Create the parameters after the stack."""
         raise NotImplementedError
 
     def outer_projections(self) -> list[nn.Linear]:
-        """The projections into the stack and out of it, which are no hidden ones."""
+        """Return the projections into and out of the stack, which optimizers treat unlike hidden ones."""
         return [m for m in self.children() if isinstance(m, nn.Linear)]
 
     @property
@@ -172,11 +170,16 @@ class SequenceModel(nn.Module):
     def embed_inputs(
         self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
     ) -> tuple[Tensor, Padding | None]:
-        """Ids (b, t), their embeddings (b, t, d), or numbers (b, t, c) or (b, c), as inputs of the stack; the padding.
+        """Return the inputs of the stack, and how the rows are padded.
+
+        Args:
+            x: Ids (b, t), their embeddings (b, t, d), or vectors (b, t, c) or (b, c).
+            cu_seqlens: Boundaries of packed sequences.
+            mask: Mask or lengths of padded rows.
 
         Raises:
-            ValueError: another shape or device, or ids that are not tokens.
-            TypeError: another dtype.
+            ValueError: Another shape or device, or ids that are not tokens.
+            TypeError: Another dtype.
         """
         where = type(self).__name__
         if self.config.vocab_size is not None and isinstance(x, Tensor) and x.is_floating_point():
@@ -184,20 +187,20 @@ class SequenceModel(nn.Module):
             return x, check_batch(where, x, cu_seqlens, mask)
         if self.config.vocab_size is not None:
             if not isinstance(x, Tensor) or x.ndim != 2:
-                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{where}: token ids must have shape (b, t), got {found}")
-            return embedded(where, self.embedding, x), check_batch(where, x, cu_seqlens, mask)
-        x, padding = self.checked_numbers(x, cu_seqlens, mask)
+                received = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{where}: token ids must have shape (b, t), got {received}")
+            return embed_ids(where, self.embedding, x), check_batch(where, x, cu_seqlens, mask)
+        x, padding = self.check_vectors(x, cu_seqlens, mask)
         return self.input(x), padding
 
-    def checked_numbers(
+    def check_vectors(
         self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
     ) -> tuple[Tensor, Padding | None]:
-        """Numbers (b, t, c) or (b, c), zero at the padding, and how the rows are padded.
+        """Return vectors (b, t, c) or (b, c) with zeros at the padding, and how the rows are padded.
 
         Raises:
-            ValueError: another shape or device.
-            TypeError: another dtype.
+            ValueError: Another shape or device.
+            TypeError: Another dtype.
         """
         where = type(self).__name__
         letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
@@ -211,12 +214,12 @@ class SequenceModel(nn.Module):
     def encode(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
     ) -> tuple[Tensor, Padding | None]:
-        """The stack's outputs (b, t, d), and how the rows are padded."""
+        """Return the outputs of the stack (b, t, d), and how the rows are padded."""
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
         return self.backbone(inputs, cu_seqlens=cu_seqlens, mask=padding), padding
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write config.json and model.safetensors, the config last: a directory with one is complete."""
+        """Write model.safetensors, then config.json: a directory that has the config is complete."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         state = {name: x.cpu().contiguous() for name, x in self.state_dict().items()}
@@ -234,12 +237,12 @@ class SequenceModel(nn.Module):
         """Read what `save_pretrained` wrote. `SequenceModel.from_pretrained` reads any kind.
 
         Args:
-            directory: with config.json and model.safetensors.
-            dtype: of the parameters; the file's if not given.
-            device: of the parameters.
+            directory: Directory with config.json and model.safetensors.
+            dtype: Dtype of the parameters; that of the file if not given.
+            device: Device of the parameters.
 
         Raises:
-            ValueError: there is no such model, it is of another kind, or its weights do not fit its config.
+            ValueError: There is no such model, it is of another kind, or its weights do not match its config.
         """
         source = Path(directory)
         if not (source / "config.json").is_file():
@@ -247,9 +250,9 @@ class SequenceModel(nn.Module):
         raw = read_json(source / "config.json")
         kind: Any = SequenceModel.BY_MODEL_TYPE.get(str(raw.pop("model_type", None)))
         if kind is None or not issubclass(kind, cls):
-            names = [name for name, known in SequenceModel.BY_MODEL_TYPE.items() if issubclass(known, cls)]
-            found = read_json(source / "config.json").get("model_type")
-            raise ValueError(f"{source}: expected a model of type {' or '.join(names)}, got {found!r}")
+            names = [name for name, other in SequenceModel.BY_MODEL_TYPE.items() if issubclass(other, cls)]
+            model_type = read_json(source / "config.json").get("model_type")
+            raise ValueError(f"{source}: expected a model of type {' or '.join(names)}, got {model_type!r}")
         try:
             config = SequenceConfig.from_dict(raw)
         except (ValueError, TypeError) as error:

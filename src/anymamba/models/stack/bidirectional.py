@@ -4,7 +4,8 @@ Layers come in pairs, one for each direction; flip is over time, inside each seq
 
     f = block_2j(norm_2j(h))        g = flip(block_2j+1(norm_2j+1(flip(h))))        h <- h + merge_j(f, g)
 
-The merge is their mean, or W [f; g] + c. There is no step and no cache: the first output depends on the last input.
+The merge is their mean, or W [f; g] + c. There is no step and no cache, because the first output depends on the last
+input.
 
 Letters: b batch, t time, d d_model, z packed sequences, V passes (two per pair).
 """
@@ -12,8 +13,7 @@ Letters: b batch, t time, d d_model, z packed sequences, V passes (two per pair)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,65 +22,20 @@ from torch.utils.checkpoint import checkpoint
 
 from anymamba.core.layout import Padding, reversal_order, reverse_time
 from anymamba.models.inputs import normalize_indices
-from anymamba.models.stack.class_tokens import sequence_layout, zeroed
+from anymamba.models.stack.class_tokens import make_layout, zero_padding
 from anymamba.models.stack.layer_loop import ClassTokenInserter, LayerLoop
 from anymamba.models.stack.residual_layer import ResidualLayer, initialize_residual, make_norm
-from anymamba.models.stack.stack_config import PAIR_SCHEDULES, StackConfig, stack_config
+from anymamba.models.stack.stack_config import BidirectionalConfig, make_stack_config
 from anymamba.scan import SsdPath
-
-
-@dataclass(frozen=True, kw_only=True)
-class BidirectionalConfig(StackConfig):
-    """Sizes and options of a bidirectional stack; layers and passes count both directions."""
-
-    schedule: str | list[int] = "strided_cyclic"  # or another of `PAIR_SCHEDULES`, or the layer of each pass
-    merge: Literal["mean", "linear"] = "mean"  # of the two directions
-
-    SCHEDULES: ClassVar[dict[str, Any]] = PAIR_SCHEDULES
-    GROUP: ClassVar[str] = "pair of layers"
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        super().__post_init__()
-        where = type(self).__name__
-        if self.n_layer % 2:
-            raise ValueError(f"{where}: n_layer must be even, a layer for each direction of a pair, got {self.n_layer}")
-        if len(self.layer_order()) % 2:
-            found = len(self.layer_order())
-            raise ValueError(f"{where}: the passes must be pairs, an even number of them, got {found}")
-        if self.merge not in ("mean", "linear"):
-            raise ValueError(f'{where}: merge must be "mean" or "linear", got {self.merge!r}')
-        if self.d_intermediate:
-            raise ValueError(f"{where}: layers have no MLP, so d_intermediate must be 0, got {self.d_intermediate}")
-
-    def residual_passes(self) -> int:
-        """Pairs of passes."""
-        return len(self.layer_order()) // 2
-
-    def pairs_of_passes(self) -> list[int]:
-        """The real pair of each pair of passes, given by its forward layer: the one that has its merge and gates."""
-        return [layer // 2 for layer in self.layer_order()[::2]]
-
-    def layer_groups(self) -> int:
-        """Real pairs."""
-        return self.n_layer // 2
-
-    def groups_of_passes(self) -> list[int]:
-        """The real pair of each pair of passes."""
-        return self.pairs_of_passes()
-
-    def gates_of_passes(self) -> list[int]:
-        """The gates that follow each pair of passes."""
-        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.pairs_of_passes()
 
 
 class BidirectionalStack(LayerLoop):
     """Pairs of layers of any family that read a sequence forwards and backwards.
 
     Args:
-        config: a `BidirectionalConfig`; its fields may be given as keywords instead.
-        device: of the parameters.
-        dtype: of the parameters (blocks keep some in float32, as officially).
+        config: `BidirectionalConfig`; its fields may be given as keywords instead.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters (blocks keep some in float32, like the official ones).
     """
 
     config: BidirectionalConfig
@@ -96,7 +51,7 @@ class BidirectionalStack(LayerLoop):
         """Create and initialize the parameters; a learned merge begins as the mean."""
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.config = c = stack_config(type(self).__name__, BidirectionalConfig, config, fields)
+        self.config = c = make_stack_config(type(self).__name__, BidirectionalConfig, config, fields)
         self.layers = nn.ModuleList(ResidualLayer(c, i, **factory) for i in range(c.n_layer))
         self.norm_f = make_norm(c, **factory) if c.final_norm else nn.Identity()
         if c.merge == "linear":
@@ -105,10 +60,11 @@ class BidirectionalStack(LayerLoop):
                 half = torch.eye(c.d_model) / 2
                 merge.weight.data.copy_(torch.cat([half, half], dim=1))  # type: ignore[operator]
                 nn.init.zeros_(merge.bias)  # type: ignore[arg-type]
-        self._layers, self._pairs = c.layer_order(), c.pairs_of_passes()
+        self._layer_of_pass = c.layer_order()
+        self._pair_of_passes = c.pairs_of_passes()
         self._build_gates(factory)
         self._build_class_tokens(factory)
-        initialize_residual(self, len(self._pairs))
+        initialize_residual(self, len(self._pair_of_passes))
 
     def forward(
         self,
@@ -122,12 +78,11 @@ class BidirectionalStack(LayerLoop):
         """Run over whole sequences.
 
         Args:
-            x: inputs.
-            path: the scan's algorithm; the default if not given.
-            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
-            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
-                row.
-            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
+            x: Inputs.
+            path: Algorithm of the scan; the default one if not given.
+            cu_seqlens: Boundaries (0, ..., t) of sequences packed into a batch of one.
+            seq_idx: For several packed rows, an integer per token: a sequence ends where it changes, and with its row.
+            mask: For padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
                 rows that are padded at the end. Outputs at the padding are zero.
 
         Returns:
@@ -135,12 +90,12 @@ class BidirectionalStack(LayerLoop):
             the front.
 
         Raises:
-            ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is not a tensor.
+            ValueError: A shape or device does not match.
+            TypeError: A dtype does not match, or an argument is not a tensor.
         """
         if seq_idx is not None:
-            rows, bounds = self._flatten_packed_rows("forward", x, seq_idx, cu_seqlens, mask)
-            return self._run("forward", rows, (), path, bounds, None)[0].view_as(x)
+            row, cu_seqlens = self._flatten_packed_rows("forward", x, seq_idx, cu_seqlens, mask)
+            return self._run("forward", row, (), path, cu_seqlens, None)[0].view_as(x)
         return self._run("forward", x, (), path, cu_seqlens, mask)[0]
 
     def hidden_states(
@@ -153,71 +108,74 @@ class BidirectionalStack(LayerLoop):
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
     ) -> list[Float[Tensor, "b t1 d"]]:
-        """The residual stream after some of the pairs of passes, before the last norm; -1 is the last pair.
+        """Return the residual stream after some of the pairs of passes, before the last norm; -1 is the last pair.
 
         Raises:
-            ValueError: there is no such pair.
+            ValueError: There is no such pair.
         """
-        wanted = normalize_indices("BidirectionalStack: pairs", pairs, len(self._pairs))
+        requested = normalize_indices("BidirectionalStack: pairs", pairs, len(self._pair_of_passes))
         if seq_idx is not None:
-            rows, bounds = self._flatten_packed_rows("hidden_states", x, seq_idx, cu_seqlens, mask)
-            found = self._run("hidden_states", rows, wanted, path, bounds, None)[1]
-            return [h.view_as(x) for h in found]
-        return self._run("hidden_states", x, wanted, path, cu_seqlens, mask)[1]
+            row, cu_seqlens = self._flatten_packed_rows("hidden_states", x, seq_idx, cu_seqlens, mask)
+            hidden_states = self._run("hidden_states", row, requested, path, cu_seqlens, None)[1]
+            return [h.view_as(x) for h in hidden_states]
+        return self._run("hidden_states", x, requested, path, cu_seqlens, mask)[1]
 
     def _run(
-        self, name: str, x: Any, wanted: Sequence[int], path: SsdPath | None, cu_seqlens: Any, mask: Any
+        self, name: str, x: Any, requested: Sequence[int], path: SsdPath | None, cu_seqlens: Any, mask: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        c, where = self.config, f"{type(self).__name__}.{name}"
-        padding = self._check(name, x, cu_seqlens, mask)
+        # 1) Check the batch, and move the tokens of padded rows to the front.
+        padding = self._check_sequences(name, x, cu_seqlens, mask)
         options: dict[str, Any] = {"path": path, "cu_seqlens": cu_seqlens}
-        h = self._stream(x)
+        h = self._to_residual(x)
         if padding is not None:
             h, options["mask"] = padding.compact(h), padding.as_compact()
-        levels = None
+        # 2) Insert the class tokens before the stack.
+        inserter = None
         paddings: dict[int, Padding | None] = {}
-        if c.has_class_tokens():
-            levels = ClassTokenInserter(
-                self, where, sequence_layout(where, h, None, cu_seqlens, padding, whole=True), ()
-            )
-            place = levels.before(None)
-            h = h if place is None else place(h)
+        if self.config.has_class_tokens():
+            where = f"{type(self).__name__}.{name}"
+            layout = make_layout(where, h, None, cu_seqlens, padding, is_whole=True)
+            inserter = ClassTokenInserter(self, where, layout, ())
+            insert = inserter.enter_level(None)
+            h = h if insert is None else insert(h)
         lengths = None if padding is None else padding.lengths
-        order = reversal_order(x.shape[1], cu_seqlens, lengths, x.device)
+        time_order = reversal_order(x.shape[1], cu_seqlens, lengths, x.device)
 
-        def run(u: int, h: Tensor, added: bool) -> Tensor:
-            nonlocal order
-            if levels is not None:
-                options.update(levels.flow.options())
-                paddings[u] = now = levels.flow.padding
-                lengths = None if now is None else now.lengths
-                order = reversal_order(h.shape[1], levels.flow.bounds, lengths, h.device)
-            found = self._merged(u, self._one(2 * u, h, options), self._backward(2 * u + 1, h, order, options))
-            return h + found if added else found.to(h.dtype)
+        # 3) Run the pairs. Class tokens change the lengths from pair to pair, and with them what to flip.
+        def run_pair(u: int, h: Tensor, add_residual: bool) -> Tensor:
+            nonlocal time_order
+            if inserter is not None:
+                options.update(inserter.layout.block_options())
+                paddings[u] = padding = inserter.layout.padding
+                lengths = None if padding is None else padding.lengths
+                time_order = reversal_order(h.shape[1], inserter.layout.cu_seqlens, lengths, h.device)
+            forward_btd = self._run_one_direction(2 * u, h, options)
+            flipped_btd = self._run_one_direction(2 * u + 1, reverse_time(h, time_order), options)
+            merged_btd = self._merge(u, forward_btd, reverse_time(flipped_btd, time_order))
+            return h + merged_btd if add_residual else merged_btd.to(h.dtype)
 
-        h, hidden = self._walk(h, len(self._pairs), run, wanted, levels)
-        y = self._out(h, x.dtype)
-        if levels is not None:
-            return zeroed(y, levels.flow.padding), [zeroed(s, paddings[u]) for s, u in zip(hidden, wanted, strict=True)]
+        h, hidden_states = self._run_passes(h, len(self._pair_of_passes), run_pair, requested, inserter)
+        # 4) The last norm, and the tokens of padded rows back in their positions.
+        y = self._apply_final_norm(h, x.dtype)
+        if inserter is not None:
+            hidden_states = [zero_padding(s, paddings[u]) for s, u in zip(hidden_states, requested, strict=True)]
+            return zero_padding(y, inserter.layout.padding), hidden_states
         if padding is not None:
-            y, hidden = padding.restore(y), [padding.restore(s) for s in hidden]
-        return y, hidden
+            y, hidden_states = padding.restore(y), [padding.restore(s) for s in hidden_states]
+        return y, hidden_states
 
-    def _backward(self, v: int, h: Tensor, order: Tensor | None, options: dict[str, Any]) -> Tensor:
-        return reverse_time(self._one(v, reverse_time(h, order), options), order)
-
-    def _one(self, v: int, h: Tensor, options: dict[str, Any]) -> Tensor:
-        """What the layer of pass `v` finds, in one direction."""
-        layer = self.layers[self._layers[v]]
+    def _run_one_direction(self, v: int, h: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return what the layer of pass `v` adds to the residual stream, in one direction."""
+        layer = self.layers[self._layer_of_pass[v]]
         if self.config.checkpointing and torch.is_grad_enabled():
-            found: Tensor = checkpoint(layer, h, added=False, use_reentrant=False, **options)[0]
+            y: Tensor = checkpoint(layer, h, add_residual=False, use_reentrant=False, **options)[0]
         else:
-            found = layer(h, added=False, **options)[0]
-        return found
+            y = layer(h, add_residual=False, **options)[0]
+        return y
 
-    def _merged(self, u: int, f: Tensor, g: Tensor) -> Tensor:
+    def _merge(self, u: int, forward_btd: Tensor, backward_btd: Tensor) -> Tensor:
         if self.config.merge == "mean":
-            return (f + g) / 2
-        merge: Any = self.merges[self._pairs[u]]
-        found: Tensor = merge(torch.cat([f, g], dim=-1).to(merge.weight.dtype))
-        return found
+            return (forward_btd + backward_btd) / 2
+        merge: Any = self.merges[self._pair_of_passes[u]]
+        y: Tensor = merge(torch.cat([forward_btd, backward_btd], dim=-1).to(merge.weight.dtype))
+        return y

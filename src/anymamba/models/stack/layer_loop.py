@@ -1,9 +1,10 @@
-"""What connects the passes of a stack: residuals, plain or gated streams, and how far back gradients reach.
+"""The loop over the passes of a stack: what connects them, and how far back gradients reach.
 
-    h <- h + F_v(h)        or, where a residual is ignored,   h <- F_v(h)        or Multi-Gate Residuals (`gates.py`)
+    h <- h + F_v(h)     or, where a residual is ignored,  h <- F_v(h)     or Multi-Gate Residuals (`residual_gates.py`)
 
-With a horizon of K, passes before the last K keep no graph, and at the cut h <- h + (x - stop(x)): what made the input
-of the stack still gets the gradient that reaches the cut. Memory then does not grow with the number of passes.
+With a horizon of K, passes before the last K keep no graph. At the cut, h <- h + (x - stop(x)): the value is the same,
+and what computed the input x of the stack still receives the gradient that reaches the cut. Memory then does not grow
+with the number of passes.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch import Tensor, nn
 
 from anymamba.core.layout import Padding
 from anymamba.models.inputs import check_batch, check_input, flatten_packed_rows
-from anymamba.models.stack.class_tokens import ClassTokens, OutputIndices, SequenceLayout, output_indices
+from anymamba.models.stack.class_tokens import ClassTokens, OutputIndices, SequenceLayout, find_output_indices
 from anymamba.models.stack.residual_gates import MultiGate
 from anymamba.models.stack.stack_config import StackConfig
 
-Run = Callable[[int, Tensor, bool], Tensor]  # pass, its input, whether the input is added to what is found
-Place = Callable[[Tensor], Tensor]  # a stream (b, t, d) with the class tokens of a level
+RunPass = Callable[[int, Tensor, bool], Tensor]  # (pass, input, whether to add the input to the result) -> result
+Insert = Callable[[Tensor], Tensor]  # a residual stream (b, t, d) -> the same with the class tokens of a level
 
 
 class LayerLoop(nn.Module):
-    """Layers that are passed through one after another; a subclass defines what a pass computes.
+    """Layers that are passed through one after another; a subclass defines what one pass computes.
 
     Attributes:
-        config: of the stack.
-        layers: its layers, each with its mixer.
-        norm_f: after the last pass.
-        gates: of Multi-Gate Residuals; empty if the residual is plain.
+        config: Config of the stack.
+        layers: Residual layers, one per set of weights.
+        norm_f: Norm after the last pass.
+        gates: Gates of Multi-Gate Residuals; absent if the residual is plain.
     """
 
     config: StackConfig
@@ -55,33 +56,33 @@ class LayerLoop(nn.Module):
             self.class_tokens = ClassTokens(c.class_tokens, c.d_model, **factory)
         self._group_of_pass = c.groups_of_passes()
         if any(c.layer_class_tokens):
-            lists = enumerate(c.layer_class_tokens)
-            made = {str(i): ClassTokens(positions, c.d_model, **factory) for i, positions in lists if positions}
-            self.layer_class_tokens = nn.ModuleDict(made)
+            groups = {str(i): positions for i, positions in enumerate(c.layer_class_tokens) if positions}
+            levels = {name: ClassTokens(positions, c.d_model, **factory) for name, positions in groups.items()}
+            self.layer_class_tokens = nn.ModuleDict(levels)
 
-    def _level(self, v: int | None) -> ClassTokens | None:
-        """The class tokens before a pass, or before all (None)."""
-        found: Any = None
+    def _level_before(self, v: int | None) -> ClassTokens | None:
+        """Return the class tokens before a pass, or before all passes (None), if there are any."""
+        level: Any = None
         if v is None:
-            found = self.class_tokens if self.config.class_tokens else None
+            level = self.class_tokens if self.config.class_tokens else None
         elif any(self.config.layer_class_tokens) and (name := str(self._group_of_pass[v])) in self.layer_class_tokens:
-            found = self.layer_class_tokens[name]
-        return found
+            level = self.layer_class_tokens[name]
+        return level
 
-    def _count_levels(self, passes: int) -> int:
-        """How many levels have class tokens: before all passes, and before each."""
-        return sum(self._level(v) is not None for v in (None, *range(passes)))
+    def _count_levels(self, n_passes: int) -> int:
+        """Return how many levels have class tokens: the one before all passes, and one before each pass."""
+        return sum(self._level_before(v) is not None for v in (None, *range(n_passes)))
 
     def output_indices(self, length: int) -> OutputIndices:
-        """Where the outputs of a whole sequence of `length` tokens are: its own, and those of class tokens.
+        """Return where the outputs of a whole sequence are: those of its `length` tokens, and those of class tokens.
 
         Raises:
             ValueError: `length` is not a number of tokens.
         """
-        return output_indices(length, self.config.class_tokens, self.config.class_tokens_of_passes())
+        return find_output_indices(length, self.config.class_tokens, self.config.class_tokens_of_passes())
 
-    def _check(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
-        """Refuse inputs that no block could run over; returns how the rows are padded."""
+    def _check_sequences(self, name: str, x: Any, cu_seqlens: Any, mask: Any) -> Padding | None:
+        """Raise for inputs that no block can run over; return how the rows are padded."""
         self._check_input(name, x, "b t d")
         return check_batch(f"{type(self).__name__}.{name}", x, cu_seqlens, mask)
 
@@ -89,98 +90,111 @@ class LayerLoop(nn.Module):
         mixer: Any = self.layers[0].mixer
         check_input(f"{type(self).__name__}.{name}", x, letters, self.config.d_model, mixer.reference_tensor())
 
-    def _flatten_packed_rows(self, name: str, x: Any, seq_idx: Any, bounds: Any, mask: Any) -> tuple[Tensor, Tensor]:
-        """Rows of packed sequences as one row, and its boundaries.
+    def _flatten_packed_rows(
+        self, name: str, x: Any, seq_idx: Any, cu_seqlens: Any, mask: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows of packed sequences as one row, and the boundaries of its sequences.
 
         Raises:
-            ValueError: class tokens would need room between the sequences.
+            ValueError: There are class tokens, for which the rows have no space.
         """
         where = f"{type(self).__name__}.{name}"
         if self.config.has_class_tokens():
             raise ValueError(
-                f"{where}: with class tokens there are more outputs than inputs, for which rows of packed sequences "
-                "(seq_idx) have no room; pack them into one row with cu_seqlens"
+                f"{where}: class tokens make sequences longer, so rows packed with seq_idx cannot hold them; "
+                "pack the sequences into one row with cu_seqlens"
             )
-        return flatten_packed_rows(where, x, seq_idx, bounds, mask)
+        return flatten_packed_rows(where, x, seq_idx, cu_seqlens, mask)
 
-    def _stream(self, x: Tensor) -> Tensor:
-        """The residual stream that begins with `x`, float32 or wider if the config says so."""
+    def _to_residual(self, x: Tensor) -> Tensor:
+        """Return the residual stream that begins with `x`, in float32 or wider if the config requires it."""
         return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
 
-    def _out(self, h: Tensor, dtype: torch.dtype) -> Tensor:
+    def _apply_final_norm(self, h: Tensor, dtype: torch.dtype) -> Tensor:
         y: Tensor = self.norm_f(h)
         return y if self.config.final_norm else y.to(dtype)
 
-    def _walk(
-        self, x: Tensor, passes: int, run: Run, wanted: Sequence[int] = (), levels: ClassTokenInserter | None = None
+    def _run_passes(
+        self,
+        x: Tensor,
+        n_passes: int,
+        run_pass: RunPass,
+        requested: Sequence[int] = (),
+        inserter: ClassTokenInserter | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Take all passes.
+        """Run all passes.
 
         Args:
-            x: input of the first.
-            passes: how many there are.
-            run: computes one.
-            wanted: passes whose results are asked for.
-            levels: places class tokens before the passes, if there are any.
+            x: Input of the first pass.
+            n_passes: Number of passes.
+            run_pass: Function that computes one pass.
+            requested: Passes whose results are returned.
+            inserter: Inserter of class tokens before the passes, if there are any.
 
         Returns:
-            The result of the last pass, and those of the wanted ones.
+            The result of the last pass, and those of the requested ones.
         """
-        c, h, found = self.config, x, {}
+        c, h = self.config, x
         streams = [x] if c.streams else []
-        cut = 0 if c.grad_horizon is None or not torch.is_grad_enabled() else passes - c.grad_horizon
-        for v in range(passes):
-            if v == cut and cut:
-                gradient_only = x - x.detach()
-                h, streams = h + gradient_only, [s + gradient_only for s in streams]
-            without_graph: AbstractContextManager[Any] = torch.no_grad() if v < cut else nullcontext()
-            place = None if levels is None else levels.before(v)
-            if place is not None:
-                x = place(x) if v < cut else x  # what stands in for the gradients of the prefix gets the rows too
-                with without_graph:
-                    is_one = len(streams) == 1 and streams[0] is h
-                    h = place(h)
-                    streams = [h] if is_one else [place(s) for s in streams]
-            with without_graph:
-                h, streams = self._take(v, v == passes - 1, h, streams, run)
-            if v in wanted:
-                found[v] = h
-        return h, [found[v] for v in wanted]
-
-    def _take(self, v: int, is_last: bool, h: Tensor, streams: list[Tensor], run: Run) -> tuple[Tensor, list[Tensor]]:
-        """One pass: the input of the next, and the streams."""
-        c = self.config
-        no_first, no_last = v == 0 and c.ignore_first_residual, is_last and c.ignore_last_residual
-        if not c.streams:
-            return run(v, h, not (no_first or no_last)), streams
-        f = run(v, h, False)
-        if no_first:
-            return f, [f]
-        streams, h = self.gates[self._gate_of_pass[v]](streams, f)
-        return (f if no_last else h), streams
+        hidden_states: dict[int, Tensor] = {}
+        first_with_graph = 0
+        if c.grad_horizon is not None and torch.is_grad_enabled():
+            first_with_graph = n_passes - c.grad_horizon
+        for v in range(n_passes):
+            # 1) At the cut of the gradient horizon: add zero, with the gradient of the stack's input.
+            if v == first_with_graph and v:
+                gradient_of_x = x - x.detach()
+                h = h + gradient_of_x
+                streams = [s + gradient_of_x for s in streams]
+            has_graph = v >= first_with_graph
+            graph: AbstractContextManager[Any] = nullcontext() if has_graph else torch.no_grad()
+            # 2) Insert class tokens into h and all gated streams, which are as long as h.
+            insert = None if inserter is None else inserter.enter_level(v)
+            if insert is not None:
+                x = x if has_graph else insert(x)  # the gradient is added at the cut, where x must be as long as h
+                with graph:
+                    is_only_stream = len(streams) == 1 and streams[0] is h
+                    h = insert(h)
+                    streams = [h] if is_only_stream else [insert(s) for s in streams]
+            # 3) Run the layer, and connect its result to the residual stream or streams.
+            replaces_first = v == 0 and c.ignore_first_residual
+            replaces_last = v == n_passes - 1 and c.ignore_last_residual
+            with graph:
+                if not c.streams:
+                    h = run_pass(v, h, not (replaces_first or replaces_last))
+                else:
+                    f = run_pass(v, h, False)
+                    streams, h = ([f], f) if replaces_first else self.gates[self._gate_of_pass[v]](streams, f)
+                    h = f if replaces_last else h
+            # 4) Keep what was asked for.
+            if v in requested:
+                hidden_states[v] = h
+        return h, [hidden_states[v] for v in requested]
 
 
 class ClassTokenInserter:
-    """The class tokens of a stack in one call: where they stand, and the cursors that follow from it.
+    """Class tokens of a stack in one call: level after level, their order and the cursors after the call.
 
     Attributes:
-        flow: what reaches the next pass.
-        cursors: after the call, in the order of the levels.
+        layout: Layout that reaches the next level.
+        cursors: Cursors after the call, in the order of the levels that were entered.
     """
 
-    def __init__(self, stack: LayerLoop, where: str, flow: SequenceLayout, cursors: Sequence[Tensor]) -> None:
-        """Begin before the stack; no cursors: a fresh start."""
-        self._stack, self._where, self._old = stack, where, list(cursors)
-        self.flow = flow
+    def __init__(self, stack: LayerLoop, where: str, layout: SequenceLayout, cursors: Sequence[Tensor]) -> None:
+        """Begin before the stack; `cursors` come from the cache, and are empty without one."""
+        self._stack = stack
+        self._where = where
+        self._cursors_before = list(cursors)
+        self.layout = layout
         self.cursors: list[Tensor] = []
 
-    def before(self, v: int | None) -> Place | None:
-        """Place the class tokens before a pass, or before all (None); None if there are none."""
-        level = self._stack._level(v)
+    def enter_level(self, v: int | None) -> Insert | None:
+        """Return the function that inserts the class tokens before a pass, or before all (None); None without any."""
+        level = self._stack._level_before(v)
         if level is None:
             return None
-        cursor = self._old[len(self.cursors)] if self._old else None
-        arrangement, after = level.arrange(self._where, self.flow, cursor)
-        self.flow = arrangement.flow
-        self.cursors.append(after)
-        return lambda x: arrangement.place(level.weight, x)
+        cursor = self._cursors_before[len(self.cursors)] if self._cursors_before else None
+        insertion, next_cursor = level.plan_insertion(self._where, self.layout, cursor)
+        self.layout = insertion.layout
+        self.cursors.append(next_cursor)
+        return lambda x: insertion.insert(level.weight, x)

@@ -1,12 +1,12 @@
-"""Multi-Gate Residuals: several streams in place of one residual, each with a gate to write and a weight to be read.
+"""Multi-Gate Residuals: several residual streams instead of one, each with a gate for writing and a weight for reading.
 
-Up to n streams s_i (b, t, d); the first is the input of the stack. A pass gives F. While there are fewer than n
-streams, F is appended; then
+There are up to n streams s_i (b, t, d); the first is the input of the stack. A pass computes F. While there are fewer
+than n streams, F is appended as a new one; afterwards
 
     s_i <- (1 - β_i) s_i + β_i F        β_i = σ(w_β · ŝ_i + b_i)        ŝ_i = s_i / (√d rms(s_i))
     h = Σ_i α_i s_i                     α = softmax_i(w_α · ŝ_i)        rms(s) = √(mean(s²) + eps)
 
-and h is the input of the next pass. All of it is point-wise in time: nothing is cached.
+and h is the input of the next pass. All of it is pointwise in time, so nothing is cached.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ EPS = 1e-5
 
 
 class MultiGate(nn.Module):
-    """The gates of a pass.
+    """Gates of a pass.
 
     Attributes:
-        write_weight: w_β, (d,), zero at first.
-        read_weight: w_α, (d,), zero at first: the mean of the streams.
+        write_weight: w_β, (d,), initially zero.
+        read_weight: w_α, (d,), initially zero, which reads the mean of the streams.
         bias: b, (n,).
     """
 
     def __init__(
         self, d_model: int, bias: list[float], *, device: torch.device | str | None = None, dtype: torch.dtype | None
     ) -> None:
-        """Create the parameters; there are as many streams as biases."""
+        """Create the parameters for as many streams as there are biases."""
         super().__init__()
         self.write_weight = nn.Parameter(torch.zeros(d_model, device=device, dtype=dtype))
         self.read_weight = nn.Parameter(torch.zeros(d_model, device=device, dtype=dtype))
@@ -46,8 +46,8 @@ class MultiGate(nn.Module):
         """Write the result of a pass to the streams, and read the input of the next pass from them.
 
         Args:
-            streams: before the pass.
-            f: the result of the pass.
+            streams: Streams before the pass.
+            f: Result of the pass.
 
         Returns:
             The new streams, and their weighted mean.
@@ -67,22 +67,22 @@ class MultiGate(nn.Module):
 
 
 def _score(s: Tensor, weight: Tensor) -> Tensor:
-    """(b, ..., d) -> (b, ..., 1): w · s / (√d rms(s))."""
+    """Return w · s / (√d rms(s)), (b, ..., d) -> (b, ..., 1)."""
     scale = torch.rsqrt(s.square().mean(-1, keepdim=True) + EPS) / math.sqrt(s.shape[-1])
     return (s * weight).sum(-1, keepdim=True) * scale
 
 
 def default_gate_bias(where: str, passes: int, streams: int) -> float:
-    """The paper's initial bias, -ln(√(L / 21) (e³ + 1) - n) with L = passes - (n - 1).
+    """Return the initial bias of the paper, -ln(√(L / 21) (e³ + 1) - n) with L = passes - (n - 1).
 
     Raises:
-        ValueError: it does not exist.
+        ValueError: It is undefined, because the argument of the logarithm is not positive.
     """
     updates = passes - (streams - 1)
-    inside = math.sqrt(max(0, updates) / 21) * (math.exp(3) + 1) - streams
-    if inside <= 0:
+    argument = math.sqrt(max(0, updates) / 21) * (math.exp(3) + 1) - streams
+    if argument <= 0:
         raise ValueError(
-            f"{where}: the usual bias of the gates does not exist for {streams} streams and {passes} passes: "
-            "√((passes - streams + 1) / 21) (e³ + 1) must be above streams; use fewer streams, or give gate_bias"
+            f"{where}: the default gate_bias is undefined for {streams} streams and {passes} passes, because it needs "
+            "√((passes - streams + 1) / 21) (e³ + 1) > streams; use fewer streams, or set gate_bias"
         )
-    return -math.log(inside)
+    return -math.log(argument)

@@ -1,4 +1,4 @@
-"""The parts of a stack: norms, the gated MLP, and a block with its residual connection.
+"""Parts of a stack: norms, the gated MLP, and a block with its residual connection.
 
     r <- r + mixer(norm(r))        r <- r + mlp(norm2(r))
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(layers.RMSNorm):
-    """`y = weight x / √(mean(x²) + eps)` over the last axis, computed in the dtype of x and rounded to the weight's."""
+    """Norm `y = weight x / √(mean(x²) + eps)` over the last axis, in the dtype of x, rounded to that of the weight."""
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Norm `x` (..., d)."""
+        """Normalize `x` (..., d)."""
         return super().forward(x).to(self.weight.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """`y = weight (x - mean(x)) / √(var(x) + eps) + bias`, computed in the dtype of x, rounded to the weight's."""
+    """Norm `y = weight (x - mean(x)) / √(var(x) + eps) + bias`, in the dtype of x, rounded to that of the weight."""
 
     def __init__(
         self, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -45,13 +45,13 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps=1e-5, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Norm `x` (..., d)."""
+        """Normalize `x` (..., d)."""
         y = F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
         return y.to(self.weight.dtype)
 
 
 class GatedMLP(nn.Module):
-    """`fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as officially."""
+    """MLP `fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as in the official MLP."""
 
     def __init__(
         self, d_model: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -62,7 +62,7 @@ class GatedMLP(nn.Module):
         self.fc2 = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """(..., d) -> (..., d)."""
+        """Map (..., d) to (..., d)."""
         y, gate = apply_linear(self.fc1, x).chunk(2, dim=-1)
         return apply_linear(self.fc2, y * F.silu(gate))
 
@@ -73,13 +73,13 @@ class GatedMLP(nn.Module):
         program.linear(program.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
-        """The parts of `fc1`."""
+        """Return the parts of the output of `fc1`."""
         width = self.fc2.in_features
         return {"fc1": (ProjectionPart("value", width), ProjectionPart("gate", width))}
 
 
 class ResidualLayer(nn.Module):
-    """A block, and an MLP if the config has one, each after a norm and added to the residual stream."""
+    """Block, and an MLP if the config has one, each after a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -101,33 +101,33 @@ class ResidualLayer(nn.Module):
             self.mlp = GatedMLP(config.d_model, config.mlp_width, **factory)
 
     def forward(
-        self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, *, added: bool = True, **options: Any
+        self, residual: Float[Tensor, "b *t d"], cache: Tree | None = None, *, add_residual: bool = True, **options: Any
     ) -> tuple[Float[Tensor, "b *t d"], Tree]:
         """Run over a sequence (b, t, d) or a token (b, d), from any cache to a new one.
 
         Args:
-            residual: the stream.
-            cache: of the block.
-            added: return the stream after the layer; False: what the layer would add to it.
-            options: of the block.
+            residual: Residual stream.
+            cache: Cache of the block.
+            add_residual: Whether to return the stream after the layer, or only what the layer adds to it.
+            options: Keyword arguments of the block.
         """
         hidden, cache = self.mixer(self.norm(residual), cache, return_cache=True, **options)
-        return self._add(residual, hidden, added), cache
+        return self._connect(residual, hidden, add_residual), cache
 
-    def step_infinite(self, residual: Float[Tensor, "b d"], *, added: bool = True) -> Float[Tensor, "b d"]:
-        """The stationary result of `forward` under a token that repeats forever."""
-        return self._add(residual, self.mixer.step_infinite(self.norm(residual)), added)
+    def step_infinite(self, residual: Float[Tensor, "b d"], *, add_residual: bool = True) -> Float[Tensor, "b d"]:
+        """Return the stationary result of `forward` for a token that repeats forever."""
+        return self._connect(residual, self.mixer.step_infinite(self.norm(residual)), add_residual)
 
-    def _add(self, residual: Tensor, hidden: Tensor, added: bool) -> Tensor:
-        """After the block: its residual connection, and the MLP."""
-        hidden = self._dropped(hidden)
+    def _connect(self, residual: Tensor, hidden: Tensor, add_residual: bool) -> Tensor:
+        """Return the result of the layer from the output of its block: the residual connection, and the MLP."""
+        hidden = self._drop(hidden)
         if self.mlp is None:
-            return residual + hidden if added else hidden.to(residual.dtype)
+            return residual + hidden if add_residual else hidden.to(residual.dtype)
         stream = residual + hidden
-        more = self._dropped(self.mlp(self.norm2(stream)))
-        return stream + more if added else hidden.to(residual.dtype) + more
+        mlp_output = self._drop(self.mlp(self.norm2(stream)))
+        return stream + mlp_output if add_residual else hidden.to(residual.dtype) + mlp_output
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
     def record(self, program: Program, residual: int, *, added: bool = True) -> None:
@@ -145,12 +145,12 @@ class ResidualLayer(nn.Module):
 
 
 def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:
-    """The norm that the config asks for."""
+    """Return the norm that the config names."""
     return RMSNorm(config.d_model, **factory) if config.rms_norm else LayerNorm(config.d_model, **factory)
 
 
 def initialize_residual(model: nn.Module, passes: int) -> None:
-    """Projections into the residual stream divided by √passes; the biases of projections zero."""
+    """Divide the projections into the residual stream by √passes, and set the biases of projections to zero."""
     for name, parameter in model.named_parameters():
         if name.endswith(("out_proj.weight", "fc2.weight")):
             bound = 1 / math.sqrt(parameter.shape[1] * passes)

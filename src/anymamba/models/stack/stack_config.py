@@ -1,6 +1,4 @@
-"""The configuration of a stack: its layers, how often they are passed through, and what connects the passes.
-
-§ Which set of weights each pass of a stack uses: any number of passes over the layers.
+"""Configurations of stacks: their layers, which layer each pass uses, and what connects the passes.
 
 Letters: v pass, V passes, R real layers; of pairs u = ⌊v/2⌋, U = V/2, E = ⌈R/2⌉, O = ⌊R/2⌋.
 """
@@ -16,11 +14,11 @@ from typing import Any, ClassVar, Literal
 
 from anymamba.blocks.base import Block
 from anymamba.core.config_fields import coerce_value, field_types
-from anymamba.models.families import MAX_CONFIG_NUMBER, family, family_name, make_block_config
+from anymamba.models.families import MAX_CONFIG_NUMBER, family_name, get_family, make_block_config
 from anymamba.models.stack.class_tokens import Position, check_positions
 from anymamba.models.stack.residual_gates import default_gate_bias
 
-MOST_PASSES = 2**16  # more than any real model; limits the work that one number in a config can ask for
+MAX_PASSES = 2**16  # more than any real model; limits the work that one number in a config can ask for
 
 _Schedule = Callable[[int, int, int], int]  # (v, R, V) -> layer
 
@@ -31,7 +29,10 @@ SCHEDULES: dict[str, _Schedule] = {
 
 
 def _strided(count: Callable[[int, int, int], int]) -> _Schedule:
-    """Forward passes over the even layers, backward ones over the odd ones; `count`(u, layers, U) numbers each kind."""
+    """Return a schedule with forward passes over the even layers and backward ones over the odd ones.
+
+    `count`(u, layers, U) is the schedule of either kind.
+    """
 
     def schedule(v: int, real: int, passes: int) -> int:
         backward = v % 2
@@ -42,7 +43,7 @@ def _strided(count: Callable[[int, int, int], int]) -> _Schedule:
 
 
 def _symmetric(count: Callable[[int, int, int], int]) -> _Schedule:
-    """Both directions of a pair share the weights of a layer."""
+    """Return a schedule in which both directions of a pair share the weights of a layer."""
     return lambda v, real, passes: count(v // 2, real, passes // 2)
 
 
@@ -55,37 +56,37 @@ PAIR_SCHEDULES: dict[str, _Schedule] = {
 
 
 def layer_order(
-    where: str, schedule: str | list[int], real: int, passes: int | None, names: dict[str, _Schedule]
+    where: str, schedule: str | list[int], real: int, passes: int | None, schedules: dict[str, _Schedule]
 ) -> list[int]:
-    """The layer that each pass uses.
+    """Return the layer that each pass uses.
 
     Args:
-        where: named in errors.
-        schedule: one of `names`, or the layer of every pass.
-        real: number of layers.
-        passes: number of passes; None: as many as layers, or as entries in the list.
-        names: the schedules to choose from.
+        where: Name of the config, for errors.
+        schedule: One of `schedules`, or the layer of every pass.
+        real: Number of layers.
+        passes: Number of passes; None for as many as layers, or as entries in the list.
+        schedules: Schedules to choose from.
 
     Raises:
-        ValueError: an unknown schedule, one that does not fit the number of passes, or a layer that does not exist.
+        ValueError: The schedule is unknown or has another number of passes, or a layer does not exist.
     """
     if isinstance(schedule, str):
-        if schedule not in names:
+        if schedule not in schedules:
             raise ValueError(
-                f"{where}: schedule must be one of {', '.join(names)}, or a list of layers, got {schedule!r}"
+                f"{where}: schedule must be one of {', '.join(schedules)}, or a list of layers, got {schedule!r}"
             )
         count = real if passes is None else passes
-        return [names[schedule](v, real, count) for v in range(count)]
+        return [schedules[schedule](v, real, count) for v in range(count)]
     if not isinstance(schedule, list | tuple) or not all(type(i) is int for i in schedule) or not schedule:
         raise ValueError(f"{where}: a custom schedule is a list of layers, got {reprlib.repr(schedule)}")
     if passes is not None and len(schedule) != passes:
         raise ValueError(f"{where}: the schedule must have {passes} entries, one per pass, got {len(schedule)}")
-    if wrong := [i for i in schedule if not 0 <= i < real]:
-        raise ValueError(f"{where}: the schedule must name layers 0 to {real - 1}, got {wrong[0]}")
+    if invalid := [i for i in schedule if not 0 <= i < real]:
+        raise ValueError(f"{where}: the schedule must name layers 0 to {real - 1}, got {invalid[0]}")
     return list(schedule)
 
 
-# Fields that a language model's own config has; the others are in its table `stack`.
+# Fields that the config of a language model has itself; the others are in its table `stack`.
 MODEL_FIELDS = frozenset({"d_model", "n_layer", "ssm_cfg", "d_intermediate", "rms_norm", "residual_in_fp32"})
 
 
@@ -103,23 +104,23 @@ class StackConfig:
     final_norm: bool = True  # after the last pass
     n_virtual: int | None = None  # V, passes over the layers, each with its own cache; None: as many as layers
     schedule: str | list[int] = "cyclic"  # or "stretched", or the layer of each pass
-    ignore_first_residual: bool = False  # the first pass replaces the stream, instead of being added to it
-    ignore_last_residual: bool = False  # and so does the last
-    streams: int = 0  # of Multi-Gate Residuals; 0: the plain residual connection
-    gates_per: Literal["layer", "pass"] = "layer"  # which passes share gates: those of a layer, or none
-    gate_bias: float | None = None  # initial bias of the gates' first stream; None: the paper's
-    gate_bias_step: float = 0.0  # more for each further stream
+    ignore_first_residual: bool = False  # skip the residual add of the first pass
+    ignore_last_residual: bool = False  # skip the residual add of the last pass
+    streams: int = 0  # residual streams of Multi-Gate Residuals; 0: the plain residual connection
+    gates_per: Literal["layer", "pass"] = "layer"  # whether the passes of a layer share gates, or each has its own
+    gate_bias: float | None = None  # initial bias of the gate of the first stream; None: the paper's
+    gate_bias_step: float = 0.0  # increase of that bias from stream to stream
     grad_horizon: int | None = None  # passes that are differentiated, counted from the last; None: all
-    dropout: float = 0.0  # dropout rate of what each block and MLP adds, in training
-    class_tokens: list[Position] = field(default_factory=list)  # learned rows before the stack, by their places
-    layer_class_tokens: list[list[Position]] = field(default_factory=list)  # before each layer, a list for each
-    checkpointing: bool = False  # keep only the inputs of each pass, and recompute the rest in the backward pass
+    dropout: float = 0.0  # dropout rate of the output of each block and MLP, in training
+    class_tokens: list[Position] = field(default_factory=list)  # positions of the class tokens before the stack
+    layer_class_tokens: list[list[Position]] = field(default_factory=list)  # the same before each layer, one list each
+    checkpointing: bool = False  # keep only the input of each pass, and recompute the rest in the backward pass
 
     SCHEDULES: ClassVar[dict[str, Any]] = SCHEDULES
-    GROUP: ClassVar[str] = "layer"  # what class tokens stand before
+    GROUP: ClassVar[str] = "layer"  # the unit that `layer_class_tokens` has one list for
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, and keep tables and lists as they are now, whatever the caller does with them."""
+        """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""
         where = type(self).__name__
         for name in ("ssm_cfg", "layer_cfgs", "schedule", "class_tokens", "layer_class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
@@ -141,15 +142,17 @@ class StackConfig:
 
     def _check_layers(self, where: str) -> None:
         if not isinstance(self.layer_cfgs, list) or len(self.layer_cfgs) not in (0, self.n_layer):
-            found = len(self.layer_cfgs) if isinstance(self.layer_cfgs, list) else repr(self.layer_cfgs)
-            raise ValueError(f"{where}: layer_cfgs must be a list of {self.n_layer} tables, one per layer, got {found}")
+            received = len(self.layer_cfgs) if isinstance(self.layer_cfgs, list) else repr(self.layer_cfgs)
+            raise ValueError(
+                f"{where}: layer_cfgs must be a list of {self.n_layer} tables, one per layer, got {received}"
+            )
         for index in range(max(1, len(self.layer_cfgs))):
             self.block_config(index)
 
     def _check_passes(self, where: str) -> None:
-        if max(self.n_layer, self.n_virtual or 0) > MOST_PASSES:
+        if max(self.n_layer, self.n_virtual or 0) > MAX_PASSES:
             raise ValueError(
-                f"{where}: at most {MOST_PASSES:,} passes are possible, got {max(self.n_layer, self.n_virtual or 0):,}"
+                f"{where}: at most {MAX_PASSES:,} passes are possible, got {max(self.n_layer, self.n_virtual or 0):,}"
             )
         passes = self.residual_passes()
         if self.grad_horizon is not None and not 1 <= self.grad_horizon <= passes:
@@ -163,14 +166,16 @@ class StackConfig:
         check_positions(f"{where}: class_tokens", self.class_tokens)
         lists, groups = self.layer_class_tokens, self.layer_groups()
         if not isinstance(lists, list) or len(lists) not in (0, groups):
-            found = len(lists) if isinstance(lists, list) else repr(lists)
-            raise ValueError(f"{where}: layer_class_tokens must have {groups} lists, one per {self.GROUP}, got {found}")
+            received = len(lists) if isinstance(lists, list) else repr(lists)
+            raise ValueError(
+                f"{where}: layer_class_tokens must have {groups} lists, one per {self.GROUP}, got {received}"
+            )
         for index, positions in enumerate(lists):
             check_positions(f"{where}: layer_class_tokens[{index}]", positions)
 
     @property
     def layer(self) -> str:
-        """Name of the block family; of all, joined by "+", where layers differ."""
+        """Name of the block family; all names joined by "+" if layers differ."""
         cfgs = self.layer_cfgs or [self.ssm_cfg]
         return "+".join(dict.fromkeys(map(family_name, cfgs)))
 
@@ -180,14 +185,14 @@ class StackConfig:
         return -(-self.d_intermediate // 128) * 128
 
     def family(self, index: int = 0) -> type[Block]:
-        """The class of a layer's block."""
-        return family(family_name(self.layer_cfgs[index] if self.layer_cfgs else self.ssm_cfg))
+        """Return the class of the block of a layer."""
+        return get_family(family_name(self.layer_cfgs[index] if self.layer_cfgs else self.ssm_cfg))
 
     def block_config(self, index: int = 0) -> Any:
-        """The config of a layer's block.
+        """Return the config of the block of a layer.
 
         Raises:
-            ValueError: its table has entries that the block does not know, or values that cannot work.
+            ValueError: The table has entries that the block does not know, or invalid values.
         """
         where = type(self).__name__
         if self.layer_cfgs:
@@ -195,44 +200,44 @@ class StackConfig:
         return make_block_config(where, self.ssm_cfg, self.d_model)
 
     def layer_order(self) -> list[int]:
-        """The layer that each pass uses.
+        """Return the layer that each pass uses.
 
         Raises:
-            ValueError: the schedule does not fit.
+            ValueError: The schedule does not match the number of layers or passes.
         """
         where = type(self).__name__
         return layer_order(where, self.schedule, self.n_layer, self.n_virtual, self.SCHEDULES)
 
     def residual_passes(self) -> int:
-        """How often a result is added to the residual stream."""
+        """Return how many times a result is added to the residual stream."""
         return len(self.layer_order())
 
     def layer_groups(self) -> int:
-        """How many layers class tokens can stand before."""
+        """Return how many lists `layer_class_tokens` has: one per layer."""
         return self.n_layer
 
     def groups_of_passes(self) -> list[int]:
-        """The layer that class tokens before each pass belong to."""
+        """Return the layer that the class tokens before each pass belong to."""
         return self.layer_order()
 
     def class_tokens_of_passes(self) -> list[list[Position]]:
-        """The places of the class tokens before each pass."""
+        """Return the positions of the class tokens before each pass."""
         lists = self.layer_class_tokens or [[]] * self.layer_groups()
         return [lists[group] for group in self.groups_of_passes()]
 
     def has_class_tokens(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are class tokens at any level."""
         return bool(self.class_tokens or any(self.layer_class_tokens))
 
     def gates_of_passes(self) -> list[int]:
-        """The gates that follow each pass."""
+        """Return the index of the gates that follow each pass."""
         return list(range(self.residual_passes())) if self.gates_per == "pass" else self.layer_order()
 
     def initial_gate_bias(self) -> list[float]:
-        """The initial bias of each stream's gate.
+        """Return the initial bias of the gate of each stream.
 
         Raises:
-            ValueError: the paper's does not exist for this many streams and this few passes.
+            ValueError: The bias of the paper is undefined for so many streams and so few passes.
         """
         bias = self.gate_bias
         if bias is None:
@@ -241,34 +246,78 @@ class StackConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Any:
-        """The inverse of `to_dict`.
+        """Return the config with these fields, as `to_dict` returned them.
 
         Raises:
-            ValueError: an unknown field, or one that is missing.
+            ValueError: A field is unknown or missing.
         """
         known = {f.name for f in dataclasses.fields(cls)}
-        needed = {f.name for f in dataclasses.fields(cls) if _is_needed(f)}
+        required = {f.name for f in dataclasses.fields(cls) if _is_required(f)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"{cls.__name__}: expected fields among {sorted(known)}, got {unknown}")
-        if missing := sorted(needed - set(values)):
+        if missing := sorted(required - set(values)):
             raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name."""
+        """Return every field by name."""
         return dataclasses.asdict(self)
 
 
-def _is_needed(f: dataclasses.Field[Any]) -> bool:
+def _is_required(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
-def stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
-    """The config of a model: the one given, or one from its fields.
+@dataclass(frozen=True, kw_only=True)
+class BidirectionalConfig(StackConfig):
+    """Sizes and options of a bidirectional stack; layers and passes count both directions."""
+
+    schedule: str | list[int] = "strided_cyclic"  # or another of `PAIR_SCHEDULES`, or the layer of each pass
+    merge: Literal["mean", "linear"] = "mean"  # how the two directions are merged
+
+    SCHEDULES: ClassVar[dict[str, Any]] = PAIR_SCHEDULES
+    GROUP: ClassVar[str] = "pair of layers"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        where = type(self).__name__
+        if self.n_layer % 2:
+            raise ValueError(f"{where}: n_layer must be even, one layer per direction of a pair, got {self.n_layer}")
+        if len(self.layer_order()) % 2:
+            raise ValueError(f"{where}: the number of passes must be even, for pairs, got {len(self.layer_order())}")
+        if self.merge not in ("mean", "linear"):
+            raise ValueError(f'{where}: merge must be "mean" or "linear", got {self.merge!r}')
+        if self.d_intermediate:
+            raise ValueError(f"{where}: layers have no MLP, so d_intermediate must be 0, got {self.d_intermediate}")
+
+    def residual_passes(self) -> int:
+        """Return the number of pairs of passes."""
+        return len(self.layer_order()) // 2
+
+    def pairs_of_passes(self) -> list[int]:
+        """Return the pair of layers that each pair of passes uses: that of its forward layer, with merge and gates."""
+        return [layer // 2 for layer in self.layer_order()[::2]]
+
+    def layer_groups(self) -> int:
+        """Return how many lists `layer_class_tokens` has: one per pair of layers."""
+        return self.n_layer // 2
+
+    def groups_of_passes(self) -> list[int]:
+        """Return the pair of layers that the class tokens before each pair of passes belong to."""
+        return self.pairs_of_passes()
+
+    def gates_of_passes(self) -> list[int]:
+        """Return the index of the gates that follow each pair of passes."""
+        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.pairs_of_passes()
+
+
+def make_stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
+    """Return `config`, or a config of class `kind` from its fields.
 
     Raises:
-        TypeError: both, or a config of another kind.
-        ValueError: unknown fields, or values that cannot work.
+        TypeError: Both were given, or a config of another class.
+        ValueError: A field is unknown or has an invalid value.
     """
     if config is not None and fields:
         raise TypeError(f"{where}: give a config or its fields, not both; got also {sorted(fields)}")
