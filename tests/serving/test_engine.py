@@ -12,10 +12,19 @@ from anymamba.core.registry import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import prefill
 from anymamba.serving.scheduler import engine as module
-from anymamba.serving.scheduler.continuation import Continuation, ContinuationOptions, choose_tokens
+from anymamba.serving.scheduler.continuation import (
+    Continuation,
+    ContinuationOptions,
+    Job,
+    JobFailed,
+    PrefillStart,
+    PromptDone,
+    SequenceDone,
+    TokenEvent,
+    choose_tokens,
+)
 from anymamba.serving.scheduler.decode import DecodeSlots
 from anymamba.serving.scheduler.engine import Engine, prompt_key
-from anymamba.serving.scheduler.events import Failed, Job, PrefillStart, PromptDone, SequenceDone, TokenEvent
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import MODEL_FLOOR, assert_near
 
@@ -53,7 +62,8 @@ def job(ids, plans, state=None, **options):
     """A job and the queue of its events."""
     events = queue.Queue()
     keys = [prompt_key(ids)] * len(plans)
-    return Job(find=lambda: PrefillStart(state, ids, 0), plans=plans, keys=keys, emit=events.put, **options), events
+    options |= {"continuations": plans, "sampling_keys": keys, "emit": events.put}
+    return Job(find_start=lambda: PrefillStart(state, ids, 0), **options), events
 
 
 def tokens_of(events, rows=1):
@@ -62,10 +72,10 @@ def tokens_of(events, rows=1):
     ended = 0
     while ended < rows:
         event = events.get(timeout=60)
-        if isinstance(event, Failed):
+        if isinstance(event, JobFailed):
             raise event.error
         if isinstance(event, TokenEvent):
-            written[event.row].append(event.piece.token)
+            written[event.choice].append(event.token_text.token)
         ended += isinstance(event, SequenceDone)
     return written
 
@@ -140,7 +150,7 @@ def test_states_on_the_way_continue_to_the_same_bits(running):
     whole = tokens_of(events)
     assert sorted(states) == [32, 45]
     again, events = job(ids[32:], [plan(5)], states[32])
-    again.keys = [prompt_key(ids)]
+    again.sampling_keys = [prompt_key(ids)]
     engine.submit(again)
     assert tokens_of(events) == whole
 
@@ -158,7 +168,7 @@ def test_one_broken_job_touches_no_other(running):
 
     bad, errors = job([], [plan()], broken)
     worse, others = job([1], [plan()])
-    worse.find = raising
+    worse.find_start = raising
     engine.submit(bad)
     engine.submit(worse)
     with pytest.raises(ValueError, match="logits are not finite"):
@@ -213,9 +223,9 @@ def test_a_long_prompt_does_not_hold_up_others(running):
 def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
     engine = running(byte_model())
     segments = 40
-    reader, reading = job([3] * (segments * SEGMENT), [plan(1)], length=segments * SEGMENT)
+    reader, reading = job([3] * (segments * SEGMENT), [plan(1)], estimated_len=segments * SEGMENT)
     read = []
-    late = [job([i], [plan(1)], length=1) for i in range(3)]
+    late = [job([i], [plan(1)], estimated_len=1) for i in range(3)]
 
     def submit_the_others(position):
         read.append(position)
@@ -273,8 +283,8 @@ def test_nobody_waits_while_an_idle_engine_returns_memory(running, monkeypatch):
         returning.set()
         assert may_end.wait(60)
 
-    monkeypatch.setattr(module, "_REST", 0.01)
-    monkeypatch.setattr(module, "return_freed_memory", slowly)
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "trim_freed_memory", slowly)
     engine = running(byte_model())
     assert returning.wait(60)
     made, events = job([1], [plan(3)])
@@ -338,7 +348,7 @@ def test_jobs_that_come_while_the_engine_ends_are_told_so():
         for rows, events, vanishes in asked:
             heard = list(events.queue)
             ended = sum(isinstance(event, SequenceDone) for event in heard)
-            assert vanishes or ended == rows or isinstance(heard[-1], Failed)
+            assert vanishes or ended == rows or isinstance(heard[-1], JobFailed)
 
 
 def test_slots_refuse_more_rows_than_the_kernels_have():

@@ -71,19 +71,24 @@ def run(args: argparse.Namespace) -> None:
 def _text_service(args: argparse.Namespace, directory: Path, limits: Limits) -> tuple[Service, list[str]]:
     """A service that continues texts, and what to print about it."""
     from anymamba.generation.chat import ChatTemplate
+    from anymamba.serving.sessions import SessionStore
     from anymamba.serving.state_cache import StateCache
 
     model, tokenizer = load(args)
     template = ChatTemplate.from_directory(directory if args.chat_template is None else args.chat_template)
     states = None if args.states is None else Path(args.states)
+    memory = args.state_memory * _MIB
+    disk = args.state_disk * _MIB
+    cache = StateCache(model, memory, states, disk)
     service = Service(
         model.eval(),
         tokenizer,
         template,
         name=_name(args),
-        cache=StateCache(model, args.state_memory * _MIB, states, args.state_disk * _MIB),
+        cache=cache,
+        sessions=SessionStore(model, cache, memory, states, disk),
         limits=limits,
-        stops=template.stop,
+        stop_texts=template.stop,
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
     )
     facts = [f"{service.name}: {readable_bytes(service.state_bytes)} per conversation, whatever its length"]

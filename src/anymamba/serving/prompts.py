@@ -1,4 +1,8 @@
-"""A prompt on its way to the engine: which tokens are read, from which state, and which states are kept."""
+"""Prompts on their way to the engine: which tokens are read, from which state, and which states are cached.
+
+There are three kinds. `Prompt` is the prompt of a completion, `ChatPrompt` a rendered conversation, and `SessionPrompt`
+text that is appended to a session. Each offers the callbacks of a job; `finalize` does what may take a while after it.
+"""
 
 from __future__ import annotations
 
@@ -8,236 +12,270 @@ from typing import Any
 
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.serving.scheduler.continuation import Continuation
-from anymamba.serving.scheduler.events import PrefillStart
-from anymamba.serving.state_cache import CachedState, Key, StateCache, ids_key, text_key
+from anymamba.serving.scheduler.continuation import Continuation, PrefillStart
+from anymamba.serving.sessions import SessionLease, SessionStore
+from anymamba.serving.state_cache import Key, StateCache, ids_key, text_key
 
 
 class Prompt:
-    """The prompt of a completion: its result never depends on what is kept.
+    """The prompt of a completion, whose result never depends on what is cached.
 
-    It continues only states that were read in the same segments, so its bits are those of a read from the start.
+    It continues only states that were read in the same segments, so its bits are those of a prefill from the beginning.
 
     Args:
-        ids: its tokens, at least one.
-        store: of states.
-        segment_len: tokens that are read at once.
+        ids: Tokens of the prompt, at least one.
+        cache: Cache of states.
+        segment_len: Number of tokens that are read at once.
 
     Attributes:
-        fixed_key: whether the rows' identity for sampling comes from the prompt, and not from a session.
-        feeds_final_token: whether the state at the end has read every token.
+        ids: Tokens of the prompt.
+        uses_prompt_key: True if the sampling keys come from the prompt, and not from the state of a session.
+        feeds_final_token: True if the final state has read every token.
+        caches_final_state: True if the final state is stored.
     """
 
-    fixed_key, feeds_final_token = True, False
+    uses_prompt_key = True
+    feeds_final_token = False
+    caches_final_state = False
 
-    def __init__(self, ids: list[int], store: StateCache, segment_len: int) -> None:
-        """Nothing is looked up yet."""
-        self.ids, self._store, self._segment = ids, store, segment_len
-        self._reused = 0
+    def __init__(self, ids: list[int], cache: StateCache, segment_len: int) -> None:
+        """Prepare the prompt; the cache is not searched yet."""
+        self.ids = ids
+        self._cache = cache
+        self._segment_len = segment_len
+        self._cached_tokens = 0
 
-    def find(self) -> PrefillStart:
-        """Where reading starts."""
-        start = self._look()
-        self._count(start)
+    def job_options(self) -> dict[str, Any]:
+        """Return the arguments of the job that concern its prompt."""
+        return {
+            "find_start": self.find_start,
+            "should_cache_at": self.should_cache_at,
+            "on_read": self.on_read,
+            "on_end": self.on_end if self.caches_final_state else None,
+        }
+
+    def find_start(self) -> PrefillStart:
+        """Return where the prefill begins."""
+        start = self._search()
+        if start.cached_tokens:
+            self._cache.hits += 1
+        else:
+            self._cache.misses += 1
         return start
 
-    def length(self) -> int:
-        """An estimate of the tokens to read: another prompt may read some of them first."""
-        return len(self._look().ids)
+    def estimate_len(self) -> int:
+        """Return an estimate of the tokens to read: another prompt may read some of them first."""
+        return len(self._search().ids)
 
     def should_cache_at(self, position: int) -> bool:
-        """Whether the state after `position` new tokens is kept: at 1, 2, 4 ... segments, and at the last whole one."""
-        segments, rest = divmod(self._reused + position, self._segment)
-        return not rest and (segments & (segments - 1) == 0 or segments == len(self.ids) // self._segment)
+        """Return whether to cache the state after `position` new tokens.
+
+        States are cached after 1, 2, 4, ... segments, and after the last whole one.
+        """
+        segments, rest = divmod(self._cached_tokens + position, self._segment_len)
+        is_power_of_two = segments & (segments - 1) == 0
+        return not rest and (is_power_of_two or segments == len(self.ids) // self._segment_len)
 
     def on_read(self, position: int, state: GenerationState) -> None:
-        """Keep a state."""
-        read = self._reused + position
+        """Cache a state after `position` new tokens."""
         if position:
-            self._store.put(state, read, *self._exact_keys(read))
+            tokens = self._cached_tokens + position
+            self._cache.put(state, tokens, *self._exact_keys(tokens))
 
-    def on_end(self, row: Continuation, state: GenerationState) -> None:
-        """Keep nothing: a completion has no next turn."""
+    def on_end(self, continuation: Continuation, state: GenerationState) -> None:
+        """Take the final state of a continuation."""
 
     def finalize(self) -> None:
-        """Finish what may take a while, once a row has ended."""
+        """Store the final states, once a continuation has ended."""
 
-    @property
-    def caches_final_state(self) -> bool:
-        """Whether the state at the end is kept."""
-        return False
+    def _search(self) -> PrefillStart:
+        return self._search_exact()
 
-    def _look(self) -> PrefillStart:
-        return self._find_exact()
-
-    def _find_exact(self) -> PrefillStart:
-        self._reused = 0
-        found = self._store.get(ids_key("end", self.ids))
-        if found is None:
-            cut = self._store.longest("cut", array("i", self.ids).tobytes())
+    def _search_exact(self) -> PrefillStart:
+        """Search for a state with the bits of a prefill from the beginning."""
+        self._cached_tokens = 0
+        cached = self._cache.get(ids_key("end", self.ids))
+        if cached is None:
+            cut = self._cache.find_longest("cut", array("i", self.ids).tobytes())
             if cut is None:
                 return PrefillStart(None, self.ids, 0)
-            found = cut[0]
-        self._reused = found.tokens
-        return PrefillStart(found.state, self.ids[found.tokens :], found.tokens)
+            cached, _ = cut
+        self._cached_tokens = cached.tokens
+        return PrefillStart(cached.state, self.ids[cached.tokens :], cached.tokens)
 
-    def _exact_keys(self, read: int) -> list[Key]:
-        keys = [ids_key("end", self.ids)] if read == len(self.ids) else []
-        return keys if read % self._segment else [*keys, ids_key("cut", self.ids[:read])]
-
-    def _count(self, start: PrefillStart) -> None:
-        if start.reused:
-            self._store.hits += 1
-        else:
-            self._store.misses += 1
+    def _exact_keys(self, tokens: int) -> list[Key]:
+        keys = [ids_key("end", self.ids)] if tokens == len(self.ids) else []
+        return keys if tokens % self._segment_len else [*keys, ids_key("cut", self.ids[:tokens])]
 
 
 class ScoredPrompt(Prompt):
-    """A prompt whose every token is scored, so all of it is read."""
+    """A prompt of which every token is scored, so all of it is read."""
 
-    def _look(self) -> PrefillStart:
+    def _search(self) -> PrefillStart:
         return PrefillStart(None, self.ids, 0)
 
 
 class ChatPrompt(Prompt):
-    """A rendered conversation: it can also start from the end of its last turn, and it keeps the end of this one.
+    """A rendered conversation: it can also continue from the end of its previous turn, and stores the end of this one.
 
     Args:
-        text: the conversation as the template renders it.
-        session: the key under which its state is kept for good, if it has a name.
-        tokenizer: for the rest of the text.
-        render: the conversation with a reply at its end.
+        ids: Tokens of the rendered conversation.
+        cache: Cache of states.
+        segment_len: Number of tokens that are read at once.
+        text: Conversation as the template renders it.
+        tokenizer: Tokenizer of the model.
+        render_reply: Renders the conversation with a reply at its end.
+        sessions: Store of sessions.
+        lease: Lease of the conversation's session, or None.
     """
+
+    caches_final_state = True
 
     def __init__(
         self,
         ids: list[int],
-        store: StateCache,
+        cache: StateCache,
         segment_len: int,
         text: str,
-        session: Key | None,
         tokenizer: Tokenizer,
-        render: Callable[[str], str],
+        render_reply: Callable[[str], str],
+        sessions: SessionStore,
+        lease: SessionLease | None,
     ) -> None:
-        """Nothing is looked up yet."""
-        super().__init__(ids, store, segment_len)
-        self._text, self._session, self._tokenizer, self._render = text, session, tokenizer, render
+        """Prepare the prompt; the cache is not searched yet."""
+        super().__init__(ids, cache, segment_len)
+        self._text = text
+        self._tokenizer = tokenizer
+        self._render_reply = render_reply
+        self._sessions = sessions
+        self._lease = lease
         self._ends: list[tuple[Continuation, GenerationState]] = []
-        self._exact, self._tokens = True, len(ids)
+        self._is_exact = True
+        self._tokens = len(ids)
 
-    @property
-    def caches_final_state(self) -> bool:
-        """A conversation and a session keep it."""
-        return True
-
-    def _look(self) -> PrefillStart:
-        """The start with the fewest tokens left to read; among equals, one with the bits of a read from the start."""
-        start, self._exact = self._find_exact(), True
-        content = self._text.encode()
-        found = self._store.longest("text", content)
-        if found is not None and start.ids:
-            turn, length = found
-            rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else []
-            if len(rest) < len(start.ids):
-                start, self._exact = PrefillStart(turn.state, rest, turn.tokens), False
-        self._tokens = start.reused + len(start.ids)
+    def _search(self) -> PrefillStart:
+        """Return the start with the fewest tokens to read; among equals, one with the bits of a full prefill."""
+        # 1) A state of the same tokens has the same bits.
+        start = self._search_exact()
+        self._is_exact = True
+        # 2) A state of a prefix of the text has read the tokens that were fed, which may be others.
+        previous = self._find_previous_turn() if start.ids else None
+        if previous is not None:
+            state, tokens, length = previous
+            rest = self._text.encode()[length:].decode()
+            ids = self._tokenizer.encode(rest) if rest else []
+            if len(ids) < len(start.ids):
+                start = PrefillStart(state, ids, tokens)
+                self._is_exact = False
+        self._tokens = start.cached_tokens + len(start.ids)
         return start
 
+    def _find_previous_turn(self) -> tuple[GenerationState, int, int] | None:
+        """Return the state of the longest prefix of the text, its tokens, and the prefix's length in bytes."""
+        content = self._text.encode()
+        candidates = []
+        cached = self._cache.find_longest("text", content)
+        if cached is not None:
+            candidates.append((cached[0].state, cached[0].tokens, cached[1]))
+        session = None if self._lease is None else self._lease.session
+        if session is not None:
+            candidates += [
+                (session.state, session.tokens, key.length)
+                for key in session.texts
+                if key.length <= len(content) and text_key(content[: key.length].decode(errors="replace")) == key
+            ]
+        return max(candidates, key=lambda candidate: candidate[2], default=None)
+
     def should_cache_at(self, position: int) -> bool:
-        """As for any prompt, if it is read in the segments of a read from the start."""
-        return self._exact and super().should_cache_at(position)
+        """Return whether to cache the state after `position` new tokens: only with the bits of a full prefill."""
+        return self._is_exact and super().should_cache_at(position)
 
     def on_read(self, position: int, state: GenerationState) -> None:
-        """Keep a state; the one at the end also under the text."""
-        if self._exact and self._reused + position < len(self.ids):
+        """Cache a state after `position` new tokens; the one at the end also under the text."""
+        if self._is_exact and self._cached_tokens + position < len(self.ids):
             super().on_read(position, state)
         elif position:
-            exact = self._exact_keys(len(self.ids)) if self._exact else []
-            self._store.put(state, self._tokens, *exact, text_key(self._text))
+            exact_keys = self._exact_keys(len(self.ids)) if self._is_exact else []
+            self._cache.put(state, self._tokens, *exact_keys, text_key(self._text))
 
-    def on_end(self, row: Continuation, state: GenerationState) -> None:
-        """Remember the end of the turn, for `finalize`."""
-        if row.completion.resumable_text is not None:
-            self._ends.append((row, state))
+    def on_end(self, continuation: Continuation, state: GenerationState) -> None:
+        """Take the state at the end of a turn, unless it ends within a character."""
+        if continuation.completion.resumable_text is not None:
+            self._ends.append((continuation, state))
 
     def finalize(self) -> None:
-        """Keep the ends of turns under the text so far, as it was written and as the template writes it again."""
+        """Store the ends of turns under the text so far, both as it was written and as the template renders it."""
         while self._ends:
-            row, state = self._ends.pop()
-            assert row.completion.resumable_text is not None
-            texts = {self._text + row.completion.resumable_text}
-            if row.completion.reason != "stop" and (again := self._rendered(row.completion.text)) is not None:
-                texts.add(again)
-            keys = [*map(text_key, texts), *([] if self._session is None else [self._session])]
-            kept = self._store.put(state, self._tokens + len(row.completion.tokens) - (row.pending is not None), *keys)
-            if self._session is not None:
-                self._store.save(kept)
+            continuation, state = self._ends.pop()
+            completion = continuation.completion
+            assert completion.resumable_text is not None
+            texts = {self._text + completion.resumable_text}
+            if completion.reason != "stop" and (rendered := self._render_up_to_reply(completion.text)) is not None:
+                texts.add(rendered)
+            keys = tuple(map(text_key, sorted(texts)))
+            tokens = self._tokens + len(completion.tokens) - (continuation.pending_token is not None)
+            if self._lease is None:
+                self._cache.put(state, tokens, *keys)
+            else:
+                self._sessions.commit(self._lease, state, tokens, keys)
 
-    def _rendered(self, reply: str) -> str | None:
-        """The conversation up to the end of a reply, as the next turn's text will begin, apart from spaces."""
+    def _render_up_to_reply(self, reply: str) -> str | None:
+        """Return the conversation up to the end of a reply as the next request will render it, apart from spaces."""
         try:
-            text = self._render(reply)
-        except (ValueError, TypeError):  # some templates refuse a conversation that ends with a reply
+            text = self._render_reply(reply)
+        except (ValueError, TypeError):  # some templates reject a conversation that ends with a reply
             return None
-        begin, bare = len(self._text), reply.strip()
+        stripped = reply.strip()
+        begin = len(self._text)
         begin += len(text[begin:]) - len(text[begin:].lstrip())
-        fine = bare and text.startswith(self._text) and text.startswith(bare, begin)
-        return text[: begin + len(bare)] if fine else None
+        is_found = stripped and text.startswith(self._text) and text.startswith(stripped, begin)
+        return text[: begin + len(stripped)] if is_found else None
 
 
 class SessionPrompt(Prompt):
-    """Text that is added to a session, which then has read all of its text and replies.
+    """Text that is appended to a session, which then has read all of its text and replies.
 
     Args:
-        session: its name's key.
-        earlier: its state so far, None if it begins.
+        ids: Tokens of the text; may be empty if the session has read some already.
+        cache: Cache of states.
+        segment_len: Number of tokens that are read at once.
+        sessions: Store of sessions.
+        lease: Lease of the session.
     """
 
     feeds_final_token = True
+    caches_final_state = True
 
     def __init__(
-        self, ids: list[int], store: StateCache, segment_len: int, session: Key, earlier: CachedState | None
+        self, ids: list[int], cache: StateCache, segment_len: int, sessions: SessionStore, lease: SessionLease
     ) -> None:
         """Continue the session."""
-        super().__init__(ids, store, segment_len)
-        self._session, self._earlier = session, earlier
-        self._tokens = len(ids) + (0 if earlier is None else earlier.tokens)
-        self.fixed_key = earlier is None
-        self._kept: CachedState | None = None
+        super().__init__(ids, cache, segment_len)
+        self._sessions = sessions
+        self._lease = lease
+        self._tokens = len(ids) + (0 if lease.session is None else lease.session.tokens)
+        self._end: tuple[GenerationState, int] | None = None
+        self.uses_prompt_key = lease.session is None
 
-    @property
-    def caches_final_state(self) -> bool:
-        """A conversation and a session keep it."""
-        return True
-
-    def _look(self) -> PrefillStart:
-        """The state of the session so far."""
-        if self._earlier is None:
+    def _search(self) -> PrefillStart:
+        session = self._lease.session
+        if session is None:
             return PrefillStart(None, self.ids, 0)
-        return PrefillStart(self._earlier.state, self.ids, self._earlier.tokens)
+        return PrefillStart(session.state, self.ids, session.tokens)
 
     def should_cache_at(self, position: int) -> bool:
-        """Keep nothing on the way."""
+        """Return False: only the final state is stored."""
         return False
 
     def on_read(self, position: int, state: GenerationState) -> None:
-        """Keep nothing before the end."""
+        """Drop the state: only the final state is stored."""
 
-    def on_end(self, row: Continuation, state: GenerationState) -> None:
-        """Keep the new state."""
-        self._kept = self._store.put(state, self._tokens + len(row.completion.tokens), self._session)
+    def on_end(self, continuation: Continuation, state: GenerationState) -> None:
+        """Take the final state."""
+        self._end = (state, self._tokens + len(continuation.completion.tokens))
 
     def finalize(self) -> None:
-        """Write the state to disk, if there is a directory."""
-        if self._kept is not None:
-            self._store.save(self._kept)
-
-
-def cache_callbacks(prompt: Prompt) -> dict[str, Any]:
-    """The arguments of a job that make it keep the prompt's states."""
-    return {
-        "find": prompt.find,
-        "should_cache_at": prompt.should_cache_at,
-        "on_read": prompt.on_read,
-        "on_end": prompt.on_end if prompt.caches_final_state else None,
-    }
+        """Replace the session by its new state."""
+        if self._end is not None:
+            self._sessions.commit(self._lease, *self._end)
+            self._end = None

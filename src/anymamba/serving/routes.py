@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -20,8 +20,7 @@ from anymamba.serving.api.errors import ApiError, internal_error
 from anymamba.serving.api.requests import GenerationRequest, Limits, parse_body, read_chat, read_completion
 from anymamba.serving.api.responses import ResponseBuilder
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.service import Service
-from anymamba.serving.state_cache import session_key
+from anymamba.serving.service import Service, session_errors
 from anymamba.version import __version__
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -104,8 +103,8 @@ class Routes:
         gauges = {f"anymamba_rows_{name}": float(value) for name, value in engine.load.items()}
         gauges |= {
             "anymamba_requests_open": float(service.open),
-            "anymamba_states": float(len(cache)),
-            "anymamba_state_bytes": float(cache.nbytes),
+            "anymamba_states": float(len(cache) + len(service.sessions)),
+            "anymamba_state_bytes": float(cache.nbytes + service.sessions.nbytes),
         }
         return Response(service.metrics.format(counters, gauges), media_type=PROMETHEUS)
 
@@ -116,15 +115,15 @@ class Routes:
 
     async def get_session(self, request: Request) -> Response:
         """Return the size of a session."""
-        with suppress(ValueError):
-            cached = await asyncio.to_thread(self._service.cache.get, session_key(request.path_params["name"]))
-            if cached is not None:
-                return json_response({"object": "session", "tokens": cached.tokens, "bytes": cached.state.nbytes})
-        raise ApiError(404, "there is no such session", code="not_found")
+        with session_errors():
+            session = await asyncio.to_thread(self._service.sessions.find, request.path_params["name"])
+        if session is None:
+            raise ApiError(404, "there is no such session", code="not_found")
+        return json_response({"object": "session", "tokens": session.tokens, "bytes": session.state.nbytes})
 
     async def delete_session(self, request: Request) -> Response:
         """Delete a session."""
-        if not await asyncio.to_thread(self._service.cache.remove, session_key(request.path_params["name"])):
+        if not await asyncio.to_thread(self._service.sessions.delete, request.path_params["name"]):
             raise ApiError(404, "there is no such session", code="not_found")
         return json_response({"object": "session", "deleted": True})
 

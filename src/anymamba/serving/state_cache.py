@@ -1,21 +1,21 @@
-"""Cached states: what was read once is not read again.
+"""Cached states of prompts, shared by all requests: what was read once is not read again.
 
-A state is kept under what it has read, by digest, so that its size does not depend on the length:
+A state is cached under a digest of what it has read, so that the size of a key does not depend on the length:
 
 - *cut*: the tokens of a prompt up to a multiple of the segment length. A longer prompt that continues from there is
-  read in the same segments as from the start, so it gives the same bits.
-- *end*: all tokens of a prompt, for the same prompt again: `n` samples, another try, a branch.
+  read in the same segments as from the beginning, so it gives the same bits.
+- *end*: all tokens of a prompt, for the same prompt again: `n` samples, a retry, a branch.
 - *text*: a conversation as the chat template renders it, up to the end of a prompt or of a reply. The state has read
   the tokens that were fed; a reply that is rendered again may consist of other tokens.
-- *session*: a name that a client chose.
 
-When memory runs out, the least recently used states leave first. With a directory, states that leave memory are
-written to files there, and sessions are written at the end of every turn, so both survive a restart.
+When memory runs out, the least recently used states are dropped first. With a directory they are written to files,
+so that they survive a restart. Sessions are stored separately, in `sessions.py`: nothing here can displace them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from array import array
@@ -25,22 +25,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from anymamba.core.io import parse_json
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
-from anymamba.serving.state_cache_disk import DiskStateCache
+from anymamba.serving.state_cache_disk import StateDirectory
 
-Kind = Literal["cut", "end", "text", "session"]
+Kind = Literal["cut", "end", "text"]
 
-_LEAVING = 8  # states that may wait to be written
+_FIELDS = ("tokens", "keys")
+_FILE_NAME = re.compile(r"(cut|end|text)-(\d+)-([0-9a-f]{32})")
+_NAMING_ORDER = ("text", "cut", "end")  # a file is named after the first of its keys in this order
+_MAX_WRITES = 8  # states that may wait to be written; further ones are dropped
 
 
 class Key(NamedTuple):
-    """Names what a state has read.
+    """A digest of what a state has read.
 
     Attributes:
-        kind: of the name.
-        length: of what was read, in bytes.
-        digest: of it.
+        kind: Kind of the key.
+        length: Length in bytes of what was read.
+        digest: Hexadecimal digest of what was read.
     """
 
     kind: Kind
@@ -49,12 +53,12 @@ class Key(NamedTuple):
 
 
 class CachedState(NamedTuple):
-    """A state that was kept.
+    """A state in the cache.
 
     Attributes:
-        state: of one row.
-        tokens: how many it has read.
-        keys: the keys under which it is found.
+        state: State of one row.
+        tokens: Number of tokens it has read.
+        keys: Keys under which it is found.
     """
 
     state: GenerationState
@@ -62,209 +66,228 @@ class CachedState(NamedTuple):
     keys: tuple[Key, ...]
 
 
-class SessionLimitError(Exception):
-    """There is no room for another session, and no directory to put one in."""
-
-
 def ids_key(kind: Kind, ids: Sequence[int]) -> Key:
-    """The key of tokens."""
+    """Return the key of token ids."""
     content = array("i", ids).tobytes()
-    return Key(kind, len(content), _digest(content))
+    return Key(kind, len(content), digest(content))
 
 
 def text_key(text: str) -> Key:
-    """The key of a rendered conversation."""
+    """Return the key of a rendered conversation."""
     content = text.encode()
-    return Key("text", len(content), _digest(content))
+    return Key("text", len(content), digest(content))
 
 
-def session_key(name: str) -> Key:
-    """The key of a session: a hash, which is all of the name that the disk ever sees."""
-    return Key("session", 0, _digest(b"session:" + name.encode()))
+def digest(content: bytes) -> str:
+    """Return the digest of bytes for a key."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class StateCache:
-    """Keeps states, from any thread.
+    """A thread-safe cache of states.
 
     Args:
-        model: whose states they are.
-        limit: bytes of memory for them.
-        directory: for files that only their owner can read; if not given, states are kept in memory only.
-        disk_limit: bytes of files for states that left memory, and as many more for sessions.
+        model: Model whose states are cached.
+        limit: Memory for states in bytes.
+        directory: Directory for states that leave memory, or None to drop them. Each model has its own in it.
+        disk_limit: Largest total size of the files in bytes.
+
+    Attributes:
+        nbytes: Memory of the cached states in bytes.
+        hits: Number of prompts that began with a cached state.
+        misses: Number of prompts that were read from the beginning.
+        evictions: Number of states that left memory.
     """
 
     def __init__(
         self, model: MambaLM, limit: int = 2**30, directory: Path | None = None, disk_limit: int = 2**33
     ) -> None:
-        """Open the directory, if one is given; files of other models in it are ignored."""
-        self.limit, self.nbytes = limit, 0
-        self.files = None if directory is None else DiskStateCache(directory, model, disk_limit)
+        """Open the directory, if one is given."""
+        self._limit = limit
+        self._reserved = 0
+        self.nbytes = 0
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
         self._lock = threading.RLock()
-        self._kept: OrderedDict[int, CachedState] = OrderedDict()  # by identity, the least recently used first
+        self._entries: OrderedDict[int, CachedState] = OrderedDict()  # by identity, the least recently used first
         self._by_key: dict[Key, CachedState] = {}
         self._lengths: dict[Kind, Counter[int]] = {"cut": Counter(), "text": Counter()}
-        self._writer = ThreadPoolExecutor(1, "states")
-        self._leaving: dict[Key, CachedState] = {}  # left memory and not yet in files
-        self.hits = self.misses = self.evictions = 0
+        self._executor = ThreadPoolExecutor(1, "states")
+        self._being_written: dict[Key, CachedState] = {}  # no longer in memory, and not yet in a file
+        self.files: StateDirectory | None = None
+        self._file_lengths: dict[str, set[int]] = {"cut": set(), "text": set()}
+        if directory is not None:
+            name = model.fingerprint().replace(":", "-")
+            self.files = StateDirectory(directory / name, model, disk_limit, _FIELDS)
+            for name in self.files.names():
+                self._note_file(name)
 
     def __len__(self) -> int:
-        """How many are in memory."""
-        return len(self._kept)
+        """Return the number of states in memory."""
+        return len(self._entries)
 
     def put(self, state: GenerationState, tokens: int, *keys: Key) -> CachedState:
-        """Keep a state of one row, in place of the states that had these keys.
-
-        Raises:
-            SessionLimitError: it is the state of a session, and sessions alone would exceed the limit.
-        """
-        kept = CachedState(_compact(state), tokens, keys)
+        """Cache a state of one row, in place of the states that had these keys."""
+        cached = CachedState(compact(state), tokens, keys)
         with self._lock:
-            former = [self._by_key[key] for key in keys if key in self._by_key]
-            freed = {id(other): other.state.nbytes for other in former}
-            if self.files is None and _is_session(kept):
-                pinned = sum(k.state.nbytes for k in self._kept.values() if _is_session(k) and id(k) not in freed)
-                if pinned + kept.state.nbytes > self.limit:
-                    raise SessionLimitError(f"sessions have {pinned} of {self.limit} bytes")
-            for other in former:
-                self._drop(other)
-            self._add(kept)
-            pushed = self._shrink()
-        self._write(pushed)
-        return kept
+            for previous in [self._by_key[key] for key in keys if key in self._by_key]:
+                self._drop(previous)
+            self._add(cached)
+            evicted = self._evict()
+        self._write_later(evicted)
+        return cached
 
     def get(self, key: Key) -> CachedState | None:
-        """What is kept under a key, in memory or in a file."""
+        """Return the state with this key, from memory or from a file."""
         with self._lock:
-            if (found := self._by_key.get(key)) is not None:
-                self._kept.move_to_end(id(found))
-                return found
-            if (found := self._leaving.get(key)) is not None:
-                return found
-        return self._from_file(key)
+            if (cached := self._by_key.get(key)) is not None:
+                self._entries.move_to_end(id(cached))
+                return cached
+            if (cached := self._being_written.get(key)) is not None:
+                return cached
+        return self._load(key)
 
-    def longest(self, kind: Literal["cut", "text"], content: bytes) -> tuple[CachedState, int] | None:
-        """The state that has read the longest beginning of `content`, and how many bytes that is."""
+    def find_longest(self, kind: Literal["cut", "text"], content: bytes) -> tuple[CachedState, int] | None:
+        """Return the state that has read the longest prefix of `content`, and the prefix's length in bytes."""
+        # 1) Collect the lengths of all keys of this kind, in memory and in files.
         with self._lock:
-            lengths = {*self._lengths[kind], *(key.length for key in self._leaving if key.kind == kind)}
-            lengths |= set() if self.files is None else self.files.lengths(kind)
-        keys, digest, begin = [], hashlib.blake2b(digest_size=16), 0
+            lengths = {*self._lengths[kind], *(key.length for key in self._being_written if key.kind == kind)}
+            lengths |= self._file_lengths[kind]
+        # 2) Digest each prefix of such a length, in one pass over the content.
+        keys = []
+        hasher = hashlib.blake2b(digest_size=16)
+        begin = 0
         for length in sorted(n for n in lengths if n <= len(content)):
-            digest.update(content[begin:length])
+            hasher.update(content[begin:length])
             begin = length
-            keys.append(Key(kind, length, digest.copy().hexdigest()))
+            keys.append(Key(kind, length, hasher.copy().hexdigest()))
+        # 3) Return the longest one that exists.
         for key in reversed(keys):
-            if (found := self.get(key)) is not None:
-                return found, key.length
+            if (cached := self.get(key)) is not None:
+                return cached, key.length
         return None
 
-    def save(self, kept: CachedState) -> None:
-        """Write a session's state to its file, if there is a directory."""
-        if self.files is not None:
-            self.files.write(kept.state, kept.tokens, kept.keys)
-
-    def remove(self, key: Key) -> bool:
-        """Forget what is kept under a key; returns whether there was anything."""
+    def reserve(self, nbytes: int) -> None:
+        """Leave this much of the memory to the sessions."""
         with self._lock:
-            found = self._by_key.get(key)
-            if found is not None:
-                self._drop(found)
-        on_disk = self.files is not None and self.files.remove(key)
-        return found is not None or on_disk
+            self._reserved = nbytes
+            evicted = self._evict()
+        self._write_later(evicted)
 
     def close(self, seconds: float = float("inf")) -> None:
-        """Write what is in memory to files, if there is a directory: the most recently used first.
+        """Write the states in memory to files, if there is a directory: the most recently used first.
 
         Args:
-            seconds: the time after which the rest is dropped. Sessions were written at the end of every turn, and the
-                other states can be read again.
+            seconds: Time limit. States that are not written by then are lost; their prompts can be read again.
         """
-        now, until = time.time(), time.monotonic() + seconds
-        self._writer.shutdown()
+        now = time.time()
+        deadline = time.monotonic() + seconds
+        self._executor.shutdown()
         if self.files is None:
             return
         with self._lock:
-            rest = [kept for kept in reversed(self._kept.values()) if not _is_session(kept)]
-        for i, kept in enumerate(rest):
-            if time.monotonic() >= until:
+            remaining = list(reversed(self._entries.values()))
+        for i, cached in enumerate(remaining):
+            if time.monotonic() >= deadline:
                 return
-            self.files.write(kept.state, kept.tokens, kept.keys, used=now - 1e-3 * i)
+            self._write(cached, used=now - 1e-3 * i)
 
-    def _from_file(self, key: Key) -> CachedState | None:
-        if self.files is None or (found := self.files.read(key)) is None:
+    def _load(self, key: Key) -> CachedState | None:
+        """Return a state from its file, or None if there is no file that can be read."""
+        if self.files is None:
             return None
-        kept = CachedState(*found)
+        try:
+            if (stored := self.files.read(_file_name(key))) is None:
+                return None
+            state, metadata = stored
+            keys = tuple(Key(*fields) for fields in parse_json(metadata["keys"]))
+            cached = CachedState(state, int(metadata["tokens"]), keys)
+        except (OSError, ValueError, TypeError):  # the prompt can be read again
+            return None
         with self._lock:
             if key in self._by_key:
                 return self._by_key[key]
-            if any(k in self._by_key for k in kept.keys):  # a session whose text is also kept by itself
-                kept = CachedState(kept.state, kept.tokens, tuple(k for k in kept.keys if k not in self._by_key))
-            self._add(kept)
-            pushed = self._shrink()
-        self._write(pushed)
-        return kept
+            cached = cached._replace(keys=tuple(other for other in keys if other not in self._by_key))
+            self._add(cached)
+            evicted = self._evict()
+        self._write_later(evicted)
+        return cached
 
-    def _add(self, kept: CachedState) -> None:
-        self._kept[id(kept)] = kept
-        self.nbytes += kept.state.nbytes
-        for key in kept.keys:
-            self._by_key[key] = kept
+    def _add(self, cached: CachedState) -> None:
+        self._entries[id(cached)] = cached
+        self.nbytes += cached.state.nbytes
+        for key in cached.keys:
+            self._by_key[key] = cached
             if key.kind in self._lengths:
                 self._lengths[key.kind][key.length] += 1
 
-    def _drop(self, kept: CachedState) -> None:
-        if self._kept.pop(id(kept), None) is None:
+    def _drop(self, cached: CachedState) -> None:
+        if self._entries.pop(id(cached), None) is None:
             return
-        self.nbytes -= kept.state.nbytes
-        for key in kept.keys:
+        self.nbytes -= cached.state.nbytes
+        for key in cached.keys:
             del self._by_key[key]
             if key.kind in self._lengths:
                 self._lengths[key.kind] -= Counter({key.length: 1})
 
-    def _shrink(self) -> list[CachedState]:
-        """Drop the least recently used until the rest fits; returns what was dropped. Without files, sessions stay."""
-        pushed = []
-        for kept in list(self._kept.values()):
-            if self.nbytes <= self.limit:
-                break
-            if self.files is None and _is_session(kept):
-                continue
-            self._drop(kept)
+    def _evict(self) -> list[CachedState]:
+        """Drop the least recently used states until the rest fits; return those that were dropped."""
+        evicted = []
+        while self._entries and self.nbytes > max(0, self._limit - self._reserved):
+            cached = next(iter(self._entries.values()))
+            self._drop(cached)
             self.evictions += 1
-            pushed.append(kept)
-        return pushed
+            evicted.append(cached)
+        return evicted
 
-    def _write(self, pushed: list[CachedState]) -> None:
-        """Let a thread write states to files; if it falls behind, some are dropped."""
-        for kept in pushed:
-            if self.files is None or _is_session(kept):  # which has been written
-                continue
+    def _write_later(self, evicted: list[CachedState]) -> None:
+        """Write states to files in a thread; if it falls behind, some are dropped."""
+        if self.files is None:
+            return
+        for cached in evicted:
             with self._lock:
-                if len({id(other) for other in self._leaving.values()}) >= _LEAVING:
+                if len({id(other) for other in self._being_written.values()}) >= _MAX_WRITES:
                     continue
-                self._leaving.update(dict.fromkeys(kept.keys, kept))
-            self._writer.submit(self._write_one, kept)
+                self._being_written.update(dict.fromkeys(cached.keys, cached))
+            self._executor.submit(self._write_evicted, cached)
 
-    def _write_one(self, kept: CachedState) -> None:
+    def _write_evicted(self, cached: CachedState) -> None:
         try:
-            if self.files is not None:
-                self.files.write(kept.state, kept.tokens, kept.keys)
+            self._write(cached)
         finally:
             with self._lock:
-                for key in kept.keys:
-                    if self._leaving.get(key) is kept:
-                        del self._leaving[key]
+                for key in cached.keys:
+                    if self._being_written.get(key) is cached:
+                        del self._being_written[key]
+
+    def _write(self, cached: CachedState, *, used: float | None = None) -> None:
+        assert self.files is not None
+        keys = sorted(cached.keys, key=lambda key: _NAMING_ORDER.index(key.kind))
+        metadata = {
+            "tokens": str(cached.tokens),
+            "keys": "[" + ",".join(f'["{k.kind}",{k.length},"{k.digest}"]' for k in keys) + "]",
+        }
+        name = _file_name(keys[0])
+        try:
+            self.files.write(name, cached.state, metadata, used=used)
+        except (OSError, ValueError):  # the prompt can be read again
+            return
+        self._note_file(name)
+
+    def _note_file(self, name: str) -> None:
+        match = _FILE_NAME.fullmatch(name)
+        if match is not None and match[1] in self._file_lengths:
+            with self._lock:
+                self._file_lengths[match[1]].add(int(match[2]))
 
 
-def _is_session(kept: CachedState) -> bool:
-    return any(key.kind == "session" for key in kept.keys)
+def _file_name(key: Key) -> str:
+    return f"{key.kind}-{key.length}-{key.digest}"
 
 
-def _compact(state: GenerationState) -> GenerationState:
-    """The same values in memory of their own: a tensor may be a small part of a large one."""
+def compact(state: GenerationState) -> GenerationState:
+    """Return the state with tensors that own their memory: a view may keep a much larger tensor alive."""
     return state.with_tensors(
         x.clone() if x.untyped_storage().nbytes() > x.nbytes else x.detach() for x in state.leaves()
     )
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

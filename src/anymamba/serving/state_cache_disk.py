@@ -1,138 +1,172 @@
-"""Cached states in a directory: one file each, complete or refused; the oldest are removed to stay within a limit."""
+"""Directories of state files: bounded in size, shared by several servers, and intact after a crash."""
 
 from __future__ import annotations
 
 import os
-import re
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from anymamba.core.cache_io import read_state_file, restore_tree, write_state_file
-from anymamba.core.io import parse_json
+from anymamba.core.io import open_tensors
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
 
-_FACTS = ["fingerprint", "tokens", "keys"]
-_PREFERRED = ("session", "text", "cut", "end")  # whose name a file has
-_SPARE = 0.1  # share of the limit that is freed beyond what is needed, so that not every write searches the directory
-_NAME = re.compile(r"(cut|end|text|session)-(\d+)-([0-9a-f]{32})\.safetensors")
+_SUFFIX = ".safetensors"
+_SPARE = 0.1  # fraction of the limit that is freed in addition, so that not every write lists the directory
 
 
-class DiskStateCache:
-    """States by their keys. A file is named after one key; its other keys are known once it was read.
+class StateDirectory:
+    """A directory with one file per state.
+
+    Several servers may use the directory: every change holds a lock on the file `.lock`. Whoever holds it finds
+    temporary files only of servers that were killed, and removes them.
 
     Args:
-        directory: made if it is not there.
-        model: whose states they are; those of other models in the directory are ignored.
-        limit: bytes for states, and as many more for sessions.
+        directory: Directory, which is created if needed, for files that only their owner can read.
+        model: Model whose states are stored.
+        limit: Largest total size of the files in bytes; the least recently used are removed first.
+        fields: Names of the metadata fields of each file.
+
+    Attributes:
+        unfinished_files: Number of temporary files of killed servers that were removed.
     """
 
-    def __init__(self, directory: Path, model: MambaLM, limit: int) -> None:
-        """List the files that are there."""
-        self._model, self._limit, self._lock = model, limit, threading.Lock()
-        self._fingerprint = model.fingerprint()
-        # A directory for each model, so that one server's states are not another's.
-        self._directory = directory / self._fingerprint.replace(":", "-")
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lengths: dict[str, set[int]] = {}
-        # Upper bounds, of sessions and of other states: a file that is written again counts twice.
-        self._bytes = {True: 0, False: 0}
-        for file in self._directory.iterdir():
-            self._note(file)
+    def __init__(self, directory: Path, model: MambaLM, limit: int, fields: Sequence[str]) -> None:
+        """Create the directory, and remove what killed servers left in it."""
+        self._directory = directory
+        self._model = model
+        self._limit = limit
+        self._fields = fields
+        self._thread_lock = threading.RLock()
+        self._lock_depth = 0
+        self.unfinished_files = 0
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.lock():
+            self._remove_unfinished()
+        self._bytes = sum(size for _, size, _ in self._list_files())  # an upper bound: a replaced file counts twice
 
-    def lengths(self, kind: str) -> set[int]:
-        """The lengths of the keys of this kind for which there may be files."""
-        return self._lengths.get(kind, set())
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Exclude other threads and other servers from changes; a thread that holds the lock may take it again.
 
-    def write(self, state: GenerationState, tokens: int, keys: tuple[Any, ...], *, used: float | None = None) -> None:
-        """Write a state. Only for a session is it an error if that fails: other prompts can be read again.
+        Without file locks (Windows, some network file systems), only other threads are excluded.
+        """
+        with self._thread_lock:
+            descriptor = self._lock_file() if self._lock_depth == 0 else None
+            self._lock_depth += 1
+            try:
+                yield
+            finally:
+                self._lock_depth -= 1
+                if descriptor is not None:
+                    os.close(descriptor)
+
+    def _lock_file(self) -> int | None:
+        try:
+            import fcntl
+        except ImportError:
+            return None
+        descriptor = os.open(self._directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return descriptor
+
+    def names(self) -> list[str]:
+        """Return the names of the stored states."""
+        return [file.name.removesuffix(_SUFFIX) for file in self._directory.iterdir() if file.suffix == _SUFFIX]
+
+    def write(self, name: str, state: GenerationState, metadata: dict[str, str], *, used: float | None = None) -> None:
+        """Write a state, in place of the one with this name.
 
         Args:
-            state: of one row.
-            tokens: how many it has read.
-            keys: the keys under which it is found.
-            used: when it was used last, on the clock of `time.time`; now if not given.
+            name: Name of the file, without its suffix.
+            state: State of one row.
+            metadata: Metadata fields.
+            used: Time of the last use on the clock of `time.time`, or None for now.
 
         Raises:
-            OSError: the state of a session cannot be written.
+            OSError: The file cannot be written; the previous one is unchanged.
+            ValueError: The state has invalid values.
         """
-        keys = tuple(sorted(keys, key=lambda key: _PREFERRED.index(key.kind)))
-        file = self._file(keys[0])
-        facts = {
-            "fingerprint": self._fingerprint,
-            "tokens": str(tokens),
-            "keys": "[" + ",".join(f'["{k.kind}",{k.length},"{k.digest}"]' for k in keys) + "]",
-        }
-        try:
-            with self._lock:
-                write_state_file(file, state, facts)
-                file.chmod(0o600)
-                if used is not None:
-                    os.utime(file, (used, used))
-                self._note(file)
-                self._shrink(keys[0].kind == "session")
-        except (OSError, ValueError):
-            if keys[0].kind == "session":
-                raise
+        file = self._file(name)
+        with self.lock():
+            write_state_file(file, state, metadata)
+            file.chmod(0o600)
+            if used is not None:
+                os.utime(file, (used, used))
+            self._bytes += file.stat().st_size
+            if self._bytes > self._limit:
+                self._evict()
 
-    def read(self, key: Any) -> tuple[GenerationState, int, tuple[Any, ...]] | None:
-        """The state, tokens and keys of the file with this name; None if there is none that can be read.
+    def read(self, name: str) -> tuple[GenerationState, dict[str, str]] | None:
+        """Return a state and its metadata, or None if there is no file with this name.
 
         Raises:
-            ValueError: the state of a session is damaged.
+            OSError: The file cannot be read.
+            ValueError: The file is damaged, or the state does not fit the model.
         """
-        file = self._file(key)
+        file = self._file(name)
         if not file.is_file():
             return None
-        try:
-            tensors, facts, _ = read_state_file(file, GenerationState.__name__, _FACTS)
-            if facts["fingerprint"] != self._fingerprint:
-                return None
-            state = restore_tree(file, GenerationState.like(self._model), tensors)
-            if state.batch_size != 1:
-                raise ValueError(f"{file}: expected the state of one row, got {state.batch_size}")
-            keys = tuple(type(key)(*entry) for entry in parse_json(facts["keys"]))
+        tensors, metadata, *_ = read_state_file(file, GenerationState.__name__, self._fields)
+        state = restore_tree(file, GenerationState.like(self._model), tensors)
+        if state.batch_size != 1:
+            raise ValueError(f"{file}: expected the state of one row, got {state.batch_size}")
+        with suppress(OSError):  # another server has removed it
             os.utime(file)
-            return state, int(facts["tokens"]), keys
-        except (OSError, ValueError, TypeError):
-            if key.kind == "session":
-                raise
+        return state, metadata
+
+    def read_metadata(self, name: str) -> dict[str, str] | None:
+        """Return the metadata of a state without reading its tensors, or None if there is no file with this name.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        file = self._file(name)
+        if not file.is_file():
             return None
+        with open_tensors(file) as tensors:
+            return tensors.metadata() or {}
 
-    def remove(self, key: Any) -> bool:
-        """Remove the file with this name; returns whether there was one."""
-        try:
-            self._file(key).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+    def remove(self, name: str) -> bool:
+        """Remove a state; return whether there was one."""
+        with self.lock():
+            try:
+                self._file(name).unlink()
+            except FileNotFoundError:
+                return False
+            return True
 
-    def _file(self, key: Any) -> Path:
-        return self._directory / f"{key.kind}-{key.length}-{key.digest}.safetensors"
+    def _file(self, name: str) -> Path:
+        return self._directory / f"{name}{_SUFFIX}"
 
-    def _note(self, file: Path) -> None:
-        if found := _NAME.fullmatch(file.name):
-            self._lengths.setdefault(found[1], set()).add(int(found[2]))
-            with suppress(OSError):  # another server has removed it
-                self._bytes[found[1] == "session"] += file.stat().st_size
+    def _remove_unfinished(self) -> None:
+        for file in self._directory.iterdir():
+            if file.name.startswith(".") and file.suffix == ".tmp":
+                with suppress(OSError):
+                    file.unlink()
+                    self.unfinished_files += 1
 
-    def _shrink(self, sessions: bool) -> None:
-        """Remove the least recently used files if they exceed the limit."""
-        if self._bytes[sessions] <= self._limit:
-            return
-        found = []
+    def _list_files(self) -> list[tuple[int, int, Path]]:
+        """Return the time of the last use, the size and the path of each file, the most recently used first."""
+        files = []
         for file in self._directory.iterdir():
             with suppress(OSError):
-                if (name := _NAME.fullmatch(file.name)) and (name[1] == "session") == sessions:
-                    found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
-        total = sum(size for _, size, _ in found)
-        enough = self._limit if total <= self._limit else (1 - _SPARE) * self._limit
-        found.sort(reverse=True)
-        while found and total > (enough if len(found) > 1 else self._limit):
-            _, size, file = found.pop()
+                if file.suffix == _SUFFIX:
+                    files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+        return sorted(files, reverse=True)
+
+    def _evict(self) -> None:
+        """Remove the least recently used files if all together exceed the limit."""
+        self._remove_unfinished()
+        files = self._list_files()
+        total = sum(size for _, size, _ in files)
+        target = self._limit if total <= self._limit else (1 - _SPARE) * self._limit
+        while files and total > (target if len(files) > 1 else self._limit):
+            _, size, file = files.pop()
             with suppress(OSError):
                 file.unlink()
             total -= size
-        self._bytes[sessions] = total
+        self._bytes = total

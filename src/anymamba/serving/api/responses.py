@@ -9,7 +9,7 @@ from typing import Any
 from anymamba.generation.sampling import TokenScore
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.serving.api.requests import GenerationRequest
-from anymamba.serving.scheduler.events import Event, PromptDone, SequenceDone, TokenEvent
+from anymamba.serving.scheduler.continuation import Event, PromptDone, SequenceDone, TokenEvent
 
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -52,23 +52,23 @@ class ResponseBuilder:
         n = self._request.n
         first = prompt * n
         if isinstance(event, PromptDone):
-            self._new_tokens += event.read
-            self._cached_tokens += event.reused
+            self._new_tokens += event.new_tokens
+            self._cached_tokens += event.cached_tokens
             return [chunk for i in range(first, first + n) if (chunk := self._begin_choice(i, prompt, event))]
         if isinstance(event, TokenEvent):
-            choice = self._choices[first + event.row]
-            token_text = event.piece
+            choice = self._choices[first + event.choice]
+            token_text = event.token_text
             choice.text += token_text.text
             choice.tokens.append(token_text.token)
             choice.scores.append(token_text.scores)
             if not token_text.text and self._request.logprobs is None and not self._request.return_token_ids:
                 return []
-            return [self._make_chunk(first + event.row, token_text.text, [token_text.token], [token_text.scores])]
+            return [self._make_chunk(first + event.choice, token_text.text, [token_text.token], [token_text.scores])]
         if isinstance(event, SequenceDone):
-            choice = self._choices[first + event.row]
+            choice = self._choices[first + event.choice]
             choice.text += event.rest
             choice.finish_reason = "length" if event.reason == "length" else "stop"
-            return [self._make_chunk(first + event.row, event.rest, [], [], choice.finish_reason)]
+            return [self._make_chunk(first + event.choice, event.rest, [], [], choice.finish_reason)]
         return []
 
     def _begin_choice(self, i: int, prompt: int, event: PromptDone) -> dict[str, Any] | None:

@@ -1,7 +1,4 @@
-"""Continuations of prompts: rows that take a place, get a token each at every step, and leave when they end.
-
-§ The rows that are decoded together, in memory that stays where it is: to join or leave costs the copy of one row.
-"""
+"""Decoding: continuations that occupy a slot, get one token each per step, and leave when they end."""
 
 from __future__ import annotations
 
@@ -19,250 +16,292 @@ from anymamba.generation.tokenizers import Tokenizer
 from anymamba.kernels.cpu.step_program import MAX_ROWS
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
-from anymamba.serving.scheduler.continuation import Continuation, choose_tokens
-from anymamba.serving.scheduler.events import Job, Outbox, PrefilledJob, SequenceDone, TokenEvent
+from anymamba.serving.scheduler.continuation import (
+    Continuation,
+    Job,
+    Outbox,
+    PrefilledJob,
+    SequenceDone,
+    TokenEvent,
+    choose_tokens,
+)
 
 
 class DecodeSlots:
-    """Places 0 to `used` - 1 of a cache, each with the state of one row.
+    """Slots 0 to `used` - 1 of a cache, each with the state of one row, in memory that does not move.
 
-    The compiled kernels compute a row the same in any batch of up to `MAX_ROWS`. Where they do not run, the last bits
-    of a row depend on its batch, so each row is stepped alone there, unless `together` asks for speed.
+    The compiled kernels compute a row the same way in any batch of up to `MAX_ROWS`. Without them the last bits of a
+    row depend on its batch, so each row is stepped alone, unless `together` prefers speed.
 
     Args:
-        model: the language model.
-        capacity: the most rows, at most `MAX_ROWS`.
-        together: whether rows share a step; if not given, they do where the kernels run.
+        model: Language model.
+        capacity: Largest number of rows, at most `MAX_ROWS`.
+        together: True to step all rows in one batch, False to step each alone, None for one batch where the compiled
+            kernels run.
+
+    Attributes:
+        capacity: Largest number of rows.
+        used: Number of rows.
+        together: True if rows are stepped in one batch.
 
     Raises:
-        ValueError: a capacity out of range.
+        ValueError: The capacity is out of range.
     """
 
     def __init__(self, model: MambaLM, capacity: int = MAX_ROWS, together: bool | None = None) -> None:
-        """Take no memory yet."""
+        """Begin with one empty slot; the cache grows with the number of rows."""
         if not 1 <= capacity <= MAX_ROWS:
             raise ValueError(f"rows must be between 1 and {MAX_ROWS}, got {capacity}")
-        self.decoder, self.capacity, self.used = Decoder(model), capacity, 0
-        compiled = not self.decoder.reason and not are_kernels_off()
-        self.together = compiled if together is None else together
-        self._model, self._cache = model, model.init_cache(1)
+        self.capacity = capacity
+        self.used = 0
+        self._model = model
+        self._decoder = Decoder(model)
+        self._cache = model.init_cache(1)
+        is_compiled = not self._decoder.reason and not are_kernels_off()
+        self.together = is_compiled if together is None else together
 
-    def join(self, cache: LMCache) -> None:
-        """Copy the state of one row to the next place."""
+    def insert(self, cache: LMCache) -> None:
+        """Copy the cache of one row to the next slot."""
         size = self._cache.batch_size
         if self.used == size:
             self._grow(min(self.capacity, 2 * size))
-        for mine, new in zip(self._cache.leaves(), cache.leaves(), strict=True):
-            mine[self.used : self.used + 1] = new
+        for x, row in zip(self._cache.leaves(), cache.leaves(), strict=True):
+            x[self.used : self.used + 1] = row
         self.used += 1
 
-    def leave(self, place: int) -> None:
-        """Give up a place; the row in the last one moves there."""
+    def remove(self, slot: int) -> None:
+        """Free a slot; the row of the last one moves there."""
         self.used -= 1
-        if place != self.used:
+        if slot != self.used:
             for x in self._cache.leaves():
-                x[place] = x[self.used]
+                x[slot] = x[self.used]
 
     def clear(self) -> None:
-        """Give up all places."""
+        """Free all slots."""
         self.used = 0
 
-    def row(self, place: int) -> LMCache:
-        """A copy of the state in a place."""
-        return self._cache.with_tensors(x[place : place + 1].clone() for x in self._cache.leaves())
+    def copy_row(self, slot: int) -> LMCache:
+        """Return a copy of the cache in a slot."""
+        return self._cache.with_tensors(x[slot : slot + 1].clone() for x in self._cache.leaves())
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token to each row.
 
         Args:
-            tokens: as many as places are used.
+            tokens: One token per used slot.
 
         Returns:
-            The logits of the next token of each, (b, v).
+            The logits of the next token of each row, (b, v).
         """
-        ids = torch.tensor(tokens, device=self._model.device)
+        ids_b = torch.tensor(tokens, device=self._model.device)
         if self.together:
-            return self._step(ids, 0, self.used)
-        return torch.cat([self._step(ids[place : place + 1], place, place + 1) for place in range(self.used)])
+            return self._step_range(ids_b, 0, self.used)
+        return torch.cat([self._step_range(ids_b[slot : slot + 1], slot, slot + 1) for slot in range(self.used)])
 
-    def _step(self, ids: Tensor, begin: int, end: int) -> Tensor:
+    def _step_range(self, ids_b: Tensor, begin: int, end: int) -> Tensor:
         views = self._cache.with_tensors(x[begin:end] for x in self._cache.leaves())
-        logits, new = self.decoder.step(ids, views, in_place=True)
-        for mine, x in zip(views.leaves(), new.leaves(), strict=True):
-            if mine.data_ptr() != x.data_ptr():  # the model's own code ran, which makes a new cache
-                mine.copy_(x)
-        return logits
+        logits_bv, new_cache = self._decoder.step(ids_b, views, in_place=True)
+        for x, new in zip(views.leaves(), new_cache.leaves(), strict=True):
+            if x.data_ptr() != new.data_ptr():  # the portable step returns a new cache
+                x.copy_(new)
+        return logits_bv
 
     def _grow(self, size: int) -> None:
-        def grown(x: Tensor) -> Tensor:
-            wider = torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-            wider[: x.shape[0]] = x
-            return wider
+        def enlarge(x: Tensor) -> Tensor:
+            enlarged = torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+            enlarged[: x.shape[0]] = x
+            return enlarged
 
-        self._cache = self._cache.with_tensors(map(grown, self._cache.leaves()))
+        self._cache = self._cache.with_tensors(map(enlarge, self._cache.leaves()))
 
 
 class ActiveRow:
-    """A row that is being decoded, its job, and its number in the job."""
+    """A continuation that is being decoded, its job, and its index among its continuations."""
 
-    def __init__(self, job: Job, number: int, row: Continuation) -> None:
-        """Bind the row to its job."""
-        self.job, self.number, self.row = job, number, row
+    def __init__(self, job: Job, choice: int, continuation: Continuation) -> None:
+        """Begin to decode a continuation."""
+        self.job = job
+        self.choice = choice
+        self.continuation = continuation
+
+    @property
+    def is_done(self) -> bool:
+        """True if the continuation has ended, and its final state needs no further token."""
+        if self.continuation.completion.reason is None:
+            return False
+        return not (self.continuation.needs_final_feed and self.job.on_end is not None)
 
 
 class DecodeLoop:
-    """Continues the rows of jobs whose prompts have been read, one token of every row at a time.
+    """Continues jobs whose prompts have been read, one token of every continuation at a time.
 
     Args:
-        slots: hold the states of the rows.
-        tokenizer: of the model's text.
-        vocab_size: of the model.
-        outbox: for events.
-        is_over: whether a job's time is up.
+        slots: Slots for the states of the rows.
+        tokenizer: Tokenizer of the model.
+        vocab_size: Number of tokens that may be chosen.
+        outbox: Outbox for events.
+        is_over: Returns whether the time of a job has run out.
 
     Attributes:
-        tokens_written: since the start.
-        steps: since the start.
+        slots: Slots for the states of the rows.
+        tokens_written: Number of tokens that were chosen since the start.
+        steps: Number of steps since the start.
     """
 
     def __init__(
         self, slots: DecodeSlots, tokenizer: Tokenizer, vocab_size: int, outbox: Outbox, is_over: Callable[[Job], bool]
     ) -> None:
-        """No row is there yet."""
-        self.slots, self._tokenizer, self._vocab_size = slots, tokenizer, vocab_size
-        self._outbox, self._is_over = outbox, is_over
-        self._ready: deque[PrefilledJob] = deque()
-        self._places: list[ActiveRow] = []
-        self.tokens_written = self.steps = 0
+        """Begin with no rows."""
+        self.slots = slots
+        self.tokens_written = 0
+        self.steps = 0
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._outbox = outbox
+        self._is_over = is_over
+        self._prefilled: deque[PrefilledJob] = deque()
+        self._rows: list[ActiveRow] = []  # the row of each slot
 
     @property
     def running(self) -> int:
-        """How many rows are being decoded."""
-        return len(self._places)
+        """Number of rows that are being decoded."""
+        return len(self._rows)
 
     @property
     def ready(self) -> int:
-        """How many rows wait for a place."""
-        return sum(len(r.job.plans) - r.next for r in list(self._ready))
+        """Number of continuations that wait for a slot."""
+        return sum(len(prefilled.job.continuations) - prefilled.next_index for prefilled in list(self._prefilled))
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no row."""
-        return not (self._ready or self._places)
+        """True if there is nothing to decode."""
+        return not (self._prefilled or self._rows)
 
-    def add(self, ready: PrefilledJob) -> None:
-        """Let a job's rows wait for places."""
-        self._ready.append(ready)
+    def add(self, prefilled: PrefilledJob) -> None:
+        """Queue the continuations of a job for slots."""
+        self._prefilled.append(prefilled)
 
     def clear(self) -> set[Job]:
-        """Give up all rows; returns their jobs."""
-        jobs = {place.job for place in self._places} | {ready.job for ready in self._ready}
-        self._places, self._ready = [], deque()
+        """Drop all continuations; return their jobs."""
+        jobs = {row.job for row in self._rows} | {prefilled.job for prefilled in self._prefilled}
+        self._rows = []
+        self._prefilled = deque()
         self.slots.clear()
         return jobs
 
-    def has_room(self) -> bool:
-        """Whether every row that was ready has found a place."""
+    def admit_all(self) -> bool:
+        """Admit continuations to free slots; return whether none of them is left."""
         self.admit()
-        return not self._ready
+        return not self._prefilled
 
     def admit(self) -> None:
-        """Let rows that are ready take their first token, and a place if they need further ones."""
-        while self._ready and self.slots.used < self.slots.capacity:
-            ready = self._ready[0]
-            job, number = ready.job, ready.next
-            ready.next += 1
-            if ready.next >= len(job.plans) or job.cancelled:
-                self._ready.popleft()
-            if not job.cancelled and number < len(job.plans):
-                self._begin(job, number, ready.state)
+        """Choose the first token of queued continuations, and admit those that need more to free slots."""
+        while self._prefilled and self.slots.used < self.slots.capacity:
+            prefilled = self._prefilled[0]
+            job = prefilled.job
+            index = prefilled.next_index
+            prefilled.next_index += 1
+            if prefilled.next_index >= len(job.continuations) or job.is_cancelled:
+                self._prefilled.popleft()
+            if not job.is_cancelled and index < len(job.continuations):
+                try:
+                    self._begin(job, index, prefilled.state)
+                except BaseException as error:  # it concerns only this job; a tokenizer's panic is not an Exception
+                    self._outbox.fail(job, error)
 
-    def _begin(self, job: Job, number: int, state: GenerationState) -> None:
-        try:
-            key = int(state.keys[0]) if job.keys is None else job.keys[number]
-            if job.keys is not None:
-                state = state._replace(counts=torch.zeros_like(state.counts))
-            row = Continuation(job.plans[number], self._tokenizer, self._vocab_size, state, key)
-            place = ActiveRow(job, number, row)
-            if row.plan.max_tokens == 0:
-                self._end(place, row.completion.finish(), lambda: state)
-                return
-            self._take(place, choose_tokens([row], state.logits)[0], state.logits)
-            if row.completion.reason is not None and not (row.must_feed and job.on_end is not None):
-                self._end(place, "", lambda: row.state(state.cache, state.logits))
-                return
-            self.slots.join(state.cache)
-        except Exception as error:  # of this job only
-            self._outbox.fail(job, error)
+    def _begin(self, job: Job, index: int, state: GenerationState) -> None:
+        # 1) Continuations of a prompt draw by keys of their own, those of a session by the key in its state.
+        key = int(state.keys[0])
+        if job.sampling_keys is not None:
+            key = job.sampling_keys[index]
+            state = state._replace(counts=torch.zeros_like(state.counts))
+        continuation = Continuation(job.continuations[index], self._tokenizer, self._vocab_size, state, key)
+        row = ActiveRow(job, index, continuation)
+        # 2) A continuation of no tokens has ended before its first.
+        if continuation.options.max_tokens == 0:
+            self._end(row, continuation.completion.finish(), lambda: state)
             return
-        self._places.append(place)
+        # 3) The first token comes from the logits of the prompt.
+        self._add_token(row, choose_tokens([continuation], state.logits)[0], state.logits)
+        if row.is_done:
+            self._end(row, "", lambda: continuation.make_state(state.cache, state.logits))
+            return
+        # 4) Further ones need a slot.
+        self.slots.insert(state.cache)
+        self._rows.append(row)
 
     def step(self) -> None:
-        """Feed every row its token and let it take the next; rows that have ended or were given up leave."""
-        self._leave([i for i, place in enumerate(self._places) if place.job.cancelled])
-        self._expire()
-        if not self._places:
+        """Decode one token of every row."""
+        # 1) Rows whose job was cancelled, or whose time has run out, leave.
+        self._remove([i for i, row in enumerate(self._rows) if row.job.is_cancelled])
+        self._end_overdue()
+        if not self._rows:
             return
+        # 2) The model reads the pending token of every row.
         try:
-            pending: list[Any] = [place.row.pending for place in self._places]
+            pending: list[Any] = [row.continuation.pending_token for row in self._rows]
             logits_bv = self.slots.step(pending)
-        except Exception as error:  # it may belong to any of them
-            for job in {place.job for place in self._places}:
+        except Exception as error:  # any of the rows may have caused it
+            for job in {row.job for row in self._rows}:
                 self._outbox.fail(job, error)
-            self._leave(range(len(self._places)))
+            self._remove(range(len(self._rows)))
             return
         self.steps += 1
-        for place in self._places:
-            place.row.fed()
-        going = [i for i, place in enumerate(self._places) if place.row.completion.reason is None]
-        rows = [self._places[i].row for i in going]
-        tokens = dict(zip(going, choose_tokens(rows, _some(logits_bv, going)), strict=True))
-        self._leave([i for i in range(len(self._places)) if self._advance(i, tokens.get(i), logits_bv[i : i + 1])])
+        for row in self._rows:
+            row.continuation.mark_fed()
+        # 3) Rows that have not ended choose their next token.
+        unfinished = [i for i, row in enumerate(self._rows) if row.continuation.completion.reason is None]
+        continuations = [self._rows[i].continuation for i in unfinished]
+        tokens = choose_tokens(continuations, _select_rows(logits_bv, unfinished))
+        token_by_row = dict(zip(unfinished, tokens, strict=True))
+        # 4) Rows that are done leave.
+        rows = range(len(self._rows))
+        self._remove([i for i in rows if self._advance(i, token_by_row.get(i), logits_bv[i : i + 1])])
 
     def _advance(self, i: int, token: int | ValueError | None, logits_1v: Tensor) -> bool:
-        """Let a row whose pending token was fed take the next, if it has not ended; returns whether it is done."""
-        place = self._places[i]
-        row = place.row
+        """Add the next token to a row; return whether the row is done. The token is None if the text had ended."""
+        row = self._rows[i]
         try:
             if token is not None:
-                self._take(place, token, logits_1v)
-                if row.completion.reason is None or (row.must_feed and place.job.on_end is not None):
+                self._add_token(row, token, logits_1v)
+                if not row.is_done:
                     return False
-            self._end(place, "", lambda: row.state(self.slots.row(i), logits_1v.clone()))
-        except Exception as error:  # of this job only
-            self._outbox.fail(place.job, error)
+            self._end(row, "", lambda: row.continuation.make_state(self.slots.copy_row(i), logits_1v.clone()))
+        except BaseException as error:  # it concerns only this job; a tokenizer's panic is not an Exception
+            self._outbox.fail(row.job, error)
         return True
 
-    def _take(self, place: ActiveRow, token: int | ValueError, logits_1v: Tensor) -> None:
+    def _add_token(self, row: ActiveRow, token: int | ValueError, logits_1v: Tensor) -> None:
         if isinstance(token, ValueError):
             raise token
-        piece = place.row.take(token, logits_1v)
+        token_text = row.continuation.add_token(token, logits_1v)
         self.tokens_written += 1
-        self._outbox.add(place.job, TokenEvent(place.number, piece))
+        self._outbox.add(row.job, TokenEvent(row.choice, token_text))
 
-    def _end(self, place: ActiveRow, rest: str, state: Callable[[], GenerationState]) -> None:
-        job, row = place.job, place.row
-        assert row.completion.reason is not None
-        if job.on_end is not None and not job.cancelled:
-            job.on_end(row, state())
-        self._outbox.add(job, SequenceDone(place.number, row.completion.reason, rest))
+    def _end(self, row: ActiveRow, rest: str, make_state: Callable[[], GenerationState]) -> None:
+        reason = row.continuation.completion.reason
+        assert reason is not None
+        if row.job.on_end is not None and not row.job.is_cancelled:
+            row.job.on_end(row.continuation, make_state())
+        self._outbox.add(row.job, SequenceDone(row.choice, reason, rest))
 
-    def _expire(self) -> None:
-        """End rows whose time is up."""
-        late = [i for i, place in enumerate(self._places) if self._is_over(place.job)]
-        for place in (self._places[i] for i in late):
-            rest = place.row.completion.finish() if place.row.completion.reason is None else ""
-            assert place.row.completion.reason is not None
-            self._outbox.add(place.job, SequenceDone(place.number, place.row.completion.reason, rest))
-        self._leave(late)
+    def _end_overdue(self) -> None:
+        """End the rows whose time has run out; their states are not handed out."""
+        overdue = [i for i, row in enumerate(self._rows) if self._is_over(row.job)]
+        for row in (self._rows[i] for i in overdue):
+            rest = row.continuation.completion.finish()
+            reason = row.continuation.completion.reason
+            assert reason is not None
+            self._outbox.add(row.job, SequenceDone(row.choice, reason, rest))
+        self._remove(overdue)
 
-    def _leave(self, places: Iterable[int]) -> None:
-        for i in sorted(places, reverse=True):
-            self.slots.leave(i)
-            self._places[i] = self._places[-1]
-            self._places.pop()
+    def _remove(self, rows: Iterable[int]) -> None:
+        for i in sorted(rows, reverse=True):
+            self.slots.remove(i)
+            self._rows[i] = self._rows[-1]
+            self._rows.pop()
 
 
-def _some(x: Tensor, rows: list[int]) -> Tensor:
-    """Some rows of a tensor, without a copy if they are all of them."""
+def _select_rows(x: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows of a tensor, without a copy if they are all of them."""
     return x if len(rows) == x.shape[0] else x[rows]

@@ -1,4 +1,4 @@
-"""Prompts into states: each is read by itself, in segments cut at fixed places, whatever else runs."""
+"""Prompts to states: each prompt is read by itself, in segments cut at fixed positions, whatever else runs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from anymamba.generation.prefill import Prefill
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
-from anymamba.serving.scheduler.events import Failed, Job, Outbox, PrefilledJob, PrefillStart, PromptDone
+from anymamba.serving.scheduler.continuation import Job, JobFailed, Outbox, PrefilledJob, PrefillStart, PromptDone
 
-_HALF_READ = 8  # prompts that are begun at a time: each holds a state
+_MAX_STARTED = 8  # prompts that may be read in turns: each holds a state
 
 
-class _Reading:
+class _QueuedPrompt:
     """A job whose prompt is being read or waits for it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.start: PrefillStart | None = None  # not asked for before the job's turn
-        self.prefill: Prefill | None = None  # none either if a kept state has read all of the prompt
+        self.start: PrefillStart | None = None  # not known before the job is scheduled
+        self.prefill: Prefill | None = None  # also None if a cached state has read the whole prompt
 
     @property
-    def left(self) -> int:
-        """Tokens still to be read, or an estimate of them before the job's turn."""
+    def remaining(self) -> int:
+        """Number of tokens still to be read, or an estimate of it before the job is scheduled."""
         if self.start is None:
-            return self.job.length
+            return self.job.estimated_len
         return 0 if self.prefill is None else self.prefill.remaining
 
 
@@ -32,14 +32,14 @@ class PrefillQueue:
     """Reads the prompts of jobs, one segment of one prompt at a time.
 
     Args:
-        model: the language model.
-        segment_len: tokens that are read at once, at least 1.
-        outbox: for events.
-        is_over: whether a job's time is up.
-        done: takes each job whose prompt has been read.
+        model: Language model.
+        segment_len: Number of tokens of a segment, at least 1.
+        outbox: Outbox for events.
+        is_over: Returns whether the time of a job has run out.
+        on_done: Takes each job whose prompt has been read.
 
     Attributes:
-        tokens_read: since the start.
+        tokens_read: Number of tokens that were read since the start.
     """
 
     def __init__(
@@ -48,91 +48,101 @@ class PrefillQueue:
         segment_len: int,
         outbox: Outbox,
         is_over: Callable[[Job], bool],
-        done: Callable[[PrefilledJob], None],
+        on_done: Callable[[PrefilledJob], None],
     ) -> None:
-        """Nothing waits yet."""
+        """Begin with an empty queue."""
         if segment_len < 1:
             raise ValueError(f"segment_len must be at least 1, got {segment_len}")
-        self._model, self._segment_len, self._outbox = model, segment_len, outbox
-        self._is_over, self._done = is_over, done
-        self._waiting: list[_Reading] = []
-        self._oldest_next = True
+        self._model = model
+        self._segment_len = segment_len
+        self._outbox = outbox
+        self._is_over = is_over
+        self._on_done = on_done
+        self._prompts: list[_QueuedPrompt] = []
+        self._is_oldest_next = True
         self.tokens_read = 0
 
     def __len__(self) -> int:
-        """How many prompts are being read or wait for it."""
-        return len(self._waiting)
+        """Return the number of prompts that are being read or wait for it."""
+        return len(self._prompts)
 
     def add(self, job: Job) -> None:
-        """Let a job's prompt wait for its turn."""
-        self._waiting.append(_Reading(job))
+        """Add a job to the queue."""
+        self._prompts.append(_QueuedPrompt(job))
 
     def clear(self) -> set[Job]:
-        """Stop reading; the jobs whose prompts were not read to the end."""
-        waiting, self._waiting = self._waiting, []
-        return {reading.job for reading in waiting}
+        """Empty the queue; return its jobs."""
+        prompts = self._prompts
+        self._prompts = []
+        return {prompt.job for prompt in prompts}
 
-    def read(self) -> bool:
-        """Read a segment; whether there was one to read."""
-        for reading in [r for r in self._waiting if r.job.cancelled or self._is_over(r.job)]:
-            late = TimeoutError("the time for the request ran out before its prompt was read")
-            self._outbox.add(reading.job, Failed(late))
-            self._waiting.remove(reading)
-        if not self._waiting:
+    def run_segment(self) -> bool:
+        """Read one segment; return whether there was a prompt to read."""
+        # 1) Drop the jobs that were cancelled or whose time has run out.
+        for prompt in [p for p in self._prompts if p.job.is_cancelled or self._is_over(p.job)]:
+            timeout = TimeoutError("the time for the request ran out before its prompt was read")
+            self._outbox.add(prompt.job, JobFailed(timeout))
+            self._prompts.remove(prompt)
+        if not self._prompts:
             return False
-        reading = self._next()
+        # 2) Read a segment of the next prompt. An error concerns only its job.
+        prompt = self._select_next()
         try:
-            state = self._read_segment(reading)
-        except Exception as error:  # of this job only
-            self._outbox.add(reading.job, Failed(error))
-            self._waiting.remove(reading)
+            state = self._read_segment(prompt)
+        except BaseException as error:  # a tokenizer's panic is not an Exception
+            self._outbox.add(prompt.job, JobFailed(error))
+            self._prompts.remove(prompt)
             return True
+        # 3) A prompt that has been read leaves the queue.
         if state is not None:
-            self._waiting.remove(reading)
-            self._done(PrefilledJob(reading.job, state))
+            self._prompts.remove(prompt)
+            self._on_done(PrefilledJob(prompt.job, state))
         self._outbox.flush()
         return True
 
-    def _next(self) -> _Reading:
-        """Alternate between the prompt that came first and the one with the least left to read: a long prompt does not
-        hold up short ones, and short ones at most double the time that a long one takes."""
-        self._oldest_next = not self._oldest_next
-        if self._oldest_next:
-            return self._waiting[0]
-        begun = [reading for reading in self._waiting if reading.start is not None]
-        return min(begun if len(begun) >= _HALF_READ else self._waiting, key=lambda reading: reading.left)
+    def _select_next(self) -> _QueuedPrompt:
+        """Alternate between the oldest prompt and the one with the fewest tokens left to read.
 
-    def _read_segment(self, reading: _Reading) -> GenerationState | None:
-        """Read the next segment of a prompt; return the state at the end of the prompt, None before it."""
-        job = reading.job
-        # 1) When the job is scheduled for the first time, find the kept state from which reading starts.
-        if reading.start is None:
-            reading.start = job.find()
-            if reading.start.ids:
-                reading.prefill = Prefill(
+        So a long prompt does not delay short ones, and short ones at most double the time of a long one.
+        """
+        self._is_oldest_next = not self._is_oldest_next
+        if self._is_oldest_next:
+            return self._prompts[0]
+        started = [prompt for prompt in self._prompts if prompt.start is not None]
+        candidates = started if len(started) >= _MAX_STARTED else self._prompts
+        return min(candidates, key=lambda prompt: prompt.remaining)
+
+    def _read_segment(self, prompt: _QueuedPrompt) -> GenerationState | None:
+        """Read the next segment of a prompt; return the state at the end of the prompt, or None before it."""
+        job = prompt.job
+        # 1) When the job is scheduled for the first time, find the cached state to continue from.
+        if prompt.start is None:
+            prompt.start = job.find_start()
+            if prompt.start.ids:
+                prompt.prefill = Prefill(
                     self._model,
-                    [reading.start.ids],
-                    reading.start.state,
+                    [prompt.start.ids],
+                    prompt.start.state,
                     segment_len=self._segment_len,
                     keeps_state_at=job.should_cache_at,
-                    logprobs=job.score_prompt,
+                    logprobs=job.prompt_logprobs,
                 )
-        start = reading.start
-        prefill = reading.prefill
-        # 2) Read a segment, unless the kept state has read everything.
+        start = prompt.start
+        prefill = prompt.prefill
+        # 2) Read a segment, unless the cached state has read the whole prompt.
         if prefill is None:
             state = start.state
             if state is None:
                 raise ValueError("a prompt must have at least one token, got none")
         else:
-            before = prefill.position
+            position = prefill.position
             state = prefill.read_segment()
-            self.tokens_read += prefill.position - before
-        # 3) Hand out the state where it is kept, and at the end.
+            self.tokens_read += prefill.position - position
+        # 3) Hand out the state where it is to be cached, and at the end.
         if state is not None and job.on_read is not None:
             job.on_read(0 if prefill is None else prefill.position, state)
         if prefill is not None and not prefill.is_done:
             return None
         scores = [] if prefill is None else prefill.prompt_scores
-        self._outbox.add(job, PromptDone(len(start.ids), start.reused, scores))
+        self._outbox.add(job, PromptDone(len(start.ids), start.cached_tokens, scores))
         return state
