@@ -1,4 +1,4 @@
-"""Rows of inputs with the labels to predict: batches, their cost, the share of labels that is predicted, and tasks.
+"""Rows of inputs with the labels to predict: batches, their loss, their accuracy, and tasks.
 
 Letters: b rows, t time, k classes.
 """
@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.tasks.task import Task
+from anymamba.training import Task
 
-IGNORED = -100  # the label of a position that is not scored
+IGNORED = -100  # label of a position that is not scored
 
 
 class Labeled(NamedTuple):
-    """A batch.
+    """A batch of inputs with labels.
 
     Attributes:
-        inputs: (b, t).
-        labels: of each position (b, t), or of each row (b).
+        inputs: Inputs (b, t).
+        labels: Label of each position (b, t), or of each row (b).
     """
 
     inputs: Tensor
@@ -29,36 +29,33 @@ class Labeled(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Positions that are read."""
+        """Number of positions that are read."""
         return self.inputs.numel()
 
     @property
     def loss_terms(self) -> int:
-        """Labels that are scored."""
+        """Number of labels that are scored."""
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device) -> Labeled:
-        """On another device."""
+        """Return the batch on another device."""
         return Labeled(self.inputs.to(device), self.labels.to(device))
 
-    def nats(self, model: nn.Module, smoothing: float = 0.0) -> Tensor:
-        """The cross entropy of the labels under the model's logits (b, t, k) or (b, k), added up.
-
-        With `smoothing`, that share of each label's probability is spread evenly over all classes.
-        """
+    def cross_entropy_sum(self, model: nn.Module) -> Tensor:
+        """Return the sum of the labels' cross entropies under the model's logits (b, t, k) or (b, k), in nats."""
         logits, labels = model(self.inputs).flatten(0, -2), self.labels.flatten()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """The share of the labels that have the largest logit."""
-        right = (model(self.inputs).argmax(-1) == self.labels) & (self.labels != IGNORED)
-        return int(right.sum()) / max(1, self.loss_terms)
+        """Return the fraction of the labels that have the largest logit."""
+        is_correct = (model(self.inputs).argmax(-1) == self.labels) & (self.labels != IGNORED)
+        return int(is_correct.sum()) / max(1, self.loss_terms)
 
 
 class LabeledTask(Task[Labeled]):
-    """Labels to predict from rows of inputs."""
+    """A task whose loss is the cross entropy of labels."""
 
     def loss(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats."""
-        return batch.nats(model), None
+        """Return the sum of the cross entropies in nats."""
+        return batch.cross_entropy_sum(model), None

@@ -32,7 +32,7 @@ TOLERANCE = 1e-4  # float32, relative to the largest entry
 
 
 def outcome(block: Block, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Outcome:
-    """Outputs, final state and gradients of the mean square of both."""
+    """Return the outputs, the final state and the gradients of the mean square of both."""
     leaf = x.clone().requires_grad_()
     y, state = run(leaf)
     loss = y.square().mean() + state.square().mean()
@@ -42,14 +42,14 @@ def outcome(block: Block, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Tenso
 
 
 def difference(actual: Outcome, expected: Outcome, prefix: str) -> float:
-    """Largest relative difference over the entries whose name starts with `prefix`."""
+    """Return the largest relative difference over the entries whose name starts with `prefix`."""
     names = [name for name in expected if name.startswith(prefix)]
     scales = ((actual[n].double() - expected[n]).abs().max() / expected[n].abs().max() for n in names)
     return max(float(scale) for scale in scales)
 
 
 def kept_bytes(run: Callable[[], object]) -> int:
-    """Bytes that autograd keeps for the backward of `run`, each storage once."""
+    """Return the bytes that autograd keeps for the backward pass of `run`, counting each storage once."""
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def kept_bytes(run: Callable[[], object]) -> int:
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
-    """Median wall time of `run`, after a warm-up."""
+    """Return the median wall time of `run` in milliseconds, after a warm-up."""
     samples = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -122,13 +122,13 @@ def main() -> int:
 
 
 def prefill(block: Block, x: Tensor, path: SsdPath) -> tuple[Tensor, Tensor]:
-    """Outputs and final state of a sequence."""
+    """Return the outputs and the final state of a sequence."""
     y, cache = block.prefill(x, path=path)
     return y, cache.ssm
 
 
 def unrolled(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, token by token."""
+    """Return the outputs and the final state, computed token by token."""
     cache: Any = None
     ys = []
     for token in x.unbind(1):

@@ -1,1 +1,1 @@
-"""The word problem of A5, the smallest group whose products a rotation in the plane cannot follow."""
+"""The word problem of A5, the smallest group whose products a rotation in the plane cannot track."""

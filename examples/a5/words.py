@@ -23,7 +23,7 @@ def _is_even(p: tuple[int, ...]) -> bool:
 ELEMENTS = [p for p in itertools.permutations(range(5)) if _is_even(p)]  # the first is the identity
 _NUMBER = {p: i for i, p in enumerate(ELEMENTS)}
 
-# After element i and token k stands element AFTER[i, k].
+# The product of element i and token k is element AFTER[i, k].
 AFTER = np.array(
     [
         [i if token == START else _NUMBER[tuple(_CYCLES[token][x] for x in p)] for token in (START, FIVE, THREE)]
@@ -33,7 +33,7 @@ AFTER = np.array(
 
 
 def draw(rng: np.random.Generator, rows: int, length: int) -> Labeled:
-    """Words of `length` generators, and after each token the product so far, as the number of an element."""
+    """Draw words of `length` generators; labels are the product after each token, as the index of an element."""
     tokens = np.concatenate([np.full((rows, 1), START), rng.integers(FIVE, THREE + 1, (rows, length))], axis=1)
     products = np.zeros_like(tokens)
     for t in range(1, length + 1):

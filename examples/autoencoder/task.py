@@ -1,4 +1,4 @@
-"""Learning to redraw digits from a few numbers."""
+"""Learn to reconstruct digits from a few numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anymamba.training.config.sections import OptimizerSection, ScheduleSection, check_at_least, option
-from anymamba.training.tasks.task import Evaluation
+from anymamba.training import Evaluation, OptimizerSection, ScheduleSection, check_at_least, option
 from examples.autoencoder.model import Autoencoder
+from examples.command import ExampleConfig, ModelSizes
 from examples.digits.images import BRIGHTEST, Digits
 from examples.labeled import Labeled, LabeledTask
-from examples.runs import ExampleConfig, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoencoderSection(Sizes):
+class AutoencoderSection(ModelSizes):
     """The model, and the images of a step."""
 
     code: int = option(16, "numbers that encode an image")
@@ -27,7 +26,7 @@ class AutoencoderSection(Sizes):
     n_layer: int = option(2, "layers of the encoder and of the decoder, two per pair")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise for values that cannot work."""
         super().__post_init__()
         check_at_least(self, 1, "code")
         check_at_least(self, 2, "n_layer")
@@ -43,48 +42,48 @@ class AutoencoderConfig(ExampleConfig):
 
 
 class AutoencoderTask(LabeledTask):
-    """The binary cross entropy of pixels; the test images decide nothing."""
+    """The binary cross entropy of pixels; the test images influence nothing."""
 
     METRICS = ("validation_error",)
     config: AutoencoderConfig
 
     def __init__(self, config: AutoencoderConfig, digits: Digits) -> None:
-        """Take the config and the images."""
+        """Keep the config and the images."""
         self.config = config
         self.training, self.validation, self.test = (part.inputs.float() / BRIGHTEST for part in digits)
 
     @property
     def fingerprint(self) -> str:
-        """The number of images, whose order and split are fixed."""
+        """Return the number of images, whose order and split are fixed."""
         return f"digits {len(self.training)}"
 
     def make_model(self, dtype: torch.dtype) -> Autoencoder:
-        """The autoencoder."""
+        """Return the autoencoder."""
         c = self.config.autoencoder
         return Autoencoder(c.code, c.d_model, c.n_layer, c.family, c.d_state, c.headdim).to(dtype)
 
     def batches(self, step: int) -> list[Labeled]:
-        """Some images, which are their own labels."""
+        """Return images, which are their own labels."""
         rows = np.random.default_rng([self.config.seed, step]).choice(len(self.training), self.config.autoencoder.rows)
         images = self.training[torch.from_numpy(rows)]
         return [Labeled(images, images)]
 
     def loss(self, model: nn.Module, batch: Labeled, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Nats of all pixels."""
+        """Return the sum of the pixels' cross entropies in nats."""
         return F.binary_cross_entropy_with_logits(model(batch.inputs), batch.labels, reduction="sum"), None
 
     def evaluate(self, model: Autoencoder, step: int, dtype: torch.dtype) -> Evaluation:
-        """The mean squared error of the validation images' pixels."""
-        error = mean_squared_error(drawn(model, self.validation), self.validation)
+        """Return the mean squared error of the validation images' pixels."""
+        error = mean_squared_error(reconstruct(model, self.validation), self.validation)
         return Evaluation({"validation_error": error}, f"step {step}: validation {error:.5f}")
 
 
 @torch.no_grad()
-def drawn(model: nn.Module, images: Tensor) -> Tensor:
-    """The pixels that come out, from 0 to 1."""
+def reconstruct(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the reconstructed pixels, from 0 to 1."""
     return model(images).sigmoid()
 
 
-def mean_squared_error(found: Tensor, expected: Tensor) -> float:
-    """The mean squared error of all pixels."""
-    return (found - expected).square().mean().item()
+def mean_squared_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the mean squared error of all pixels."""
+    return (actual - expected).square().mean().item()

@@ -25,7 +25,7 @@ class Digits(NamedTuple):
 
 
 def load_digits() -> Digits:
-    """The three splits, always the same.
+    """Return the three splits, which are always the same.
 
     Raises:
         ValueError: scikit-learn is not installed.
@@ -42,7 +42,7 @@ def load_digits() -> Digits:
 
 
 def shifted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Each image (b, t) shifted by up to one pixel in each direction; new pixels are 0."""
+    """Shift each image (b, t) by up to one pixel in each direction; new pixels are 0."""
     framed = np.pad(images.reshape(-1, SIDE, SIDE), ((0, 0), (1, 1), (1, 1)))
     windows = np.lib.stride_tricks.sliding_window_view(framed, (SIDE, SIDE), axis=(1, 2))
     down, right = rng.integers(3, size=(2, len(images)))

@@ -11,15 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba.models import ResidualLayer, StackConfig, make_norm
-from anymamba.training.config.sections import OptimizerSection, ScheduleSection, option
-from anymamba.training.tasks.task import Evaluation
+from anymamba.training import Evaluation, OptimizerSection, ScheduleSection, option
+from examples.command import ExampleConfig, ModelSizes
 from examples.digits.images import BRIGHTEST, CLASSES, Digits, shifted
 from examples.labeled import Labeled, LabeledTask
-from examples.runs import ExampleConfig, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsSection(Sizes):
+class DigitsSection(ModelSizes):
     """The model, and the images of a step."""
 
     family: Literal["Mamba2", "Mamba3"] = option("Mamba3", "family of the blocks")
@@ -37,7 +36,7 @@ class DigitsConfig(ExampleConfig):
 
 
 class PixelReader(nn.Module):
-    """Residual layers over the pixels, one number each, and a head on the last output."""
+    """Residual layers over the pixels, one per position, and a head on the last output."""
 
     def __init__(self, config: DigitsSection) -> None:
         """Create the parameters."""
@@ -53,7 +52,7 @@ class PixelReader(nn.Module):
         self.head = nn.Linear(config.d_model, CLASSES)
 
     def forward(self, images: Int[Tensor, "b t"]) -> Float[Tensor, "b k"]:
-        """The logits of the ten digits."""
+        """Return the logits of the ten digits."""
         residual = self.embedding(images.unsqueeze(-1).to(self.head.weight.dtype) * (2 / BRIGHTEST) - 1)
         for layer in self.layers:
             residual, _ = layer(residual)
@@ -61,26 +60,27 @@ class PixelReader(nn.Module):
 
 
 class DigitsTask(LabeledTask):
-    """Classification of the digits; the test images decide nothing."""
+    """Classification of the digits; the test images influence nothing."""
 
     METRICS = ("validation_accuracy",)
     config: DigitsConfig
 
     def __init__(self, config: DigitsConfig, digits: Digits) -> None:
-        """Take the config and the images."""
-        self.config, self.digits = config, digits
+        """Keep the config and the images."""
+        self.config = config
+        self.digits = digits
 
     @property
     def fingerprint(self) -> str:
-        """The number of images, whose order and split are fixed."""
+        """Return the number of images, whose order and split are fixed."""
         return f"digits {len(self.digits.training.labels)}"
 
     def make_model(self, dtype: torch.dtype) -> PixelReader:
-        """The family's model."""
+        """Return a model of the config's family."""
         return PixelReader(self.config.digits).to(dtype)
 
     def batches(self, step: int) -> list[Labeled]:
-        """Images, half of them shifted by up to one pixel."""
+        """Return images, half of them shifted by up to one pixel."""
         rng = np.random.default_rng([self.config.seed, step])
         images, labels = self.digits.training
         rows = torch.from_numpy(rng.choice(len(labels), self.config.digits.rows))

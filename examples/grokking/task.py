@@ -2,7 +2,7 @@
 
 Letters: b sums, t = k numbers, p the modulus; of a matrix or of states x: Σ their covariance.
 
-    participation ratio = (tr Σ)² / tr Σ²        between 1 and the rank: in how many directions something varies
+    participation ratio = (tr Σ)² / tr Σ²        between 1 and the rank: the number of directions in which x varies
 """
 
 from __future__ import annotations
@@ -14,34 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anymamba import MambaLM
-from anymamba.models.config import MambaLMConfig
-from anymamba.training.config.sections import (
-    EvaluationSection,
-    OptimizerSection,
-    ScheduleSection,
-    check_at_least,
-    option,
-)
-from anymamba.training.tasks.task import Evaluation
+from anymamba import MambaLM, MambaLMConfig
+from anymamba.training import Evaluation, EvaluationSection, OptimizerSection, ScheduleSection, check_at_least, option
+from examples.command import ExampleConfig
 from examples.labeled import Labeled, LabeledTask
-from examples.runs import ExampleConfig
 
-LOOKED_AT = 512  # sums whose states are compared
+COMPARED_SUMS = 512  # sums whose states are compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrokkingSection:
-    """The sums, and the model."""
+    """The section of the sums and the model."""
 
     modulus: int = option(47, "p, the modulus of the sums")
     terms: int = option(2, "k, how many numbers are added")
-    share: float = option(0.5, "share of all sums that is trained on")
+    share: float = option(0.5, "fraction of all sums that is trained on")
     d_model: int = option(64, "width of the residual stream")
     d_state: int = option(32, "state size of the one head")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise for values that cannot work."""
         check_at_least(self, 2, "modulus", "terms")
         check_at_least(self, 1, "d_model", "d_state")
         if not 0 < self.share < 1:
@@ -52,7 +44,7 @@ class GrokkingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class GrokkingConfig(ExampleConfig):
-    """A run on sums; all of those that are trained on are read at every step."""
+    """A run on sums; every step reads all sums of the training part."""
 
     grokking: GrokkingSection = field(default_factory=GrokkingSection)
     optimizer: OptimizerSection = field(
@@ -71,8 +63,9 @@ class GrokkingTask(LabeledTask):
     config: GrokkingConfig
 
     def __init__(self, config: GrokkingConfig) -> None:
-        """Split all sums in two."""
-        self.config, c = config, config.grokking
+        """Split all sums into a training and a test part."""
+        self.config = config
+        c = config.grokking
         numbers = np.array(list(itertools.product(range(c.modulus), repeat=c.terms)))
         sums = numbers.sum(1) % c.modulus
         order = np.random.default_rng(config.seed).permutation(len(numbers))
@@ -83,30 +76,32 @@ class GrokkingTask(LabeledTask):
 
     @property
     def fingerprint(self) -> str:
-        """Sums: everything else is in the config."""
+        """Return the name of the data: everything else is in the config."""
         return "sums"
 
     def make_model(self, dtype: torch.dtype) -> Adder:
-        """One layer with one head."""
+        """Return a model of one layer with one head."""
         return Adder(self.config.grokking).to(dtype)
 
     def batches(self, step: int) -> list[Labeled]:
-        """All sums that are trained on."""
+        """Return all sums of the training part."""
         return [self.training]
 
     @torch.no_grad()
     def evaluate(self, model: Adder, step: int, dtype: torch.dtype) -> Evaluation:
-        """Accuracy on both parts, and in how many directions states and weights vary."""
+        """Return the accuracy on both parts, and the participation ratios of states and weights."""
         language = model.language
         values = {
             "training_accuracy": self.training.accuracy(model),
             "test_accuracy": self.test.accuracy(model),
-            "ratio_of_states": participation_ratio(model.states(self.test.inputs[:LOOKED_AT])),
+            "ratio_of_states": participation_ratio(model.states(self.test.inputs[:COMPARED_SUMS])),
             "ratio_of_embedding": participation_ratio(language.backbone.embedding.weight),
             "ratio_of_head": participation_ratio(language.lm_head.weight),
         }
-        known, new = 100 * values["training_accuracy"], 100 * values["test_accuracy"]
-        return Evaluation(values, f"step {step}: {known:.1f} % of the known sums, {new:.1f} % of the others")
+        training_percent, test_percent = 100 * values["training_accuracy"], 100 * values["test_accuracy"]
+        return Evaluation(
+            values, f"step {step}: {training_percent:.1f} % of the known sums, {test_percent:.1f} % of the others"
+        )
 
 
 class Adder(nn.Module):
@@ -128,16 +123,16 @@ class Adder(nn.Module):
         )
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """(b, t) -> (b, p): the logits of the sum."""
+        """Return the logits of the sum (b, p) of the numbers (b, t)."""
         return self.language(numbers).logits[:, -1]
 
     def states(self, numbers: Tensor) -> Tensor:
-        """The state after the last number, (b, p n)."""
+        """Return the state after the last number, (b, p n)."""
         return self.language(numbers).cache.layers[0].ssm.flatten(1)
 
 
 def participation_ratio(x: Tensor) -> float:
-    """(tr Σ)² / tr Σ² of rows (b, f), from the smaller of their two Gram matrices."""
+    """Return (tr Σ)² / tr Σ² of rows (b, f), computed from the smaller of their two Gram matrices."""
     x = (x - x.mean(0)).double()
     gram = x @ x.T if len(x) < x.shape[1] else x.T @ x
     return (gram.trace().square() / gram.square().sum().clamp(min=1e-300)).item()

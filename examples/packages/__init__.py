@@ -1,1 +1,1 @@
-"""Which package of the standard library a piece of source is from."""
+"""Which package of the standard library a chunk of source code is from."""

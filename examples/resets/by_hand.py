@@ -1,11 +1,11 @@
-"""Hand-written weights that solve the reset tasks: what training can find.
+"""Hand-written weights that solve the reset tasks, as training could learn them.
 
 Symbols are embedded with a root mean square of 1, which the norm leaves alone, and affinely independent, so that each
 channel of the block's projection can take any three values on them. Then:
 
 - majority: the first head's step size is tiny on a vote, which adds ±1 to a state that hardly decays, and large on R,
-  which wipes it. The second head is a constant, and the gated norm leaves the direction of the two: the sign.
-- rotor: R wipes the state and writes (1, 0) into it; the turns write nothing and rotate it by ±2π/3. The two heads read
+  which resets it. The second head is constant, and the gated norm keeps the direction of the two: the sign.
+- rotor: R resets the state and writes (1, 0) into it; - and + write nothing and rotate it by ±2π/3. The two heads read
   its two coordinates.
 - spinor: R writes the quaternion 1; i and j write nothing and multiply it from the left by themselves. The four heads
   read its four components.
@@ -22,14 +22,14 @@ from anymamba import Mamba2, Mamba3
 from examples.resets.model import VARIANTS, ResetModel
 
 _IN_THE_PLANE = torch.tensor([[math.sqrt(2), 0.0], [0.0, math.sqrt(2)], [-1.0, -1.0]])
-_WIPE, _HOLD = 30.0, -30.0  # after a softplus
+_RESET, _HOLD = 30.0, -30.0  # after a softplus
 _VOTE, _TINY_STEP = 0.2, 1e-5
-_TURN = {"rotor": math.atanh(2 / 3), "spinor": math.atanh(1 / 2)}  # a third of 2 half circles; half of 2
+_ANGLE = {"rotor": math.atanh(2 / 3), "spinor": math.atanh(1 / 2)}  # a third of 2 half circles; half of 2
 
 
 @torch.no_grad()
 def by_hand(task: str) -> ResetModel:
-    """The task's first variant with weights that solve it."""
+    """Return the task's first variant with weights that solve it."""
     model = ResetModel(task, next(iter(VARIANTS[task])))
     for parameter in model.parameters():
         parameter.zero_()
@@ -56,7 +56,7 @@ def _majority(model: ResetModel) -> None:
         [_before_silu(1.0)] * 3,
         [large] * 3,  # B
         [large] * 3,  # C
-        [tiny, tiny, _WIPE],  # dt
+        [tiny, tiny, _RESET],  # dt
         [never] * 3,
     ]
     _project(model, torch.tensor(channels).T)
@@ -64,21 +64,21 @@ def _majority(model: ResetModel) -> None:
 
 
 def _rotor(model: ResetModel) -> None:
-    turn = torch.tensor([[-_TURN["rotor"]], [_TURN["rotor"]], [0.0]])
-    _write_at_reset(model, turn)
-    angle = 2 * math.pi / 3 * torch.arange(3)
-    # The second head reads the state as the query sees it, turned back: minus the sine.
-    model.head.weight.copy_(torch.stack([angle.cos(), -angle.sin()], dim=1))
+    angle = torch.tensor([[-_ANGLE["rotor"]], [_ANGLE["rotor"]], [0.0]])
+    _write_at_reset(model, angle)
+    angles = 2 * math.pi / 3 * torch.arange(3)
+    # The second head reads the state as the query sees it, rotated back: minus the sine.
+    model.head.weight.copy_(torch.stack([angles.cos(), -angles.sin()], dim=1))
 
 
 def _spinor(model: ResetModel) -> None:
-    axes = _TURN["spinor"] * torch.diag(torch.tensor([1.0, 1.0, 0.0]))
+    axes = _ANGLE["spinor"] * torch.diag(torch.tensor([1.0, 1.0, 0.0]))
     _write_at_reset(model, axes.repeat(1, model.block.config.nheads))
     model.head.weight.copy_(torch.cat([torch.eye(4), -torch.eye(4)]))
 
 
-def _write_at_reset(model: ResetModel, turns: Tensor) -> None:
-    """Mamba-3: R replaces the state by the first unit vector, the others turn it; head i reads coordinate i."""
+def _write_at_reset(model: ResetModel, angles: Tensor) -> None:
+    """Make R replace a Mamba-3 state by the first unit vector, and the others rotate it; head i reads coordinate i."""
     block = model.block
     assert isinstance(block, Mamba3)
     heads = block.config.nheads
@@ -95,9 +95,9 @@ def _write_at_reset(model: ResetModel, turns: Tensor) -> None:
         each(0.0, 0.0, 1.0),  # x
         each(0.0, 0.0, 0.0, 2 * keys),  # B and C are their biases
         each(0.0, 0.0, 0.0),  # dt is 1
-        each(_HOLD, _HOLD, _WIPE),  # A
+        each(_HOLD, _HOLD, _RESET),  # A
         each(30.0, 30.0, 30.0),  # the weight of the token itself is 1, of its predecessor 0
-        turns,
+        angles,
     ]
     _project(model, torch.cat(parts, dim=1))
 
@@ -111,7 +111,7 @@ def _project(model: ResetModel, channels: Tensor) -> None:
 
 
 def _before_silu(value: float) -> float:
-    """The larger x with silu(x) = value."""
+    """Return the larger x with silu(x) = value."""
     low, high = -1.27, abs(value) + 2
     for _ in range(100):
         middle = (low + high) / 2

@@ -1,8 +1,8 @@
-"""The smallest models that can solve the reset tasks: one block, of which only the state has a memory.
+"""The smallest models that can solve the reset tasks: one block, of which only the state remembers.
 
     one-hot (3) -> Linear -> RMSNorm -> block -> Linear -> logits
 
-No residual connection leads past the block, and no convolution looks back (Mamba-2's has width 1), so that the head
+No residual connection bypasses the block, and no convolution looks back (Mamba-2's has width 1), so that the head
 sees the state and nothing else. Parameters of the models that solve the tasks:
 
 | | majority (d = 2) | rotor (d = 2) | spinor (d = 4) |
@@ -36,24 +36,24 @@ from examples.resets.streams import STREAMS
 
 SYMBOLS = 3
 _TINY = {"expand": 1, "headdim": 1, "bias": True}
-# Step sizes begin near 1, where one token can wipe the state, or turn it by a third of a circle and more.
+# Step sizes begin near 1, where one token can reset the state, or rotate it by a third of a circle and more.
 _VOTING = {**_TINY, "d_model": 2, "d_state": 1, "d_conv": 1, "dt_min": 0.1, "dt_max": 1}
-# Decays have to come near 1, which they do fast with a softplus.
-_TURNING = {**_TINY, "rope_fraction": 1, "dt_min": 0.5, "dt_max": 1, "a_activation": "softplus"}
-_ROTOR = {**_TURNING, "d_model": 2, "d_state": 2}
-_SPINOR = {**_TURNING, "d_model": 4, "d_state": 4, "rotation_range": 2}
+# Decays have to approach 1, which a softplus makes fast.
+_ROTATING = {**_TINY, "rope_fraction": 1, "dt_min": 0.5, "dt_max": 1, "a_activation": "softplus"}
+_ROTOR = {**_ROTATING, "d_model": 2, "d_state": 2}
+_SPINOR = {**_ROTATING, "d_model": 4, "d_state": 4, "rotation_range": 2}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A block, and which of the channels that its projection makes are held constant."""
+    """A block, with the channels of its projection that are held constant."""
 
     block: type[Mamba2] | type[Mamba3]
     fields: dict[str, Any]
     constant: tuple[int, ...] = ()
 
 
-# The first variant of a task solves it, the others are to fail.
+# The first variant of a task solves it, the others should fail.
 VARIANTS: dict[str, dict[str, Variant]] = {
     "majority": {
         "Mamba-2": Variant(Mamba2, _VOTING),
@@ -72,7 +72,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
 
 
 class PartlyConstant(nn.Linear):
-    """A projection of which some outputs are their bias, whatever the input."""
+    """A projection some of whose outputs are constant: their bias."""
 
     varying: Tensor
 
@@ -84,31 +84,31 @@ class PartlyConstant(nn.Linear):
         self.register_buffer("varying", varying, persistent=False)
 
     def forward(self, input: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch c"]:
-        """(..., d) -> (..., c)."""
+        """Project (..., d) to (..., c)."""
         return F.linear(input, self.weight * self.varying, self.bias)
 
 
 class ResetModel(nn.Module):
-    """Embedding, norm, block and head of a variant of a task.
+    """A model of a variant of a task: embedding, norm, block and head.
 
     Args:
-        task: majority, rotor or spinor.
-        variant: one of `VARIANTS[task]`.
+        task: Name of the task: majority, rotor or spinor.
+        variant: Name of the variant, a key of `VARIANTS[task]`.
     """
 
     def __init__(self, task: str, variant: str) -> None:
         """Create the parameters."""
         super().__init__()
-        made = VARIANTS[task][variant]
-        width = made.fields["d_model"]
+        chosen = VARIANTS[task][variant]
+        width = chosen.fields["d_model"]
         self.embedding = nn.Linear(SYMBOLS, width)
         self.norm = RMSNorm(width)
-        self.block = made.block(**made.fields)
-        if made.constant:
-            self.block.in_proj = PartlyConstant(width, self.block.in_proj.out_features, made.constant)
+        self.block = chosen.block(**chosen.fields)
+        if chosen.constant:
+            self.block.in_proj = PartlyConstant(width, self.block.in_proj.out_features, chosen.constant)
         self.head = nn.Linear(width, len(STREAMS[task].classes))
 
     def forward(self, symbols: Int[Tensor, "b t"]) -> Float[Tensor, "b t k"]:
-        """The logits after each symbol."""
+        """Return the logits after each symbol."""
         one_hot = F.one_hot(symbols, SYMBOLS).to(self.head.weight.dtype)
         return self.head(self.block(self.norm(self.embedding(one_hot))))

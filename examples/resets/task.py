@@ -1,4 +1,4 @@
-"""Learning a reset task, and judging what was learned."""
+"""Learn a reset task, and evaluate what was learned."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import numpy as np
 import torch
 from torch import nn
 
-from anymamba.training.config.sections import (
+from anymamba.training import (
     CheckpointSection,
+    Evaluation,
     EvaluationSection,
     OptimizerSection,
     ScheduleSection,
     check_at_least,
     option,
 )
-from anymamba.training.tasks.task import Evaluation
+from examples.command import ExampleConfig
 from examples.labeled import Labeled, LabeledTask
 from examples.resets.model import VARIANTS, ResetModel
 from examples.resets.streams import LENGTH, SHORTEST, STREAMS
-from examples.runs import ExampleConfig
 
-TRAINING, VALIDATION, TEST = 0, 1, 2  # their streams come from different seeds
+TRAINING, VALIDATION, TEST = 0, 1, 2  # their streams are drawn from different seeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResetSection:
-    """What is learned, and by which model."""
+    """The section of the task and the model."""
 
     task: str = option("majority", "majority, rotor or spinor")
-    variant: str = option("Mamba-2", "of the model")
+    variant: str = option("Mamba-2", "variant of the model")
     rows: int = option(64, "streams of a step")
-    length: int = option(LENGTH, "of a stream")
+    length: int = option(LENGTH, "length of a stream")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise for values that cannot work."""
         if self.task not in STREAMS:
             raise ValueError(f"task must be one of {', '.join(STREAMS)}, got {self.task!r}")
         if self.variant not in VARIANTS[self.task]:
@@ -48,8 +48,7 @@ class ResetSection:
 class ResetConfig(ExampleConfig):
     """A run on a reset task.
 
-    The learning rate begins large, to leave the solutions without memory, and ends small, for turns and decays that are
-    exact.
+    The learning rate begins large, to leave the solutions without memory, and ends small, for exact angles and decays.
     """
 
     reset: ResetSection = field(default_factory=ResetSection)
@@ -62,28 +61,28 @@ class ResetConfig(ExampleConfig):
 class ResetTask(LabeledTask):
     """One of the reset tasks.
 
-    It counts as solved when there is no mistake in any family of validation streams, nor in streams of twice the
-    length, which only a state with some margin reads without one.
+    It is solved when there is no mistake in any family of validation streams, nor in streams of twice the length, which
+    only a state with some margin reads without one.
     """
 
     METRICS = ("worst_accuracy",)
     config: ResetConfig
 
     def __init__(self, config: ResetConfig) -> None:
-        """Take the config; streams are drawn when they are read."""
+        """Keep the config; streams are drawn when they are read."""
         self.config = config
 
     @property
     def fingerprint(self) -> str:
-        """The task's name."""
+        """Return the task's name."""
         return f"resets {self.config.reset.task}"
 
     def make_model(self, dtype: torch.dtype) -> ResetModel:
-        """The variant's model."""
+        """Return the variant's model."""
         return ResetModel(self.config.reset.task, self.config.reset.variant).to(dtype)
 
     def batches(self, step: int) -> list[Labeled]:
-        """Fresh streams."""
+        """Draw new streams."""
         c = self.config.reset
         rng = np.random.default_rng([TRAINING, self.config.seed, step])
         return [_labeled(STREAMS[c.task].mixture(rng, c.rows, c.length))]
@@ -91,20 +90,20 @@ class ResetTask(LabeledTask):
     def evaluate(self, model: nn.Module, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the validation streams."""
         c = self.config.reset
-        found = accuracies(model, c.task, VALIDATION, c.length, rows=512)
-        text = ", ".join(f"{family} {100 * accuracy:.2f} %" for family, accuracy in found.items())
-        worst = min(found.values())
+        by_family = accuracies(model, c.task, VALIDATION, c.length, rows=512)
+        text = ", ".join(f"{family} {100 * accuracy:.2f} %" for family, accuracy in by_family.items())
+        worst = min(by_family.values())
         solved = worst == 1 and set(accuracies(model, c.task, VALIDATION, 2 * c.length, rows=512).values()) == {1.0}
         return Evaluation({"worst_accuracy": worst}, f"step {step}: {text}", solved=solved)
 
 
 def accuracies(model: nn.Module, task: str, split: int, length: int, rows: int) -> dict[str, float]:
-    """Accuracies by family on streams that are the same every time, and different for each split."""
-    found = {}
+    """Return accuracies by family, on streams that are always the same and differ between splits."""
+    by_family = {}
     for number, family in enumerate(STREAMS[task].families):
         rng = np.random.default_rng([split, length, number])
-        found[family] = _labeled(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
-    return found
+        by_family[family] = _labeled(STREAMS[task].draw(family, rng, rows, length)).accuracy(model)
+    return by_family
 
 
 def _labeled(drawn: tuple[np.ndarray, np.ndarray]) -> Labeled:

@@ -1,1 +1,1 @@
-"""Forecasts of a series that comes with matplotlib, beside linear autoregression."""
+"""Forecasts of a series that comes with matplotlib, compared with linear autoregression."""

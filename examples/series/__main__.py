@@ -1,6 +1,6 @@
 """Train a model to forecast the next value of an electroencephalogram, and compare it with linear autoregression.
 
-    python -m examples.series [--seeds 0 1 2] [--out runs/series]
+    python -m examples.series [--seed 0 1 2] [--out runs/series]
 
 The series, four channels of 800 values, comes with matplotlib. The last tenth is held out; the order of the linear
 models is chosen by the tenth before it. The model reads values and changes, and forecasts changes. A run that was
@@ -10,25 +10,24 @@ held-out values to OUT/series.png.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from anymamba.training.config.tabular_config import TabularConfig
-from anymamba.training.tasks.tabular import TabularTask
-from anymamba.training.tasks.tabular_tasks import make_task
-from examples.runs import Finished, Given, command, file_config, markdown, report
+from anymamba.training import TabularConfig, TabularTask, make_task
+from examples.command import Arguments, markdown_table, print_progress, run_command, tabular_config
 
 CHANNELS, HELD_OUT, ORDERS = 4, 0.1, (1, 2, 4, 8, 12, 16, 24)
 
 
 def load_series() -> np.ndarray:
-    """The series (t, c), each channel with mean 0 and deviation 1.
+    """Return the series (t, c), each channel with mean 0 and deviation 1.
 
     Raises:
-        ValueError: matplotlib is not installed, or does not have it.
+        ValueError: matplotlib is not installed, or comes without the series.
     """
     try:
         import matplotlib
@@ -41,7 +40,7 @@ def load_series() -> np.ndarray:
 
 
 def autoregression(known: np.ndarray, whole: np.ndarray, order: int) -> np.ndarray:
-    """What least squares on the `order` values before predicts for each step of `whole` after `known`, (s, c)."""
+    """Fit least squares on `order` previous values, and predict each step of `whole` after `known`, (s, c)."""
 
     def inputs(x: np.ndarray, begin: int) -> np.ndarray:
         past = [x[begin - k : len(x) - k] for k in range(1, order + 1)]
@@ -52,25 +51,25 @@ def autoregression(known: np.ndarray, whole: np.ndarray, order: int) -> np.ndarr
 
 
 def with_changes(series: np.ndarray) -> np.ndarray:
-    """Values and, beside them, how they changed since the step before, (t, 2c): a change is easier to forecast."""
+    """Return values and their changes since the previous step, (t, 2c): a change is easier to forecast."""
     return np.concatenate([series, np.diff(series, axis=0, prepend=series[:1])], axis=1)
 
 
-def rmse(found: np.ndarray, expected: np.ndarray) -> float:
-    """The root of the mean squared error."""
-    return float(np.sqrt(((found - expected) ** 2).mean()))
+def rmse(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the root of the mean squared error."""
+    return float(np.sqrt(((actual - expected) ** 2).mean()))
 
 
 def best_order(known: np.ndarray) -> int:
-    """The order that predicts the end of what is known best from its beginning."""
+    """Return the order that best predicts the last tenth of the known values from the rest."""
     cut = len(known) - round(HELD_OUT * len(known))
     return min(ORDERS, key=lambda order: rmse(autoregression(known[:cut], known, order), known[cut:]))
 
 
-def config_of(given: Given, seed: int, source: Path) -> TabularConfig:
-    """A run on the series."""
-    return file_config(
-        given,
+def run_config(arguments: Arguments, seed: int, source: Path) -> TabularConfig:
+    """Return the config of a run on the series."""
+    return tabular_config(
+        arguments,
         seed,
         "next-value",
         150,
@@ -81,30 +80,30 @@ def config_of(given: Given, seed: int, source: Path) -> TabularConfig:
     )
 
 
-def forecasts(found: Finished[TabularTask], series: np.ndarray, cut: int) -> np.ndarray:
-    """The last value and the change that the model expects, for each step from `cut` on, (s, c)."""
-    scale = found.task.scale
+def forecast(finished: FinishedRun[TabularTask], series: np.ndarray, cut: int) -> np.ndarray:
+    """Return the last value plus the change that the model forecasts, for each step from `cut` on, (s, c)."""
+    scale = finished.task.scale
     assert scale is not None
     inputs = torch.tensor(scale.shrink(with_changes(series[:-1]))[None], dtype=torch.float32)
     with torch.no_grad():
-        outputs = scale.grow(found.model(inputs)[0].double().numpy())
+        outputs = scale.grow(finished.model(inputs)[0].double().numpy())
     change: np.ndarray = outputs[cut - 1 :, CHANNELS:]
     return series[cut - 1 : -1] + change
 
 
-def plot(figure: Any, series: np.ndarray, cut: int, found: dict[str, np.ndarray]) -> None:
-    """The first channel of the held-out steps, and what was predicted for each."""
+def plot(figure: Any, series: np.ndarray, cut: int, predictions: dict[str, np.ndarray]) -> None:
+    """Draw the first channel of the held-out steps, and the forecasts of each model."""
     axes = figure.add_subplot(xlabel="step", ylabel="first channel")
     axes.plot(range(cut, len(series)), series[cut:, 0], color="black", lw=1.5, label="held out")
-    for name, values in found.items():
+    for name, values in predictions.items():
         axes.plot(range(cut, len(series)), values[:, 0], lw=1, label=name)
     axes.legend()
 
 
-def run(given: Given) -> None:
-    """Fit the linear models, train ours from every seed, and forecast the held-out steps."""
-    series, source = load_series(), given.out / "series.npy"
-    given.out.mkdir(parents=True, exist_ok=True)
+def run(arguments: Arguments) -> None:
+    """Fit the linear models, train one model per seed, and forecast the held-out steps."""
+    series, source = load_series(), arguments.out / "series.npy"
+    arguments.out.mkdir(parents=True, exist_ok=True)
     np.save(source, with_changes(series))
     cut = len(series) - round(HELD_OUT * len(series))
     known, held = series[:cut], series[cut:]
@@ -115,18 +114,18 @@ def run(given: Given) -> None:
         ["the last value", 0, f"{rmse(series[cut - 1 : -1], held):.4f}", ""],
         [f"linear autoregression, order {order}", (CHANNELS * order + 1) * CHANNELS, f"{rmse(linear, held):.4f}", ""],
     ]
-    for seed in given.seeds:
-        found = given.trained(make_task(config_of(given, seed, source), report))
-        predicted = forecasts(found, series, cut)
+    for seed in arguments.seeds:
+        finished = arguments.train(make_task(run_config(arguments, seed, source), print_progress))
+        predicted = forecast(finished, series, cut)
         shown.setdefault("Mamba-3", predicted)
-        rows.append([f"Mamba-3, seed {seed}", found.parameters, f"{rmse(predicted, held):.4f}", f"{found.seconds:.0f}"])
-    given.draw("series", (9, 4), lambda figure: plot(figure, series, cut, shown))
-    given.write("series", markdown(["", "parameters", "error of the next value", "seconds"], rows))
+        rows.append(
+            [f"Mamba-3, seed {seed}", finished.parameters, f"{rmse(predicted, held):.4f}", f"{finished.seconds:.0f}"]
+        )
+    arguments.draw("series", (9, 4), lambda figure: plot(figure, series, cut, shown))
+    arguments.write("series", markdown_table(["", "parameters", "error of the next value", "seconds"], rows))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 130 if it was interrupted."""
-    return command("series", __doc__, run, arguments, seeds=(0, 1, 2))
+main = partial(run_command, "series", __doc__, run, seeds=(0, 1, 2))
 
 
 if __name__ == "__main__":

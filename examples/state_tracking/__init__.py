@@ -1,1 +1,1 @@
-"""State tracking: parity and modular arithmetic, learned on short sequences and judged on long ones."""
+"""State tracking: parity and modular arithmetic, learned on short sequences and evaluated on long ones."""

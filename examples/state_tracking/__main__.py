@@ -1,7 +1,7 @@
-"""Train the models of a table, and write it beside the paper's figures.
+"""Train the models of a table, and write it next to the paper's figures.
 
 python -m examples.state_tracking --task parity --quick        # Mamba-3 and Mamba-2, one learning rate
-python -m examples.state_tracking --task arithmetic            # all rows; when it was stopped, it continues
+python -m examples.state_tracking --task arithmetic            # all models; the same command continues
 python -m examples.state_tracking --task parity --variants mamba2 --lr 1e-3 --set tracking.d_model=64
 """
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from examples.state_tracking.table import LABELS, run, write_summary
 from examples.state_tracking.tracking import TrackingConfig
 
-# What is common to all runs of a language; see RESULTS.md for what was tried.
+# Settings that the runs of a language share; RESULTS.md has what was tried.
 _EXPRESSIONS = {
     "tracking.n_layer": "3",
-    # A turn is a rate times a step size: by a fifth or a quarter of a circle it needs larger steps than language does.
+    # An angle is a rate times a step size: a fifth or a quarter of a circle needs larger steps than language does.
     "tracking.block": "{dt_min = 0.1, dt_max = 1.0}",
     "tracking.tokens": "4096",
     "optimizer.kind": "muon",
@@ -27,20 +27,20 @@ _EXPRESSIONS = {
 _SETTINGS: dict[str, dict[str, str]] = {
     "parity": {
         "tracking.n_layer": "1",
-        "tracking.turning": "1.0",
+        "tracking.rotating": "1.0",
         "tracking.block": "{dt_min = 0.1, dt_max = 1.0}",
         "tracking.tokens": "4096",
         "tracking.grows_from": "0.15",
         "tracking.grows_to": "0.35",
-        "tracking.settle": "0.3",
-        "tracking.settles_from": "0.4",
-        "tracking.settles_to": "0.6",
+        "tracking.rotation_penalty": "0.3",
+        "tracking.penalty_from": "0.4",
+        "tracking.penalty_to": "0.6",
         "schedule.steps": "2000",
     },
     "arithmetic": {
         **_EXPRESSIONS,
         "tracking.d_model": "32",
-        "tracking.turning": "1.0",
+        "tracking.rotating": "1.0",
         "tracking.longest_last": "512",
         "tracking.grows_from": "0.4",
         "tracking.grows_to": "0.75",
@@ -73,18 +73,20 @@ _COMMON = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, run, and print the table; a mistake gives a line on stderr and exit code 2."""
+    """Train, and print the table; a user's mistake exits with code 2 and one line."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.state_tracking", description="State tracking: one row of runs per model, and a table."
+        prog="python -m examples.state_tracking", description="State tracking: train the models of a table."
     )
     parser.add_argument("--task", choices=sorted(_SETTINGS), required=True)
-    parser.add_argument("--variants", default=",".join(LABELS), help="rows, with commas (default: %(default)s)")
+    parser.add_argument(
+        "--variants", default=",".join(LABELS), help="models, separated by commas (default: %(default)s)"
+    )
     parser.add_argument("--lr", help="learning rates, with commas: one run each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="Mamba-3 and Mamba-2, one learning rate")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config")
     parser.add_argument("--out", default="runs/state_tracking", help="directory (default: %(default)s)")
-    parser.add_argument("--summary", action="store_true", help="only make the table of the runs that are finished")
+    parser.add_argument("--summary", action="store_true", help="only write the table of the finished runs")
     args = parser.parse_args(arguments)
     directory = Path(args.out) / (f"{args.task}-quick" if args.quick else args.task)
     try:
@@ -98,11 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_all(args: argparse.Namespace, directory: Path) -> bool:
-    """Every run of the table; False if there was an interrupt."""
+    """Train every model of the table; return False if a run was interrupted."""
     for variant, configs in _configs(args).items():
         for rate, config in configs.items():
-            where = f"{variant}/d{config.tracking.d_model}-lr{rate}-seed{args.seed}"
-            result = run(config, directory / where, lambda text: print(text, file=sys.stderr, flush=True))
+            name = f"{variant}/d{config.tracking.d_model}-lr{rate}-seed{args.seed}"
+            result = run(config, directory / name, lambda text: print(text, file=sys.stderr, flush=True))
             if result is None:
                 return False
             if result.validation >= config.tracking.solved:
@@ -111,15 +113,15 @@ def _run_all(args: argparse.Namespace, directory: Path) -> bool:
 
 
 def _configs(args: argparse.Namespace) -> dict[str, dict[str, TrackingConfig]]:
-    """The configs of all runs, by variant and learning rate: a mistake is found before the first run."""
-    if wrong := [item for item in args.set if "=" not in item]:
-        raise ValueError(f"--set: expected NAME=VALUE, got {wrong[0]!r}")
-    given = dict(item.split("=", 1) for item in args.set)
-    if named := given.keys() & _OPTIONS.keys():
+    """Return the configs of all runs, by variant and learning rate, so that a mistake is seen before the first run."""
+    if invalid := [item for item in args.set if "=" not in item]:
+        raise ValueError(f"--set: expected NAME=VALUE, got {invalid[0]!r}")
+    fields = dict(item.split("=", 1) for item in args.set)
+    if named := fields.keys() & _OPTIONS.keys():
         raise ValueError(f"--set {min(named)}: expected {_OPTIONS[min(named)]} instead, which also names the run")
     variants = ["mamba3", "mamba2"] if args.quick else args.variants.split(",")
     rates = (args.lr or _RATES[args.task]).split(",")[: 1 if args.quick else None]
-    settings = {**_COMMON, **_SETTINGS[args.task], **given}
+    settings = {**_COMMON, **_SETTINGS[args.task], **fields}
     settings |= {"tracking.language": args.task, "seed": str(args.seed)}
     return {
         variant: {

@@ -1,4 +1,4 @@
-"""The three languages, drawn at any length: a sequence is read, and its answer is known when it ends.
+"""Three languages, drawn at any length: a sequence has an answer, which is known when it ends.
 
 - *parity*: bits; whether the number of ones is odd.
 - *arithmetic*: numbers modulo 5 and `+ - *` between them, then `=`; the value, `*` before `+` and `-`.
@@ -6,7 +6,7 @@
 
 An expression in brackets of n tokens is drawn as by Delétang et al. (2023): below five tokens it is a number x, as
 `x`, `-x`, `(x)` or `(-x)`; from five on it is `(left + right)` or `(left - right)`, with every split equally likely.
-A beginning that ends after a number or `)` has a value too: that of the expression with its open brackets closed there.
+A prefix that ends after a number or `)` has a value too: that of the expression with its open brackets closed there.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import NamedTuple
 import numpy as np
 
 MODULUS = 5
-NONE = -100  # no answer here
+NONE = -100  # a position without an answer
 SYMBOLS = "01234+-*=()"
 _PLUS, _MINUS, _TIMES, _EQUALS, _OPEN, _CLOSE = range(MODULUS, len(SYMBOLS))
 
 
 class Sequences(NamedTuple):
-    """Sequences, laid end to end.
+    """Sequences, concatenated.
 
     Attributes:
-        tokens: all of them, (t,).
-        lengths: of each sequence, (s,).
-        answers: after each token, what the answer of the sequence so far is, (t,); `NONE` where it has none.
+        tokens: Tokens of all sequences, (t,).
+        lengths: Length of each sequence, (s,).
+        answers: Answer of the prefix that ends with each token, (t,); `NONE` where it has none.
     """
 
     tokens: np.ndarray
@@ -38,25 +38,25 @@ class Sequences(NamedTuple):
 
     @property
     def final(self) -> np.ndarray:
-        """The answer of each sequence, (s,)."""
+        """Return the answer of each sequence, (s,)."""
         return self.answers[self.lengths.cumsum() - 1]
 
     def texts(self) -> list[str]:
-        """Each sequence as a text."""
+        """Return each sequence as text."""
         parts = np.split(self.tokens, self.lengths.cumsum()[:-1])
         return ["".join(SYMBOLS[token] for token in part) for part in parts]
 
 
 class Language(NamedTuple):
-    """A language.
+    """A language of sequences with answers.
 
     Attributes:
-        name: of the task.
-        vocab_size: tokens are 0 to `vocab_size` - 1.
-        classes: answers are 0 to `classes` - 1.
-        possible: whether there are sequences of a length.
-        draw: a sequence of each of the lengths, (s,).
-        answered: which answers it draws, if that has changed; a run does not continue with others.
+        name: Name of the task.
+        vocab_size: Number of tokens.
+        classes: Number of answers.
+        possible: Function that returns whether there are sequences of a length.
+        draw: Function that draws a sequence of each length, (s,).
+        answered: Suffix of the fingerprint of runs, which changes when the answers do.
     """
 
     name: str
@@ -67,18 +67,18 @@ class Language(NamedTuple):
     answered: str = ""
 
     def lengths(self, low: int, high: int) -> np.ndarray:
-        """Every length from `low` to `high` that has sequences.
+        """Return every length from `low` to `high` that has sequences.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is none.
         """
-        found = [length for length in range(low, high + 1) if self.possible(length)]
-        if not found:
+        lengths = [length for length in range(low, high + 1) if self.possible(length)]
+        if not lengths:
             raise ValueError(f"{self.name} has no sequences of {low} to {high} tokens")
-        return np.array(found)
+        return np.array(lengths)
 
     def sample(self, chance: np.random.Generator, count: int, low: int, high: int) -> Sequences:
-        """As many sequences, each with a length drawn evenly from the possible ones."""
+        """Draw sequences, each of a length drawn evenly from the possible ones."""
         return self.draw(chance, chance.choice(self.lengths(low, high), count))
 
 
@@ -110,18 +110,18 @@ def _draw_arithmetic(chance: np.random.Generator, lengths: np.ndarray) -> Sequen
 
 
 def _draw_brackets(chance: np.random.Generator, lengths: np.ndarray) -> Sequences:
-    quick = random.Random(int(chance.integers(2**62)))  # for one number at a time
+    rng = random.Random(int(chance.integers(2**62)))  # for one number at a time
     tokens: list[int] = []
     answers: list[int] = []
     for length in lengths.tolist():
-        _append_expression(quick, length - 1, tokens, answers)
+        _append_expression(rng, length - 1, tokens, answers)
         tokens.append(_EQUALS)
         answers.append(answers[-1])
     return Sequences(np.array(tokens), lengths, np.array(answers))
 
 
 def _append_expression(chance: random.Random, length: int, tokens: list[int], answers: list[int]) -> None:
-    """Append an expression to `tokens`, and to `answers` the values of its beginnings, their brackets closed."""
+    """Append an expression to `tokens`, and the values of its prefixes, with brackets closed, to `answers`."""
     value, sign = 0, 1  # of what has been read, and of what comes next
     pending: list[int | tuple[int, int]] = [length]  # lengths of expressions; tokens with the sign of what follows
     while pending:

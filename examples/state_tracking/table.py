@@ -1,4 +1,4 @@
-"""The runs of a table, and the table and the plot that are made of their results."""
+"""The runs of a table, and the table and plot of their results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anymamba import MambaLM
-from anymamba.core.io import atomic_write, read_json, write_json
-from anymamba.training.api import train_or_resume
-from anymamba.training.metrics.loggers import can_plot, read_metrics
-from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_turn
+from anymamba.training import can_plot, read_metrics, train_or_resume
+from examples.state_tracking.tracking import TrackingConfig, TrackingTask, nearest_half_circle
 
 LABELS = {
     "mamba3": "Mamba-3",
@@ -30,17 +28,17 @@ _TEST_ROWS, _CURVE_ROWS = 2048, 256
 
 
 class Result(NamedTuple):
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        config: of the run, as tables.
-        validation: the best scaled accuracy of the evaluations on the way.
-        test: scaled accuracy of the last weights on fresh sequences of the length that counts.
-        curve: pairs of a length and the scaled accuracy there.
-        steps: that were taken.
-        minutes: that they took.
-        parameters: of the model.
-        turns: of a pair of states at a 0 and a 1 of parity, in half circles, where tokens turn states.
+        config: Config of the run, as nested dicts.
+        validation: Best scaled accuracy of the evaluations during training.
+        test: Scaled accuracy of the last weights on new sequences of the length that counts.
+        curve: Pairs of a length and the scaled accuracy at that length.
+        steps: Number of steps taken.
+        minutes: Minutes that the steps took.
+        parameters: Number of parameters of the model.
+        half_circles: Rotation of a pair of states at a 0 and at a 1 of parity, in half circles; empty for other runs.
     """
 
     config: dict[str, Any]
@@ -50,22 +48,22 @@ class Result(NamedTuple):
     steps: int
     minutes: float
     parameters: int
-    turns: list[float]
+    half_circles: list[float]
 
     @property
     def tracking(self) -> dict[str, Any]:
-        """The section of the config that says what was learned with what."""
+        """Return the section of the config with the task and the model."""
         section: dict[str, Any] = self.config["tracking"]
         return section
 
 
 def run(config: TrackingConfig, directory: Path, report: Callable[[str], None]) -> Result | None:
-    """Begin a run, or continue it, and judge its model; None if it was interrupted."""
-    found = directory / "result.json"
+    """Begin or continue a run, and evaluate its model; return None if it was interrupted."""
+    file = directory / "result.json"
     task = TrackingTask(config)
     trainer = train_or_resume(task, directory, report)
-    if found.is_file():
-        return read_result(found)
+    if file.is_file():
+        return read_result(file)
     c = config.tracking
     report(f"{c.language}, {LABELS[c.variant]}, d_model {c.d_model}, lr {config.optimizer.lr:g}: {directory}")
     if not trainer.run():
@@ -81,34 +79,34 @@ def run(config: TrackingConfig, directory: Path, report: Callable[[str], None]) 
         steps=trainer.step,
         minutes=sum(row.seconds for row in rows) / 60,
         parameters=sum(p.numel() for p in model.parameters()),
-        turns=nearest_half_turn(model)[:2] if (c.language, c.variant) == ("parity", "mamba3") else [],
+        half_circles=nearest_half_circle(model)[:2] if (c.language, c.variant) == ("parity", "mamba3") else [],
     )
-    write_json(found, result._asdict())
+    file.write_text(json.dumps(result._asdict()), encoding="utf-8")
     report(f"scaled accuracy {100 * result.test:.1f} at {c.judged} tokens, after {result.steps} steps")
     return result
 
 
 def read_result(path: Path) -> Result:
-    """The result of a run that is finished."""
-    values = read_json(path)
+    """Read the result of a finished run."""
+    values = json.loads(path.read_text(encoding="utf-8"))
     return Result(**{**values, "curve": [tuple(point) for point in values["curve"]]})
 
 
 def read_results(directory: Path) -> list[Result]:
-    """The results of all runs below a directory."""
+    """Read the results of all runs below a directory."""
     return [read_result(path) for path in sorted(directory.glob("**/result.json"))]
 
 
 def best(results: Iterable[Result]) -> dict[str, Result]:
-    """For each variant the run with the best validation; of equals the one with the fewest steps."""
-    found: dict[str, Result] = {}
+    """Return the run with the best validation by variant; of equals the one with the fewest steps."""
+    best_results: dict[str, Result] = {}
     for result in sorted(results, key=lambda r: (-r.validation, r.steps)):
-        found.setdefault(result.tracking["variant"], result)
-    return {variant: found[variant] for variant in LABELS if variant in found}
+        best_results.setdefault(result.tracking["variant"], result)
+    return {variant: best_results[variant] for variant in LABELS if variant in best_results}
 
 
 def markdown(language: str, results: list[Result]) -> str:
-    """The table of a language."""
+    """Return the table of a language."""
     lines = [
         "| | paper | ours | best on the way | lr | d_model | parameters | steps | minutes | runs |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -121,14 +119,16 @@ def markdown(language: str, results: list[Result]) -> str:
             f"| {100 * result.validation:.1f} | {result.config['optimizer']['lr']:g} | {result.tracking['d_model']} "
             f"| {result.parameters:,} | {result.steps:,} | {result.minutes:.0f} | {len(runs)} |"
         )
-        if result.turns:
-            zero, one = result.turns
-            note = f"\nMamba-3 turns a pair of its states by {one:.4f} half circles at a 1, and by {zero:.4f} at a 0.\n"
+        if result.half_circles:
+            zero, one = result.half_circles
+            note = (
+                f"\nMamba-3 rotates a pair of its states by {one:.4f} half circles at a 1, and by {zero:.4f} at a 0.\n"
+            )
     return "\n".join(lines) + "\n" + note
 
 
 def over_seeds(results: list[Result]) -> str:
-    """For each config that was run from several seeds, at every length: mean, least and greatest scaled accuracy."""
+    """Return the mean, least and greatest scaled accuracy at every length, for configs run from several seeds."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(_without_seed(result), []).append(result)
@@ -155,7 +155,7 @@ def _without_seed(result: Result) -> str:
 
 
 def plot(language: str, results: list[Result], target: Path) -> None:
-    """Scaled accuracy over the length, with the lengths of the training shaded; other seeds of a run as thin lines."""
+    """Draw the scaled accuracy over the length; training lengths are shaded, other seeds of a run are thin lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -171,8 +171,7 @@ def plot(language: str, results: list[Result], target: Path) -> None:
     axes.axvspan(section["shortest"], section["longest_last"], color="gray", alpha=0.15, label="training")
     axes.axvline(section["judged"], color="gray", ls="--", lw=1)
     axes.legend()
-    with atomic_write(target) as temporary:
-        figure.savefig(temporary, format="png")
+    figure.savefig(target, format="png")
 
 
 def _points(result: Result) -> tuple[list[int], list[float]]:
@@ -180,15 +179,14 @@ def _points(result: Result) -> tuple[list[int], list[float]]:
 
 
 def write_summary(language: str, directory: Path) -> str:
-    """Write table.md, results.json and plot.png of all finished runs below a directory; the table."""
+    """Write table.md, results.json and plot.png of all finished runs below a directory, and return the table."""
     results = read_results(directory)
     if not results:
-        raise ValueError(f"{directory}: expected finished runs, found none")
+        raise ValueError(f"{directory}: expected finished runs, got none")
     text = "\n".join(part for part in (markdown(language, results), over_seeds(results)) if part)
-    with atomic_write(directory / "table.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    with atomic_write(directory / "results.json") as temporary:
-        temporary.write_text(json.dumps([result._asdict() for result in results], indent=1), encoding="utf-8")
+    (directory / "table.md").write_text(text, encoding="utf-8")
+    values = json.dumps([result._asdict() for result in results], indent=1)
+    (directory / "results.json").write_text(values, encoding="utf-8")
     if can_plot():
         plot(language, results, directory / "plot.png")
     return text

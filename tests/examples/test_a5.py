@@ -37,7 +37,7 @@ def test_products_are_those_of_permutations():
 
 
 def test_the_command_writes_a_table_and_a_picture(tmp_path, capsys):
-    assert main(["--seeds", "0", "--steps", "2", "--out", str(tmp_path)]) == 0
+    assert main(["--seed", "0", "--steps", "2", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (tmp_path / "a5.md").read_text() == out.removesuffix("\n")
     assert (tmp_path / "a5.png").read_bytes().startswith(b"\x89PNG")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from examples.autoencoder.__main__ import by_components, main
+from examples.autoencoder.__main__ import main, reconstruct_by_components
 from examples.autoencoder.model import Autoencoder, to_images, to_patches
 from tests.support import assert_near
 
@@ -28,8 +28,8 @@ def test_nothing_but_the_code_reaches_the_drawing():
 def test_principal_components_are_the_best_linear_code():
     torch.manual_seed(0)
     training = torch.randn(50, 64, dtype=torch.float64)
-    assert_near(by_components(training, training, 49), training, 1e-10)
-    errors = [(by_components(training, training, k) - training).square().sum() for k in (1, 8, 32)]
+    assert_near(reconstruct_by_components(training, training, 49), training, 1e-10)
+    errors = [(reconstruct_by_components(training, training, k) - training).square().sum() for k in (1, 8, 32)]
     centered = training - training.mean(0)
     values = torch.linalg.svdvals(centered)
     for k, error in zip((1, 8, 32), errors, strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.training.api import train_or_resume
+from anymamba.training import train_or_resume
 from examples.digits.__main__ import main
 from examples.digits.images import SIDE, load_digits, shifted
 from examples.digits.task import DigitsConfig, DigitsSection, DigitsTask
@@ -58,7 +58,7 @@ def test_batches_repeat_from_the_seed():
     assert not torch.equal(batch(1, 2).inputs, batch(1, 3).inputs)
     assert not torch.equal(batch(1, 2).inputs, batch(2, 2).inputs)
     assert batch(1, 2).inputs.shape == (5, SIDE * SIDE)
-    assert (batch(1, 2).tokens, batch(1, 2).counted) == (320, 5)
+    assert (batch(1, 2).tokens, batch(1, 2).loss_terms) == (320, 5)
 
 
 @pytest.mark.parametrize("family", ["Mamba2", "Mamba3"])

@@ -24,7 +24,7 @@ def test_autoregression_finds_the_recurrence_of_a_series():
 
 def test_the_series_command(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert series.main(["--seeds", "0", "--steps", "2", "--out", str(tmp_path)]) == 0
+    assert series.main(["--seed", "0", "--steps", "2", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (tmp_path / "series.md").read_text() == out.removesuffix("\n")
     assert (tmp_path / "series.png").read_bytes().startswith(b"\x89PNG")
@@ -34,7 +34,7 @@ def test_the_series_command(tmp_path, capsys):
 
 
 def test_pieces_of_source_are_split_by_file():
-    training, test = read_chunks(most=40)
+    training, test = read_chunks(max_chunks=40)
     assert len(training) == 32 * len(PACKAGES)
     assert len(test) == 8 * len(PACKAGES)
     assert all(len(chunk.text) == LENGTH for chunk in [*training, *test])
@@ -46,12 +46,12 @@ def test_pieces_of_source_are_split_by_file():
 
 def test_the_packages_command(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(packages, "read_chunks", lambda: read_chunks(most=20))
+    monkeypatch.setattr(packages, "read_chunks", lambda: read_chunks(max_chunks=20))
     assert packages.main(["--steps", "1", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (tmp_path / "packages.md").read_text() == out.removesuffix("\n")
     assert (tmp_path / "packages.png").read_bytes().startswith(b"\x89PNG")
-    assert "128 pieces to train on, 32 to judge by, of 8 packages" in out
+    assert "128 chunks to train on, 32 to evaluate on, of 8 packages" in out
 
 
 def test_enlarged_pixels_in_their_order():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from anymamba.training.api import train_or_resume
+from anymamba.training import train_or_resume
 from examples.labeled import IGNORED
 from examples.resets.__main__ import main
 from examples.resets.by_hand import by_hand
@@ -218,7 +218,7 @@ def test_the_table_rounds_down():
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
-    command = ["--task", "majority", "--seeds", "3", "5", "--steps", "2", "--out", str(tmp_path)]
+    command = ["--task", "majority", "--seed", "3", "5", "--steps", "2", "--out", str(tmp_path)]
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert err.startswith("4 runs, about 1 min on an idle core")
@@ -239,7 +239,7 @@ def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     [
         ([], "--task"),
         (["--task", "parity"], "invalid choice: 'parity'"),
-        (["--task", "rotor", "--seeds", "-1"], "seed must be at least 0 and below 2^63, got -1"),
+        (["--task", "rotor", "--seed", "-1"], "seed must be at least 0 and below 2^63, got -1"),
         (["--task", "rotor", "--steps", "0"], "steps must be at least 1, got 0"),
     ],
 )

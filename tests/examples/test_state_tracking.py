@@ -15,7 +15,7 @@ from examples.state_tracking.tracking import (
     TrackingBatch,
     TrackingConfig,
     TrackingTask,
-    nearest_half_turn,
+    nearest_half_circle,
     scaled_accuracy,
 )
 from tests.training.cases import silent
@@ -66,8 +66,8 @@ def test_beginnings_of_an_expression_in_brackets_have_the_value_with_these_close
             closed = begun + ")" * (begun.count("(") - begun.count(")"))
             assert answer == (value("brackets", closed + "=") if text[i] in "01234)=" else NONE)
     every, last = TrackingBatch.of(drawn, "every"), TrackingBatch.of(drawn)
-    assert every.places.tolist() == np.flatnonzero(drawn.answers != NONE).tolist()
-    assert last.places.tolist() == (drawn.lengths.cumsum() - 1).tolist()
+    assert every.positions.tolist() == np.flatnonzero(drawn.answers != NONE).tolist()
+    assert last.positions.tolist() == (drawn.lengths.cumsum() - 1).tolist()
     assert last.answers.tolist() == drawn.final.tolist()
 
 
@@ -184,18 +184,18 @@ def test_runs_that_differ_in_their_seed_alone_are_taken_together(tmp_path):
 
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3-fixed-rotation", "mamba3-no-rotation", "mamba2"])
 def test_as_much_of_the_state_turns_as_was_asked_for(variant):
-    for turning in (0.5, 1.0):
+    for fraction in (0.5, 1.0):
         block = (
-            TrackingTask(config(variant=variant, turning=turning)).make_model(torch.float32).backbone.layers[0].mixer
+            TrackingTask(config(variant=variant, rotating=fraction)).make_model(torch.float32).backbone.layers[0].mixer
         )
-        expected = {"mamba3-no-rotation": 0, "mamba2": None}.get(variant, 8 * turning / 2)
+        expected = {"mamba3-no-rotation": 0, "mamba2": None}.get(variant, 8 * fraction / 2)
         assert getattr(block, "num_rope_angles", None) == expected
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--summary"], "parity: expected finished runs, found none"),
+        (["--summary"], "parity: expected finished runs, got none"),
         (["--variants", "mamba3,mamba4"], "tracking.variant must be one of mamba3, .*, got 'mamba4'"),
         (["--set", "x"], "--set: expected NAME=VALUE, got 'x'"),
         (["--set", "tracking.x=1"], "--tracking.x: no such field"),
@@ -247,7 +247,7 @@ def test_turns_are_those_of_the_first_layer():
         dt, *_, rate = mixer._discretize([dt, a, trap, turn], None)
         turns = dt[0].unsqueeze(-1) * rate[0].unsqueeze(1) / math.pi
     expected = min((abs(abs(a) - 1) + abs(b), b, a) for b, a in zip(*turns.flatten(1).tolist(), strict=True))[1:]
-    assert nearest_half_turn(model)[:2] == pytest.approx(expected, abs=1e-5)
+    assert nearest_half_circle(model)[:2] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_state_that_turns_learns_parity_within_seconds_and_one_that_does_not_turn_does_not(tmp_path):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from anymamba.training.api import resume as resume
     from anymamba.training.api import train as train
     from anymamba.training.api import train_or_resume as train_or_resume
+    from anymamba.training.metrics.loggers import StepMetrics as StepMetrics
     from anymamba.training.metrics.loggers import can_plot as can_plot
     from anymamba.training.metrics.loggers import read_metrics as read_metrics
     from anymamba.training.tasks.predict import Predictor as Predictor
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from anymamba.training.tasks.tabular_tasks import make_task as make_task
     from anymamba.training.tasks.task import Evaluation as Evaluation
     from anymamba.training.tasks.task import Task as Task
+    from anymamba.training.tasks.task import autocast as autocast
     from anymamba.training.trainer import Trainer as Trainer
 
 _NEEDS_TORCH = {
     "train": "anymamba.training.api",
     "resume": "anymamba.training.api",
+    "StepMetrics": "anymamba.training.metrics.loggers",
     "can_plot": "anymamba.training.metrics.loggers",
     "read_metrics": "anymamba.training.metrics.loggers",
     "Predictor": "anymamba.training.tasks.predict",
@@ -37,6 +40,7 @@ _NEEDS_TORCH = {
     "make_task": "anymamba.training.tasks.tabular_tasks",
     "Evaluation": "anymamba.training.tasks.task",
     "Task": "anymamba.training.tasks.task",
+    "autocast": "anymamba.training.tasks.task",
     "Trainer": "anymamba.training.trainer",
     "train_or_resume": "anymamba.training.api",
 }

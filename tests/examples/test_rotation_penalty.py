@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba.analysis import layers, recurrence
-from examples.state_tracking.settle import PARTS, unsettled, watching
+from examples.state_tracking.rotation_penalty import PARTS, collect_penalties, rotation_penalty
 from examples.state_tracking.tracking import TrackingBatch, TrackingTask
 from tests.examples.test_state_tracking import config
 
@@ -22,9 +22,9 @@ def lasting():
 
 def test_simple_fractions_of_a_circle_cost_nothing_and_what_lies_between_them_does():
     simple = turns(0, 1 / 2, -1 / 2, 1 / 3, 2 / 3, 1 / 4, -1 / 5, 2 / 5, 5 / 6, 1 / 12)
-    assert unsettled(lasting(), simple).item() == pytest.approx(0, abs=1e-12)
-    assert unsettled(lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)
-    assert unsettled(lasting(), simple + CIRCLE / PARTS / 4).item() == pytest.approx(1)
+    assert rotation_penalty(lasting(), simple).item() == pytest.approx(0, abs=1e-12)
+    assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 2).item() == pytest.approx(2)
+    assert rotation_penalty(lasting(), simple + CIRCLE / PARTS / 4).item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("share", [1 / 2, 0.0, -1 / 5, 1 / 4])
@@ -34,7 +34,7 @@ def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(share, off):
     optimizer = torch.optim.SGD([turn], lr=1 / PARTS**2)
     for _ in range(40):
         optimizer.zero_grad()
-        unsettled(lasting(), turn).backward()
+        rotation_penalty(lasting(), turn).backward()
         optimizer.step()
     assert turn.item() / CIRCLE == pytest.approx(share, abs=1e-9)
 
@@ -42,23 +42,23 @@ def test_the_gradient_pulls_a_turn_to_the_nearest_fraction(share, off):
 def test_states_that_last_are_made_to_last_and_those_that_fade_stay_free():
     log_decay = torch.tensor([[[-1e-3, -1.0]]], dtype=torch.float64, requires_grad=True)
     turn = turns(0.01).expand(1, 1, 2, 1).clone().requires_grad_()
-    unsettled(log_decay, turn).backward()
+    rotation_penalty(log_decay, turn).backward()
     kept, fading = turn.grad.flatten().abs().tolist()
     assert kept > 1
     assert fading < 1e-20
     kept, fading = log_decay.grad.flatten().tolist()
     assert kept < -1  # descending makes the log-decay larger: it fades less
     assert -1e-20 < fading <= 0
-    unsettled(still := log_decay.detach().clone().requires_grad_(), None).backward()
+    rotation_penalty(still := log_decay.detach().clone().requires_grad_(), None).backward()
     assert still.grad.tolist() == log_decay.grad.tolist()  # no state fades for the sake of its turns
-    assert unsettled(lasting(), None).item() == 0
-    assert unsettled(lasting(), turns()).item() == 0  # no pair that turns
+    assert rotation_penalty(lasting(), None).item() == 0
+    assert rotation_penalty(lasting(), turns()).item() == 0  # no pair that turns
 
 
 def test_a_head_that_forgets_at_some_tokens_is_free_at_all():
     log_decay = torch.tensor([0.0, -1.0], dtype=torch.float64).reshape(1, 2, 1)
     turn = turns(0.01, 0.02).reshape(1, 2, 1, 1).requires_grad_()
-    unsettled(log_decay, turn).backward()
+    rotation_penalty(log_decay, turn).backward()
     assert turn.grad.abs().max() < 1e-20
 
 
@@ -69,39 +69,39 @@ def test_the_penalty_is_that_of_every_layer_and_reaches_the_loss_and_the_weights
     torch.manual_seed(0)
     model = task.make_model(torch.float64)
     drawn = task.language.sample(task._chance(0, 0), 1, 9, 9)
-    plain, settling = TrackingBatch.of(drawn, "every"), TrackingBatch.of(drawn, "every", settle=0.5)
-    with watching(model) as found:
+    plain, penalized = TrackingBatch.of(drawn, "every"), TrackingBatch.of(drawn, "every", penalty_weight=0.5)
+    with collect_penalties(model) as penalties:
         model.backbone(plain.inputs, cu_seqlens=plain.bounds)
     model.backbone(plain.inputs, cu_seqlens=plain.bounds)  # outside of the context nothing is collected
     terms = [recurrence(*layer) for layer in layers(model, plain.inputs)]
-    expected = [unsettled(term.log_decay, term.rotation).item() for term in terms]
-    assert [value.item() for value in found] == pytest.approx(expected, rel=1e-12)
+    expected = [rotation_penalty(term.log_decay, term.rotation).item() for term in terms]
+    assert [value.item() for value in penalties] == pytest.approx(expected, rel=1e-12)
     assert min(expected) > 0.01
-    without, _ = task.cost(model, plain, None, torch.float64)
-    cost, _ = task.cost(model, settling, None, torch.float64)
-    assert cost.item() == pytest.approx(without.item() + 0.5 * 9 * sum(expected) / 2, rel=1e-12)
-    (cost - without).backward()
+    loss_without, _ = task.loss(model, plain, None, torch.float64)
+    loss, _ = task.loss(model, penalized, None, torch.float64)
+    assert loss.item() == pytest.approx(loss_without.item() + 0.5 * 9 * sum(expected) / 2, rel=1e-12)
+    (loss - loss_without).backward()
     for layer in model.backbone.layers:
         assert layer.mixer.dt_bias.grad.abs().min() > 0
 
 
 def test_the_weight_rises_between_two_shares_of_the_steps():
-    task = TrackingTask(config(settle=0.4, settles_from=1 / 6, settles_to=0.5))
-    assert [task.settle(step) for step in range(6)] == pytest.approx([0, 0, 0.2, 0.4, 0.4, 0.4])
-    assert [task.batches(step)[0].settle.item() for step in (0, 2, 5)] == pytest.approx([0, 0.2, 0.4])
-    assert TrackingTask(config()).settle(5) == 0
+    task = TrackingTask(config(rotation_penalty=0.4, penalty_from=1 / 6, penalty_to=0.5))
+    assert [task.penalty_weight(step) for step in range(6)] == pytest.approx([0, 0, 0.2, 0.4, 0.4, 0.4])
+    assert [task.batches(step)[0].penalty_weight.item() for step in (0, 2, 5)] == pytest.approx([0, 0.2, 0.4])
+    assert TrackingTask(config()).penalty_weight(5) == 0
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"settle": -0.1}, r"settle must be a weight of at least 0, got -0\.1"),
-        ({"settle": math.inf}, "settle must be a weight of at least 0, got inf"),
+        ({"rotation_penalty": -0.1}, r"rotation_penalty must be a weight of at least 0, got -0\.1"),
+        ({"rotation_penalty": math.inf}, "rotation_penalty must be a weight of at least 0, got inf"),
         (
-            {"settles_from": 0.7, "settles_to": 0.6},
-            r"0 <= settles_from <= settles_to <= 1 must hold, got 0\.7 and 0\.6",
+            {"penalty_from": 0.7, "penalty_to": 0.6},
+            r"0 <= penalty_from <= penalty_to <= 1 must hold, got 0\.7 and 0\.6",
         ),
-        ({"settles_to": 1.5}, r"0 <= settles_from <= settles_to <= 1 must hold, got 0\.5 and 1\.5"),
+        ({"penalty_to": 1.5}, r"0 <= penalty_from <= penalty_to <= 1 must hold, got 0\.5 and 1\.5"),
     ],
 )
 def test_weights_and_shares_that_cannot_be_are_refused(wrong, message):
