@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from anymamba.training import TabularConfig, TabularTask, make_task
-from examples.command import Arguments, markdown_table, print_progress, run_command, tabular_config
+from examples.command import Arguments, FinishedRun, markdown_table, print_progress, run_command, tabular_config
 
 CHANNELS, HELD_OUT, ORDERS = 4, 0.1, (1, 2, 4, 8, 12, 16, 24)
 

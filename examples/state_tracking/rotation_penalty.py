@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from anymamba.inspect import recurrence
 from torch import Tensor
 
 from anymamba import MambaLM
+from anymamba.analysis import recurrence
 
 PARTS = 60
 HORIZON = 1000
