@@ -82,7 +82,7 @@ def test_the_same_state_gives_the_same_bytes(kind, tmp_path):
 
 def test_a_file_is_as_it_is_described(state):
     path, load, tree, metadata = state
-    assert metadata["version"] == "2"
+    assert metadata["version"] == "1"
     assert metadata["kind"] == type(tree).__name__
     assert set(metadata) - {"fingerprint"} == {"kind", "version"}
     forged(path, tree.tensors(), **metadata)
@@ -121,8 +121,8 @@ def test_a_file_that_is_cut_or_grows_is_refused(state):
 def test_other_versions_and_kinds_are_refused(state):
     path, load, tree, metadata = state
     tensors = tree.tensors()
-    forged(path, tensors, **{**metadata, "version": "3"})
-    refused(load, path, "expected a state file of version 2 or before, got '3': .*later anymamba")
+    forged(path, tensors, **{**metadata, "version": "2"})
+    refused(load, path, "expected a state file of version 1, got '2': .*another version of anymamba")
     forged(path, tensors, **{**metadata, "kind": "Mamba1Cache"})
     refused(load, path, "expected a saved .*, got 'Mamba1Cache'")
     forged(path, tensors, **{**metadata, "more": "x"})
@@ -138,7 +138,7 @@ def odd_tensors(tree):
     first, *_, last = tree.tensors()
     x = tree.tensors()[first]
     yield {first: None}, f"the state lacks {first}"
-    yield {"more": torch.zeros(2)}, "holds more than it should: 'more'"
+    yield {"more": torch.zeros(2)}, "holds unexpected tensors: 'more'"
     yield {first: torch.tensor(1.0)}, f"{last if first == last else ''}.* must be .*"
     yield {first: x[:1]}, "must be .* of shape"
     yield {first: x[:0]}, "must be .* of shape"
@@ -225,7 +225,7 @@ def test_a_shape_that_cannot_be_is_refused(tmp_path):
     header = struct.pack("<Q", struct.unpack("<Q", content[:8])[0] + len(other) - len(shape))
     path.write_bytes(header + content[8:].replace(shape, other))
     resign(path)
-    refused(load, path, r"conv must have a shape that can be, got \[18446744073709551615, 0\]")
+    refused(load, path, r"conv: invalid shape \[18446744073709551615, 0\] \(dimensions must be below")
 
 
 def resign(path):
@@ -236,63 +236,11 @@ def resign(path):
     path.write_bytes(content[:place] + digest + content[place + 32 :])
 
 
-class TestFormerVersion:
-    """Files without a version and a checksum."""
-
-    @pytest.fixture
-    def former(self, state):
-        path, load, tree, metadata = state
-        del metadata["version"]
-        tensors = {name.removeprefix("cache."): x for name, x in tree.tensors().items()}
-        return path, load, tree, {**metadata, "fields": "{}"}, tensors
-
-    def test_they_open(self, former):
-        path, load, tree, metadata, tensors = former
-        save_file(tensors, path, metadata)
-        for (name, x), y in zip(tree.tensors().items(), load(path).leaves(), strict=True):
-            assert torch.equal(x, y), name
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ("[]", "expected fields that name pathways"),
-            ("7", "expected fields that name pathways"),
-            ("null", "expected fields that name pathways"),
-            ('"single"', "expected fields that name pathways"),
-            ('{"pathway": 1}', "expected fields that name pathways"),
-            ('{"pathway": "triple"}', "expected fields that name pathways"),
-            ('{"conv": "single"}', "expected fields that name pathways"),
-            ("{", "not readable JSON"),
-            ("[" * 100_000, "nested too deeply"),
-            ('{"a":' * 100_000, "nested too deeply"),
-            ("9" * 5000, "not readable JSON"),
-        ],
-        ids=lambda text: text[:20],
-    )
-    def test_odd_notes_are_refused(self, former, fields, message):
-        path, load, _, metadata, tensors = former
-        save_file(tensors, path, {**metadata, "fields": fields})
-        refused(load, path, message)
-
-    def test_odd_tensors_are_refused(self, former):
-        path, load, tree, metadata, _ = former
-        for changes, message in odd_tensors(tree):
-            tensors = {name: x for name, x in {**tree.tensors(), **changes}.items() if x is not None}
-            tensors = {name.removeprefix("cache."): x for name, x in tensors.items()}
-            save_file(tensors, path, metadata)
-            refused(load, path, message.replace("cache.", "(cache.)?"))
-
-    def test_missing_metadata_is_refused(self, former):
-        path, load, _, metadata, tensors = former
-        for name in metadata:
-            save_file(tensors, path, {key: x for key, x in metadata.items() if key != name})
-            refused(load, path, "expected metadata|of no kind")
-
-    def test_a_header_that_is_nested_too_deeply_is_refused(self, former):
-        path, load, *_ = former
-        header = b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
-        path.write_bytes(struct.pack("<Q", len(header)) + header)
-        refused(load, path, "not a readable safetensors file")
+def test_a_header_that_is_nested_too_deeply_is_refused(state):
+    path, load, *_ = state
+    header = b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    refused(load, path, "not a readable safetensors file")
 
 
 def test_a_state_that_is_not_finite_is_not_written(state):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
+from anymamba.core.cache_io import SavableTree, restore_tree
 from anymamba.core.cache_tree import Tree
 from tests.models.cases import FAMILIES, small_lm
 
@@ -138,7 +139,7 @@ def test_cat_is_the_inverse_of_rows():
 
 def test_what_differs_in_more_than_rows_is_not_joined():
     tree = root()
-    with pytest.raises(ValueError, match=r"Root.cat: expected at least one, got none"):
+    with pytest.raises(ValueError, match=r"Root.cat: expected at least one tree, got none"):
         Root.cat([])
     with pytest.raises(ValueError, match=r"parts.0.narrow as \(torch.float32, \(2,\)\) and as \(torch.float64,"):
         Root.cat([tree, tree.to(torch.float64)])
@@ -151,6 +152,115 @@ def test_what_differs_in_more_than_rows_is_not_joined():
 
 def test_values_that_are_not_finite_are_a_problem():
     tree = root()
-    assert tree.problem() == ""
+    assert tree.describe_problem() == ""
     tree.parts[1].narrow[0, 1], tree.parts[1].narrow[2, 0] = float("nan"), float("-inf")
-    assert tree.problem() == "parts.1.narrow holds 2 values that are not finite"
+    assert tree.describe_problem() == "parts.1.narrow holds 2 values that are not finite"
+
+
+class _KeysFields(NamedTuple):
+    k: torch.Tensor
+    lengths: torch.Tensor
+    last: torch.Tensor
+
+
+class Keys(_KeysFields, SavableTree):
+    """What attention would keep: keys (b, t, n) that grow, how many of them each row has, and a part of fixed size."""
+
+    __slots__ = ()
+    GROWING_FIELDS: ClassVar[frozenset[str]] = frozenset({"k"})
+    CPU_FIELDS: ClassVar[frozenset[str]] = frozenset({"lengths"})
+
+
+class _HybridFields(NamedTuple):
+    layers: tuple[Tree, ...]
+
+
+class Hybrid(_HybridFields, Tree):
+    __slots__ = ()
+
+
+def keys(*lengths, spare=0):
+    """Rows with these many keys, in a buffer with room for `spare` more."""
+    k = torch.zeros(len(lengths), max(lengths, default=0) + spare, 4)
+    for row, length in enumerate(lengths):
+        k[row, :length] = torch.randn(length, 4)
+    return Keys(k, torch.tensor(lengths, dtype=torch.int64), torch.randn(len(lengths), 3))
+
+
+def assert_rows_equal(tree, *parts):
+    """Assert that the rows of a tree are those of the parts, whatever the padding."""
+    rows = [part.rows([i]) for part in parts for i in range(part.batch_size)]
+    assert tree.batch_size == len(rows)
+    for i, row in enumerate(rows):
+        length = int(row.lengths)
+        assert int(tree.lengths[i]) == length
+        assert torch.equal(tree.k[i, :length], row.k[0])
+        assert not tree.k[i, length:].any()
+        assert torch.equal(tree.last[i], row.last[0])
+
+
+def test_rows_of_any_lengths_share_a_batch():
+    a, b, empty = keys(5, 0, 2, spare=3), keys(7), keys(0)
+    tree = Keys.cat([a, b, empty])
+    assert tree.k.shape == (5, 8, 4)
+    assert_rows_equal(tree, a, b, empty)
+    assert_rows_equal(Keys.cat([tree, a]), a, b, empty, a)
+    with pytest.raises(ValueError, match="differ in their rows alone, got k as"):
+        Keys.cat([a, b._replace(k=b.k[..., :2])])
+
+
+def test_selected_rows_do_not_carry_the_padding_of_others():
+    tree = keys(5, 1, 0, 3, spare=2)
+    assert [tree.rows(index).k.shape[:2] for index in ([1], [3, 1], [2], slice(None))] == [
+        (1, 1),
+        (2, 3),
+        (1, 0),
+        (4, 5),
+    ]
+    assert_rows_equal(tree.rows([3, 3]), tree.rows(3), tree.rows(3))
+    assert tree.rows([1]).nbytes == 4 * 4 + 8 + 3 * 4
+    assert tree.rows([]).k.shape == (0, 0, 4)
+
+
+def test_growing_trees_inside_others_are_found_by_name():
+    tree = Hybrid((leaf(2), keys(3, 1, spare=1)))
+    assert tree.growing_names() == {"layers.1.k"}
+    assert root().growing_names() == frozenset()
+    assert tree.trim().layers[1].k.shape == (2, 3, 4)
+    other = Hybrid((leaf(1), keys(6)))
+    together = Hybrid.cat([tree, other])
+    assert_rows_equal(together.layers[1], tree.layers[1], other.layers[1])
+    assert_rows_equal(together.rows([2]).layers[1], other.layers[1])
+
+
+def test_casts_keep_lengths_and_padding():
+    tree = keys(2, 4).to(torch.bfloat16)
+    assert (tree.k.dtype, tree.lengths.dtype, tree.last.dtype) == (torch.bfloat16, torch.int64, torch.bfloat16)
+    assert_rows_equal(tree, tree)
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (0, 0), ()])
+def test_growing_trees_are_saved_without_padding_and_loaded(tmp_path, lengths):
+    tree = keys(*lengths, spare=4)
+    tree.save(tmp_path / "state")
+    loaded = Keys.load(tmp_path / "state")
+    assert loaded.k.shape == (len(lengths), max(lengths, default=0), 4)
+    assert_rows_equal(loaded, tree)
+    like = keys(9)
+    assert_rows_equal(restore_tree("file", like, loaded.tensors()), tree)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": torch.tensor([3, 9])}, r"file: lengths must be from 0 to 3, got \[3, 9\]"),
+        ({"lengths": torch.tensor([3, -1])}, r"file: lengths must be from 0 to 3, got \[3, -1\]"),
+        ({"k": torch.zeros(2, 3, 5)}, r"file: k must be torch.float32 of shape \(2, steps, 4\)"),
+        ({"k": torch.zeros(2)}, r"file: k must be torch.float32 of shape \(2, steps, 4\)"),
+        ({"k": torch.full((2, 3, 4), torch.nan)}, "file: k holds 24 values that are not finite"),
+    ],
+)
+def test_files_with_wrong_growing_tensors_are_rejected(change, message):
+    tree = keys(3, 1)
+    with pytest.raises(ValueError, match=message):
+        restore_tree("file", tree, {**tree.tensors(), **change})

@@ -47,10 +47,10 @@ class GenerationState(_GenerationStateFields, ModelState):
         logits, none = torch.empty(1, width, dtype=model.dtype, device=model.device), torch.zeros(1, dtype=torch.int64)
         return cls(model.init_cache(1), logits, torch.zeros(1, width, dtype=torch.bool), none, none)
 
-    def problem(self) -> str:
-        """What is wrong with its values: a state or a row's largest logit that is not finite, or a count below 0."""
-        if found := self.cache.problem():
-            return f"cache.{found}"
+    def describe_problem(self) -> str:
+        """Return what is wrong: values or a row's largest logit that are not finite, or a negative count."""
+        if problem := self.cache.describe_problem():
+            return f"cache.{problem}"
         if not bool(torch.isfinite(self.logits.amax(-1)).all()):
             return "logits has rows whose largest value is not finite"
         if bool((self.counts < 0).any()):

@@ -15,16 +15,13 @@ _State = TypeVar("_State", bound="ModelState")
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """Model whose states can be saved: it has a fingerprint, and an empty cache that gives the shapes."""
+    """A model whose states can be saved: it has a fingerprint, and an empty cache that shows their shapes."""
 
     def fingerprint(self) -> str:
-        """Return a name for these weights in this dtype."""
-
-    def has_fingerprint(self, name: str) -> bool:
-        """Return whether `name` is the fingerprint of these weights in this dtype."""
+        """Return the fingerprint of these weights in this dtype."""
 
     def init_cache(self, batch_size: int) -> Any:
-        """Return the empty cache."""
+        """Return an empty cache."""
 
 
 class ModelState(Tree):
@@ -61,17 +58,13 @@ class ModelState(Tree):
         Raises:
             ValueError: The file is not a saved state, is damaged, or belongs to another model.
         """
-        tensors, facts, version = read_state_file(path, cls.__name__, ["fingerprint"])
-        if not model.has_fingerprint(facts["fingerprint"]):
+        tensors, metadata = read_state_file(path, cls.__name__, ["fingerprint"])
+        if metadata["fingerprint"] != (expected := model.fingerprint()):
             raise ValueError(
                 f"{path}: this state belongs to another model, dtype or format of weights: "
-                f"expected fingerprint {model.fingerprint()}, got {facts['fingerprint']}"
+                f"expected fingerprint {expected}, got {metadata['fingerprint']}"
             )
-        like = cls.like(model)
-        if version == 1:  # which did not record where in the tree the cache is
-            names = {name.removeprefix("cache."): name for name in like.tensors()}
-            tensors = {names.get(name, name): x for name, x in tensors.items()}
-        return restore_tree(path, like, tensors)
+        return restore_tree(path, cls.like(model), tensors)
 
 
 class _StackCacheFields(NamedTuple):

@@ -270,10 +270,6 @@ class MambaLM(nn.Module):
         """
         return fingerprint.fingerprint(self, self.config)
 
-    def has_fingerprint(self, name: str) -> bool:
-        """Whether `name` is this model's fingerprint, as this or a former version computes it."""
-        return fingerprint.has_fingerprint(self, self.config, name)
-
     @classmethod
     def from_pretrained(
         cls,

@@ -110,7 +110,7 @@ class StateDirectory:
         file = self._file(name)
         if not file.is_file():
             return None
-        tensors, metadata, *_ = read_state_file(file, GenerationState.__name__, self._fields)
+        tensors, metadata = read_state_file(file, GenerationState.__name__, self._fields)
         state = restore_tree(file, GenerationState.like(self._model), tensors)
         if state.batch_size != 1:
             raise ValueError(f"{file}: expected the state of one row, got {state.batch_size}")
