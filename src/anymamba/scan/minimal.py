@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor
-from anymamba.scan.path import SsdPath
+from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor, resolve_chunk_len
 
 
 def scan_minimal(
@@ -28,27 +27,26 @@ def scan_minimal(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """The scan by segment sums (`anymamba.scan.scan` has the contract)."""
+    """Compute the scan by segment sums (`anymamba.scan.scan` has the contract)."""
     dtype, g, e = state_dtype(v.dtype), k.shape[3], v.shape[3] // k.shape[3]
-    length = chunk_len or SsdPath.optimal_chunk_len(k.shape[4], v.shape[4], v.shape[2])
-    layout = ChunkLayout(v.shape[1], length, cu_seqlens)
+    layout = ChunkLayout(v.shape[1], resolve_chunk_len(v, k, chunk_len), cu_seqlens)
     v_bclrgep = layout.split(v.to(dtype)).unflatten(4, (g, e))
     k_bclrgn, q_bclrgn = layout.split(k.to(dtype)), layout.split(q.to(dtype))
     a_bcgel = layout.split(log_decay.to(dtype)).movedim(2, 3).unflatten(2, (g, e))
     lam_bcgel = cumulative_decay(a_bcgel, -1)
     total_bcge = lam_bcgel[..., -1]
 
-    # Within a chunk: y = (mask ∘ q kᵀ) v.
+    # 1) Outputs within a chunk: y = (mask ∘ q kᵀ) v.
     scores_bcglrmj = torch.einsum("bclrgn,bcmjgn->bcglrmj", q_bclrgn, k_bclrgn)
     mask_bcgelm = causal_decay(lam_bcgel, dtype)
     weights_bcgelrmj = scores_bcglrmj.unsqueeze(3) * mask_bcgelm[..., :, None, :, None]
     y_bclrgep = torch.einsum("bcgelrmj,bcmjgep->bclrgep", weights_bcgelrmj, v_bclrgep)
 
-    # What each chunk alone adds to the state at its end.
+    # 2) The state that each chunk alone adds at its end.
     to_end_bcgel = decay_factor(total_bcge.unsqueeze(-1) - lam_bcgel, dtype)
     added_bcgepn = torch.einsum("bclrgep,bcgel,bclrgn->bcgepn", v_bclrgep, to_end_bcgel, k_bclrgn)
 
-    # States that enter the chunks, and the last one, by one matmul per sequence.
+    # 3) The states that enter the chunks, and the final one, by one matmul per sequence.
     entering, finals = [], []
     initial = layout.initial_states(initial_state.to(dtype).unflatten(1, (g, e)))
     for (first, last), state_bgepn in zip(layout.sequences, initial, strict=True):
@@ -59,7 +57,7 @@ def scan_minimal(
         entering.append(states_bcgepn[:, :-1])
         finals.append(states_bcgepn[:, -1])
 
-    # What the entering state adds to each output of the chunk.
+    # 4) What the entering state adds to each output of the chunk.
     from_start_bcgel = decay_factor(lam_bcgel, dtype)
     read_bclrgep = torch.einsum("bclrgn,bcgepn->bclrgep", q_bclrgn, torch.cat(entering, dim=1))
     y_bclrgep = y_bclrgep + read_bclrgep * from_start_bcgel.movedim(-1, 2)[:, :, :, None, :, :, None]

@@ -15,19 +15,19 @@ _LONGEST = 2**31 - 1
 
 @runtime_checkable
 class ScanDims(Protocol):
-    """The sizes of a block's scan: every block of the library has these three."""
+    """The sizes of a block's scan, which every block of the library has."""
 
     @property
     def d_state(self) -> int:
-        """State size n."""
+        """Return the state size n."""
 
     @property
     def headdim(self) -> int:
-        """Head width p."""
+        """Return the head width p."""
 
     @property
     def rank(self) -> int:
-        """MIMO rank r, 1 for SISO."""
+        """Return the MIMO rank r, 1 for SISO."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class SsdPath:
     - `serial`: five batched stages with a loop over chunks for the state, backward by autograd.
     - `serial_recalculated`: one chunk at a time; the backward is derived by hand, keeps the inputs only and recomputes
       the rest.
-    - `fused`: the same in the compiled kernels, if there are any for the device and dtype.
+    - `fused`: `serial_recalculated` in the compiled kernels, if there are any for the device and dtype.
 
-    No chunk length means the one that suits the algorithm, the sizes and the device when the scan runs. Any length from
-    1 is valid, even one longer than the sequence. `recurrent` has no chunks and ignores it.
+    Without a chunk length, the scan chooses one when it runs that suits the algorithm, the sizes and the device. Any
+    length from 1 is valid, even one longer than the sequence. `recurrent` has no chunks and ignores it.
 
     Mamba-3's trapezoidal rule has two pathways on any algorithm, `single` (one scan) and `double` (two scans); others
     ignore it, and the kernels need neither. Both leave the same state, so a sequence may change its pathway at any cut.
@@ -57,7 +57,7 @@ class SsdPath:
     pathway: Pathway = "single"
 
     def __post_init__(self) -> None:
-        """Refuse unknown names and impossible lengths."""
+        """Reject unknown names and impossible lengths."""
         for name, known in (("algorithm", Algorithm), ("pathway", Pathway)):
             if (value := getattr(self, name)) not in get_args(known):
                 raise ValueError(f"SsdPath: {name} must be one of {get_args(known)}, got {value!r}")
@@ -66,10 +66,10 @@ class SsdPath:
 
     @staticmethod
     def or_default(path: SsdPath | None) -> SsdPath:
-        """`path`, or the default if it is None.
+        """Return `path`, or the default path if it is None.
 
         Raises:
-            TypeError: it is something else.
+            TypeError: `path` is not an `SsdPath`.
         """
         if path is not None and not isinstance(path, SsdPath):
             raise TypeError(f"path must be an SsdPath, such as SsdPath.minimal(), got {path!r}")
@@ -77,39 +77,39 @@ class SsdPath:
 
     @classmethod
     def recurrent(cls) -> SsdPath:
-        """One step after the other."""
+        """Return the path that computes one step after the other."""
         return cls("recurrent")
 
     @classmethod
     def minimal(cls, chunk_len: int | None = None) -> SsdPath:
-        """Segment-sum masks and batched matmuls, backward by autograd."""
+        """Return the path of segment-sum masks and batched matmuls, backward by autograd."""
         return cls("minimal", chunk_len)
 
     @classmethod
     def serial(cls, chunk_len: int | None = None) -> SsdPath:
-        """Five batched stages, backward by autograd."""
+        """Return the path of five batched stages, backward by autograd."""
         return cls("serial", chunk_len)
 
     @classmethod
     def serial_recalculated(cls, chunk_len: int | None = None) -> SsdPath:
-        """One chunk at a time, with the hand-derived backward that keeps the inputs only."""
+        """Return the path of one chunk at a time, with the hand-derived backward that keeps the inputs only."""
         return cls("serial_recalculated", chunk_len)
 
     @classmethod
     def fused(cls, chunk_len: int | None = None) -> SsdPath:
-        """The compiled kernels; the scan raises `RuntimeError` if there are none."""
+        """Return the path of the compiled kernels; the scan raises `RuntimeError` if there are none."""
         return cls("fused", chunk_len)
 
     @classmethod
     def for_block(cls, block: ScanDims, algorithm: Algorithm = "fastest") -> SsdPath:
-        """An algorithm with the chunk length that suits `block`, unless the kernels choose it."""
+        """Return the path of an algorithm with the chunk length that suits `block`, unless the kernels choose it."""
         if algorithm in ("fastest", "fused", "recurrent"):
             return cls(algorithm)
         return cls(algorithm, cls.optimal_chunk_len(block.d_state, block.headdim, block.rank))
 
     @staticmethod
     def optimal_chunk_len(d_state: int, headdim: int, rank: int = 1) -> int:
-        """About √(d_state·headdim), rounded up to a multiple of 32, at most 512.
+        """Return about √(d_state·headdim), rounded up to a multiple of 32, at most 512.
 
         With MIMO the l·r rows of a chunk are fused into one matrix, so that length is divided by the rank.
         """
@@ -117,5 +117,5 @@ class SsdPath:
         return max(1, fused_len // rank)
 
     def chunk_len_or_optimal(self, d_state: int, headdim: int, rank: int = 1) -> int:
-        """This path's chunk length, or if it has none, the one that suits the portable algorithms."""
+        """Return this path's chunk length, or if it has none, the one that suits the portable algorithms."""
         return self.chunk_len or self.optimal_chunk_len(d_state, headdim, rank)

@@ -28,14 +28,14 @@ def scan_step(
     """Advance the state by one token.
 
     Args:
-        v: values, (b, r, h, p).
-        k: keys, (b, r, g, n); head h uses group h // (h / g).
-        q: queries, (b, r, g, n).
-        log_decay: (b, h), never positive.
-        state: (b, h, p, n), float32 or wider. It is not changed.
+        v: Values.
+        k: Keys; head h uses group h // (h / g).
+        q: Queries.
+        log_decay: Log-decays, never positive.
+        state: Float32 or wider; it is not changed.
 
     Returns:
-        y (b, r, h, p) in the dtype of `v`, and the new state.
+        y in the dtype of `v`, and the new state.
     """
     with without_autocast(v.device):
         return _step(v, k, q, log_decay, state)
@@ -68,7 +68,7 @@ def scan_recurrent(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """The scan by its definition (`anymamba.scan.scan` has the contract); there are no chunks."""
+    """Compute the scan by its definition (`anymamba.scan.scan` has the contract); there are no chunks."""
     states, ys, finals = initial_state.to(state_dtype(v.dtype)), [], []
     for rows, start, stop in sequence_spans(v.shape[1], cu_seqlens):
         state = states[rows]

@@ -45,23 +45,23 @@ def scan(
     float32, or float64 for float64 inputs, and so is all arithmetic.
 
     Args:
-        v: values of MIMO rank r and h heads of width p.
-        k: keys, for g groups of heads. Head h reads group h // (h / g).
-        q: queries.
-        log_decay: a, never positive. That is checked in eager mode on the CPU; elsewhere a positive value is undefined
-            behavior.
-        initial_state: S_{-1}, one for each row, or for each packed sequence. Zeros if not given.
-        path: the algorithm and its chunk length; `SsdPath()` if not given.
-        cu_seqlens: boundaries (0, ..., t) of sequences packed one after another into a batch of one, strictly
+        v: Values of MIMO rank r and h heads of width p.
+        k: Keys of g groups of heads; head h reads group h // (h / g).
+        q: Queries of g groups of heads.
+        log_decay: Log-decays a, never positive (-inf forgets the state). Checked in eager mode on the CPU; elsewhere a
+            positive value is undefined behavior.
+        initial_state: S_{-1} of each row or packed sequence. Default: zeros.
+        path: Algorithm and chunk length. Default: `SsdPath()`.
+        cu_seqlens: Boundaries (0, ..., t) of sequences packed one after another into a batch of one, strictly
             increasing. Nothing crosses a boundary.
 
     Returns:
         y in the dtype of `v`, and the final state(s).
 
     Raises:
-        ValueError: shapes, devices or values that do not fit.
-        TypeError: dtypes that do not fit.
-        RuntimeError: `path` asks for a compiled kernel where there is none.
+        ValueError: Shapes, devices or values do not match.
+        TypeError: Dtypes do not match.
+        RuntimeError: `path` requests a compiled kernel, and there is none.
     """
     path = SsdPath.or_default(path)
     check_groups("scan", v.shape[3], k.shape[3], v.shape[2])
@@ -86,7 +86,7 @@ def check_groups(where: str, heads: int, groups: int, ranks: int) -> None:
 
 
 def fake(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """y and the final state without their values."""
+    """Return y and the final state without their values."""
     return (
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
         torch.empty(initial_state.shape, dtype=initial_state.dtype, device=v.device),
@@ -94,15 +94,15 @@ def fake(v: Tensor, k: Tensor, q: Tensor, log_decay: Tensor, initial_state: Tens
 
 
 def fastest(v: Tensor, *_: Any) -> str:
-    """What "fastest" means without a kernel: a single step needs no chunks."""
+    """Return the algorithm that "fastest" means without a kernel: a single step needs no chunks."""
     return "recurrent" if v.shape[1] == 1 else "serial_recalculated"
 
 
 def portable_algorithm(algorithm: str) -> str:
-    """The algorithm to use where only torch's own operators are wanted.
+    """Return the pure-PyTorch algorithm equivalent to `algorithm`.
 
     Raises:
-        RuntimeError: it is a compiled one.
+        RuntimeError: `algorithm` is a compiled one.
     """
     if algorithm == "fused":
         raise RuntimeError("SsdPath.fused(): there is no compiled kernel inside anymamba.portable()")

@@ -36,7 +36,7 @@ from anymamba.scan.chunking import decay_factor
 from anymamba.scan.path import SsdPath
 from anymamba.scan.scan import fastest
 
-_ELSEWHERE_ELEMENTS = 2**24  # of a block on a device that is not a CPU: enough work for a launch, 64 MiB of float32
+_DEVICE_BLOCK_ELEMENTS = 2**24  # of a block on other devices than a CPU: enough work for a launch, 64 MiB of float32
 
 
 @check_annotated_shapes
@@ -56,26 +56,26 @@ def selective_scan(
     """Run the selective state space model of Mamba-1 over a sequence.
 
     Args:
-        x: inputs.
-        dt: step sizes before their softplus, in the dtype of `A`; -inf means no step.
-        A: decay rates, never positive, float32 (float64 for float64 `x`).
-        B: input projections.
-        C: output projections.
-        D: skip weights, or none.
-        z: gates, or none.
-        initial_state: one for each row, or for each packed sequence, in the dtype of `A`. Zeros if not given.
+        x: Inputs.
+        dt: Step sizes before their softplus, in the dtype of `A`; -inf means no step.
+        A: Decay rates, never positive, float32 (float64 for float64 `x`).
+        B: Input projections.
+        C: Output projections.
+        D: Skip weights. Default: no skip.
+        z: Gates. Default: no gate.
+        initial_state: State of each row or packed sequence, in the dtype of `A`. Default: zeros.
         path: `SsdPath()` is the fastest available, `recurrent` the definition with torch's own gradients, `fused` the
             compiled kernels and `serial_recalculated` the portable code with a backward by hand, in blocks of
-            `chunk_len` steps. The others are refused: they are matrix products.
-        cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one.
+            `chunk_len` steps. The others are rejected: they are matrix products.
+        cu_seqlens: Boundaries (0, ..., t) of sequences packed into a batch of one.
 
     Returns:
         y in the dtype of `x`, and the final state(s).
 
     Raises:
-        ValueError: shapes, devices or values that do not fit, or a path that does not exist here.
-        TypeError: dtypes that do not fit.
-        RuntimeError: `path` asks for a compiled kernel where there is none.
+        ValueError: Shapes, devices or values do not match, or Mamba-1 has no such algorithm.
+        TypeError: Dtypes do not match.
+        RuntimeError: `path` requests a compiled kernel, and there is none.
     """
     path = SsdPath.or_default(path)
     if path.algorithm in ("minimal", "serial"):
@@ -105,7 +105,7 @@ def selective_step(
     z: Float[Tensor, "b i"] | None,
     state: Float[Tensor, "b i n"],
 ) -> tuple[Float[Tensor, "b i"], Float[Tensor, "b i n"]]:
-    """Advance the state by one token: y and the new state. Arguments as for `selective_scan`."""
+    """Advance the state by one token; return y and the new state. Arguments are those of `selective_scan`."""
     with without_autocast(x.device):
         return _step(x, dt, A, B, C, D, z, state)
 
@@ -113,15 +113,15 @@ def selective_step(
 def _step(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    wide = state.dtype
-    size_bi, x_bi = F.softplus(dt.to(wide)), x.to(wide)
-    kept_bin = decay_factor(size_bi.unsqueeze(-1) * a, wide) * state
-    state = torch.addcmul(kept_bin, (size_bi * x_bi).unsqueeze(-1), b.to(wide).unsqueeze(1))
-    y_bi = (state @ c.to(wide).unsqueeze(-1)).squeeze(-1)
+    acc_dtype = state.dtype
+    size_bi, x_bi = F.softplus(dt.to(acc_dtype)), x.to(acc_dtype)
+    kept_bin = decay_factor(size_bi.unsqueeze(-1) * a, acc_dtype) * state
+    state = torch.addcmul(kept_bin, (size_bi * x_bi).unsqueeze(-1), b.to(acc_dtype).unsqueeze(1))
+    y_bi = (state @ c.to(acc_dtype).unsqueeze(-1)).squeeze(-1)
     if d is not None:
-        y_bi = torch.addcmul(y_bi, d.to(wide), x_bi)
+        y_bi = torch.addcmul(y_bi, d.to(acc_dtype), x_bi)
     if z is not None:
-        y_bi = y_bi * F.silu(z.to(wide))
+        y_bi = y_bi * F.silu(z.to(acc_dtype))
     return y_bi.to(x.dtype), state
 
 
@@ -138,7 +138,7 @@ def _recurrent(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Tensor, Tensor]:
-    """The definition."""
+    """Compute the scan by its definition."""
     ys, finals = [], []
     for rows, start, stop in sequence_spans(x.shape[1], cu_seqlens):
         state = initial_state[rows]
@@ -151,16 +151,16 @@ def _recurrent(
 
 
 class _Block(NamedTuple):
-    """Some steps of the sequence, in the dtype of the state.
+    """A block of consecutive steps, in the dtype of the state.
 
     Attributes:
         raw: dt before its softplus, (b, l, i).
-        size: dt after it, (b, l, i).
-        x: (b, l, i).
-        a: decays, (b, l, i, n).
-        b: (b, l, n).
-        c: (b, l, n).
-        h: states after each step, (b, l, i, n).
+        size: dt after its softplus, (b, l, i).
+        x: Inputs, (b, l, i).
+        a: Decays, (b, l, i, n).
+        b: Input projections, (b, l, n).
+        c: Output projections, (b, l, n).
+        h: States after each step, (b, l, i, n).
     """
 
     raw: Tensor
@@ -173,7 +173,7 @@ class _Block(NamedTuple):
 
     @staticmethod
     def of(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, steps: slice) -> _Block:
-        """Compute the states from the one before the first step."""
+        """Compute the states of a block from the one before its first step."""
         raw = dt[:, steps]
         x, b, c = (part[:, steps].to(rates.dtype) for part in (x, b, c))
         size = F.softplus(raw)
@@ -184,15 +184,15 @@ class _Block(NamedTuple):
         return _Block(raw, size, x, a, b, c, h)
 
     def read(self, skip: Tensor | None) -> Tensor:
-        """y before its gate, (b, l, i)."""
+        """Return y before its gate, (b, l, i)."""
         y = (self.h @ self.c.unsqueeze(-1)).squeeze(-1)
         return y if skip is None else y.addcmul_(skip.to(y.dtype), self.x)
 
 
-def _blocks(x: Tensor, span: Span, n: int, chunk_len: int | None, least: int = 1) -> list[slice]:
-    """Cut steps into blocks of at least `least` whose states, if that is possible, stay in a CPU's cache."""
-    most = CACHE_BLOCK_NUMEL if x.device.type == "cpu" else _ELSEWHERE_ELEMENTS
-    return list(split_span(span, chunk_len or max(least, most // max(1, x.shape[0] * x.shape[2] * n))))
+def _blocks(x: Tensor, span: Span, n: int, chunk_len: int | None, min_len: int = 1) -> list[slice]:
+    """Cut steps into blocks of at least `min_len` whose states stay in a CPU's cache if possible."""
+    max_elements = CACHE_BLOCK_NUMEL if x.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    return list(split_span(span, chunk_len or max(min_len, max_elements // max(1, x.shape[0] * x.shape[2] * n))))
 
 
 def _dense_like(x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _backward(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the first eight inputs. Only one state per block is kept; those within are recomputed.
+    """Compute the gradients of the first eight inputs. Only one state per block is kept; the others are recomputed.
 
     With g_t the gradient of h_t: g_t = dy_t ⊗ C_t + exp(Δ_{t+1} A) g_{t+1}, and that of the exponent Δ_t A is
     g_t exp(Δ_t A) h_{t-1}.
@@ -248,23 +248,27 @@ def _backward(
     da, dinitial = torch.zeros_like(a), torch.empty_like(initial_state)
     dskip = a.new_zeros(a.shape[0])
     for span in sequence_spans(x.shape[1], cu_seqlens):
-        # As many states are kept as a block has: memory grows with the root of the length.
+        # 1) Recompute the states before the blocks. There are as many as a block has steps, so memory grows with √t.
         blocks = _blocks(x, span, a.shape[1], chunk_len, math.isqrt(span.stop - span.start))
         states = [initial_state[span.rows]]
         for steps in blocks[:-1]:
             states.append(_Block.of(x, dt, a, b, c, states[-1], steps).h[:, -1].clone())
+        # 2) From the last block to the first, pass back the gradient of the state.
         carry = dfinal[span.rows]
         for steps, before in zip(reversed(blocks), reversed(states), strict=True):
             block = _Block.of(x, dt, a, b, c, before, steps)
+            # 3) Through the gate.
             grad = dy[:, steps].to(a.dtype)
             if z is not None and dz is not None:
                 gate = z[:, steps].to(a.dtype)
                 dz[:, steps] = torch.ops.aten.silu_backward(grad * block.read(d), gate)
                 grad = grad * F.silu(gate)
+            # 4) g, step by step; nothing but this depends on the order of time.
             g = grad.unsqueeze(-1) * block.c.unsqueeze(2)
             for i in reversed(range(g.shape[1])):
                 g[:, i] += carry
                 carry = g[:, i] * block.a[:, i]
+            # 5) From g to the inputs of all steps of the block.
             dc[:, steps] = (grad.unsqueeze(2) @ block.h).squeeze(2)
             scaled = block.size * block.x
             db[:, steps] = (scaled.unsqueeze(2) @ g).squeeze(2)
@@ -279,8 +283,8 @@ def _backward(
             )
             dskip += (grad * block.x).sum((0, 1))
         dinitial[span.rows] = carry
-    given = dskip if d is None else dskip.to(d.dtype)
-    return dx, ddt, da, db, dc, given, x.new_empty(0) if dz is None else dz, dinitial
+    dd = dskip if d is None else dskip.to(d.dtype)
+    return dx, ddt, da, db, dc, dd, x.new_empty(0) if dz is None else dz, dinitial
 
 
 def _fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

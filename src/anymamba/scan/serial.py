@@ -19,8 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
-from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor
-from anymamba.scan.path import SsdPath
+from anymamba.scan.chunking import ChunkLayout, causal_decay, cumulative_decay, decay_factor, resolve_chunk_len
 
 
 def fuse_ranks(x: Float[Tensor, "... l l"], rank: int) -> Float[Tensor, "... i i"]:
@@ -33,7 +32,7 @@ def fuse_ranks(x: Float[Tensor, "... l l"], rank: int) -> Float[Tensor, "... i i
 
 
 def chunk_cumsum(a_bclh: Float[Tensor, "b c l h"]) -> tuple[Float[Tensor, "b c h l"], Float[Tensor, "b c h"]]:
-    """K1: `Lam_l = a_0 + ... + a_l` in each chunk, and `Lam` at the chunk's end."""
+    """Compute K1: `Lam_l = a_0 + ... + a_l` in each chunk, and `Lam` at the chunk's end."""
     lam_bchl = cumulative_decay(a_bclh.transpose(2, 3), -1)
     return lam_bchl, lam_bchl[..., -1]
 
@@ -41,7 +40,7 @@ def chunk_cumsum(a_bclh: Float[Tensor, "b c l h"]) -> tuple[Float[Tensor, "b c h
 def chunk_scores(
     q_bcgin: Float[Tensor, "b c g i n"], k_bcgin: Float[Tensor, "b c g i n"]
 ) -> Float[Tensor, "b c g i i"]:
-    """K2: `<q_i, k_j>`. Heads of a group share it."""
+    """Compute K2: `<q_i, k_j>`. Heads of a group share it."""
     return q_bcgin @ k_bcgin.transpose(-1, -2)
 
 
@@ -51,7 +50,7 @@ def chunk_states(
     lam_bchl: Float[Tensor, "b c h l"],
     total_bch: Float[Tensor, "b c h"],
 ) -> Float[Tensor, "b c h p n"]:
-    """K3: `S[p, n] = Σ_i exp(Lam_end - Lam_i) v_i[p] k_i[n]`."""
+    """Compute K3: `S[p, n] = Σ_i exp(Lam_end - Lam_i) v_i[p] k_i[n]`."""
     b, c, i, h, p = v_bcihp.shape
     g, n = k_bcgin.shape[2], k_bcgin.shape[4]
     to_end_bclh = decay_factor(total_bch.unsqueeze(-1) - lam_bchl, v_bcihp.dtype).transpose(2, 3)
@@ -66,7 +65,7 @@ def pass_states(
     initial_state: Float[Tensor, "z h p n"],
     layout: ChunkLayout,
 ) -> tuple[Float[Tensor, "b c h p n"], Float[Tensor, "z h p n"]]:
-    """K4: `H_{c+1} = exp(Lam_end) H_c + S_c`, chunk after chunk; the entering states and the final ones."""
+    """Compute K4: `H_{c+1} = exp(Lam_end) H_c + S_c`, chunk after chunk; return entering and final states."""
     kept_bch = decay_factor(total_bch, added_bchpn.dtype)
     entering, finals = [], []
     for (first, last), state_bhpn in zip(layout.sequences, layout.initial_states(initial_state), strict=True):
@@ -84,7 +83,7 @@ def chunk_outputs(
     lam_bchl: Float[Tensor, "b c h l"],
     entering_bchpn: Float[Tensor, "b c h p n"],
 ) -> Float[Tensor, "b c i h p"]:
-    """K5: `y_i = exp(Lam_i) H_c q_i + Σ_{j ≤ i} <q_i, k_j> exp(Lam_i - Lam_j) v_j`."""
+    """Compute K5: `y_i = exp(Lam_i) H_c q_i + Σ_{j ≤ i} <q_i, k_j> exp(Lam_i - Lam_j) v_j`."""
     b, c, i, h, p = v_bcihp.shape
     g, n = q_bcgin.shape[2], q_bcgin.shape[4]
     rank, dtype = i // lam_bchl.shape[3], v_bcihp.dtype
@@ -107,10 +106,9 @@ def scan_serial(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Float[Tensor, "b t r h p"], Float[Tensor, "z h p n"]]:
-    """The scan by K1 to K5 (`anymamba.scan.scan` has the contract)."""
+    """Compute the scan by K1 to K5 (`anymamba.scan.scan` has the contract)."""
     dtype, rank = state_dtype(v.dtype), v.shape[2]
-    length = chunk_len or SsdPath.optimal_chunk_len(k.shape[4], v.shape[4], rank)
-    layout = ChunkLayout(v.shape[1], length, cu_seqlens)
+    layout = ChunkLayout(v.shape[1], resolve_chunk_len(v, k, chunk_len), cu_seqlens)
     v_bcihp = layout.split(v.to(dtype)).flatten(2, 3)
     k_bcgin = layout.split(k.to(dtype)).flatten(2, 3).transpose(2, 3)
     q_bcgin = layout.split(q.to(dtype)).flatten(2, 3).transpose(2, 3)

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.layout import sequence_spans, split_span
-from anymamba.scan.chunking import cumulative_decay, decay_between, decay_factor
-from anymamba.scan.path import SsdPath
+from anymamba.scan.chunking import cumulative_decay, decay_between, decay_factor, resolve_chunk_len
 from anymamba.scan.serial import fuse_ranks
 
 
@@ -71,56 +70,56 @@ class _Chunk(NamedTuple):
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups, and heads of a group."""
+        """Return the number of groups, and of heads of a group."""
         g = self.k_bgin.shape[1]
         return g, self.v_bihp.shape[2] // g
 
     def by_step(self, x_bi: Tensor) -> Tensor:
-        """(b, i, ...) -> (b, l, r, ...)."""
+        """Separate steps from ranks, (b, i, ...) -> (b, l, r, ...)."""
         return x_bi.unflatten(1, (self.lam_bhl.shape[2], self.rank))
 
     def by_group(self, x_bihp: Tensor) -> Tensor:
-        """(b, i, h, p) -> (b, g, i, m)."""
+        """Fuse the heads of a group and their width, (b, i, h, p) -> (b, g, i, m)."""
         return x_bihp.unflatten(2, self.groups).flatten(3).transpose(1, 2)
 
     def by_head(self, x_bgim: Tensor) -> Tensor:
-        """(b, g, i, m) -> (b, i, h, p)."""
+        """Invert `by_group`, (b, g, i, m) -> (b, i, h, p)."""
         return x_bgim.transpose(1, 2).reshape(self.v_bihp.shape)
 
     def state_by_group(self, state_bhpn: Tensor) -> Tensor:
-        """(b, h, p, n) -> (b, g, m, n)."""
+        """Fuse the heads of a group and their width in a state, (b, h, p, n) -> (b, g, m, n)."""
         return state_bhpn.unflatten(1, self.groups).flatten(2, 3)
 
     def decay(self) -> Tensor:
-        """Decay between the fused steps, 1 to earlier ones, (b, h, i, i)."""
+        """Return the decay between the fused steps, 1 to earlier ones, (b, h, i, i)."""
         return fuse_ranks(decay_between(self.lam_bhl, self.v_bihp.dtype), self.rank)
 
     def causal(self, x_bgii: Tensor) -> Tensor:
-        """`x` in place, with 0 to earlier steps: once per group, so that no head needs a mask."""
+        """Set `x` to 0 for earlier steps, in place: once per group, so that no head needs a mask."""
         if self.rank == 1:
             return x_bgii.tril_()
         length = self.lam_bhl.shape[2]
         return x_bgii.mul_(fuse_ranks(x_bgii.new_ones(length, length).tril_(), self.rank))
 
     def scores(self) -> Tensor:
-        """`<q_i, k_j>` per group, 0 to earlier steps, (b, g, i, i)."""
+        """Return `<q_i, k_j>` per group, 0 to earlier steps, (b, g, i, i)."""
         return self.causal(self.q_bgin @ self.k_bgin.transpose(-1, -2))
 
     def weigh(self, scores_bgii: Tensor, x_bhii: Tensor) -> Tensor:
-        """`scores ∘ x`, the scores of a group applied to each of its heads, (b, h, i, i)."""
+        """Return `scores ∘ x`, the scores of a group applied to each of its heads, (b, h, i, i)."""
         return (x_bhii.unflatten(1, self.groups) * scores_bgii.unsqueeze(2)).flatten(1, 2)
 
     def next_state(self, state_bhpn: Tensor) -> Tensor:
-        """The state after the chunk, from the one before it."""
+        """Return the state after the chunk, from the one before it."""
         added_bgmn = self.by_group(self.v_bihp * self.to_end_bih1).transpose(-1, -2) @ self.k_bgin
         return torch.addcmul(added_bgmn.reshape(state_bhpn.shape), self.kept_bh11, state_bhpn)
 
     def read(self, state_bhpn: Tensor) -> Tensor:
-        """What the entering state gives each step, before its decay, (b, i, h, p)."""
+        """Read the entering state with each query, before its decay, (b, i, h, p)."""
         return self.by_head(self.q_bgin @ self.state_by_group(state_bhpn).transpose(-1, -2))
 
     def outputs(self, state_bhpn: Tensor) -> Tensor:
-        """The outputs, (b, i, h, p)."""
+        """Return the outputs, (b, i, h, p)."""
         y_diag_bhip = self.weigh(self.scores(), self.decay()) @ self.v_bihp.transpose(1, 2)
         return (self.read(state_bhpn) * self.from_start_bih1).add_(y_diag_bhip.transpose(1, 2))
 
@@ -136,27 +135,33 @@ class _ChunkGrads(NamedTuple):
 
 
 def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: Tensor) -> _ChunkGrads:
-    """The formulas at the top of this file, for one chunk."""
+    """Compute the formulas at the top of this file for one chunk, from `G` of the state that leaves it."""
     g_bgmn, h_bgmn = chunk.state_by_group(g_bhpn), chunk.state_by_group(state_bhpn)
+
+    # 1) Outputs read the entering state: U, and the gradient `out` on Lam.
     u_bihp = dy_bihp * chunk.from_start_bih1
     u_bgim = chunk.by_group(u_bihp)
     out_bih = (u_bihp * chunk.read(state_bhpn)).sum(-1)
 
+    # 2) Outputs read earlier values of the chunk: W, the gradient of the scores, and that of the exponents in M.
     decay_bhii, scores_bgii = chunk.decay(), chunk.scores()
     dw_bhii = dy_bihp.transpose(1, 2) @ chunk.v_bihp.permute(0, 2, 3, 1)
     dw_bhii *= decay_bhii
     w_bhii = chunk.weigh(scores_bgii, decay_bhii)
     dscores_bgii = chunk.causal(dw_bhii.unflatten(1, chunk.groups).sum(2))
-    crossing_bhl = _crossing(chunk.weigh(scores_bgii, dw_bhii), chunk.rank)
+    crossing_bhl = _sum_crossing(chunk.weigh(scores_bgii, dw_bhii), chunk.rank)
 
+    # 3) Values enter the state that leaves: their gradient, that of the keys, and `in` on Lam_end - Lam.
     dv_in_bihp = chunk.by_head(chunk.k_bgin @ g_bgmn.transpose(-1, -2)) * chunk.to_end_bih1
     in_bih = (chunk.v_bihp * dv_in_bihp).sum(-1)
     dk_in_bgin = chunk.by_group(chunk.v_bihp * chunk.to_end_bih1) @ g_bgmn
 
+    # 4) The entering state is kept: `keep` on Lam_end. Every exponent's gradient goes to the log-decays it sums.
     keep_bh1 = (chunk.kept_bh11 * g_bhpn * state_bhpn).sum((-1, -2)).unsqueeze(-1)
     out_bhl, in_bhl = (chunk.by_step(x).sum(2).transpose(1, 2) for x in (out_bih, in_bih))
     out_after_bhl = out_bhl.flip(-1).cumsum(-1).flip(-1)
     in_before_bhl = F.pad(in_bhl[..., :-1], (1, 0)).cumsum(-1)
+    # 5) Add up what each input has received.
     return _ChunkGrads(
         dv_bihp=dv_in_bihp.add_((w_bhii.transpose(-1, -2) @ dy_bihp.transpose(1, 2)).transpose(1, 2)),
         dk_bgin=dscores_bgii.transpose(-1, -2) @ chunk.q_bgin + dk_in_bgin,
@@ -168,8 +173,8 @@ def _chunk_backward(chunk: _Chunk, state_bhpn: Tensor, dy_bihp: Tensor, g_bhpn: 
     )
 
 
-def _crossing(e_bhii: Tensor, rank: int) -> Tensor:
-    """`Σ_{l ≥ k} Σ_{s < k} E[l, s]` for every k, (b, h, l): a running sum along s, then a sum over l ≥ k."""
+def _sum_crossing(e_bhii: Tensor, rank: int) -> Tensor:
+    """Return `Σ_{l ≥ k} Σ_{s < k} E[l, s]` for every k, (b, h, l): a running sum along s, then a sum over l ≥ k."""
     b, h, i, _ = e_bhii.shape
     e_bhll = e_bhii if rank == 1 else e_bhii.view(b, h, i // rank, rank, i // rank, rank).sum((3, 5))
     sums_bhl = e_bhll[:, :, 1:, :-1].cumsum(-1).tril_().sum(-2)
@@ -186,9 +191,9 @@ def forward(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Tensor, Tensor]:
-    """The scan (`anymamba.scan.scan` has the contract)."""
+    """Compute the scan (`anymamba.scan.scan` has the contract)."""
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    states, length = initial_state.clone(), _length(v, k, chunk_len)
+    states, length = initial_state.clone(), resolve_chunk_len(v, k, chunk_len)
     for span in sequence_spans(v.shape[1], cu_seqlens):
         for time in split_span(span, length):
             chunk = _Chunk.cut(v, k, q, log_decay, time)
@@ -209,13 +214,15 @@ def backward(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of v, k, q, log_decay and initial_state."""
+    """Compute the gradients of v, k, q, log_decay and initial_state."""
     dv, dk, dq, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, k, q, log_decay))
-    dstates, length = dfinal_state.clone(), _length(v, k, chunk_len)
+    dstates, length = dfinal_state.clone(), resolve_chunk_len(v, k, chunk_len)
     for span in sequence_spans(v.shape[1], cu_seqlens):
+        # 1) Recompute the states that enter the chunks.
         times, entering = list(split_span(span, length)), [initial_state[span.rows]]
         for time in times[:-1]:
             entering.append(_Chunk.cut(v, k, q, log_decay, time).next_state(entering[-1]))
+        # 2) From the last chunk to the first, pass back the gradient of the state.
         for time in reversed(times):
             chunk = _Chunk.cut(v, k, q, log_decay, time)
             dy_bihp = dy[:, time].to(initial_state.dtype).flatten(1, 2)
@@ -226,7 +233,3 @@ def backward(
             da[:, time] = grads.da_bhl.transpose(1, 2)
             dstates[span.rows] = grads.dstate_bhpn
     return dv, dk, dq, da, dstates
-
-
-def _length(v: Tensor, k: Tensor, chunk_len: int | None) -> int:
-    return chunk_len or SsdPath.optimal_chunk_len(k.shape[4], v.shape[4], v.shape[2])

@@ -45,23 +45,23 @@ def ssd(
         h_t = exp(dt_t A) h_{t-1} + dt_t x_t ⊗ B_t        y_t = h_t C_t + D x_t
 
     Args:
-        x: inputs.
-        dt: step sizes, not negative, float32 (float64 for float64 `x`).
-        A: decay rates, never positive, in the dtype of `dt`.
-        B: input projections; head h reads group h // (h / g).
-        C: output projections.
-        D: skip weights, (h,) or (h, p), or none.
-        initial_state: one for each row, or for each packed sequence, in the dtype of `dt`. Zeros if not given.
-        path: the algorithm and its chunk length; `SsdPath()` if not given.
-        cu_seqlens: boundaries of packed sequences, as for `anymamba.scan.scan`.
+        x: Inputs.
+        dt: Step sizes, not negative, float32 (float64 for float64 `x`).
+        A: Decay rates, never positive, in the dtype of `dt`.
+        B: Input projections; head h reads group h // (h / g).
+        C: Output projections.
+        D: Skip weights, (h,) or (h, p). Default: no skip.
+        initial_state: State of each row or packed sequence, in the dtype of `dt`. Default: zeros.
+        path: Algorithm and chunk length. Default: `SsdPath()`.
+        cu_seqlens: Boundaries of packed sequences, as in `anymamba.scan.scan`.
 
     Returns:
         y in the dtype of `x`, and the final state(s).
 
     Raises:
-        ValueError: shapes, devices or values that do not fit.
-        TypeError: dtypes that do not fit.
-        RuntimeError: `path` asks for a compiled kernel where there is none.
+        ValueError: Shapes, devices or values do not match.
+        TypeError: Dtypes do not match.
+        RuntimeError: `path` requests a compiled kernel, and there is none.
     """
     path = SsdPath.or_default(path)
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
@@ -95,11 +95,8 @@ def _definition(
     chunk_len: int | None,
     algorithm: str,
 ) -> tuple[Tensor, Tensor]:
-    v_btrhp, k_btrgn, q_btrgn = (
-        (x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2),
-        b_btgn.unsqueeze(2),
-        c_btgn.unsqueeze(2),
-    )
+    v_btrhp = (x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2)
+    k_btrgn, q_btrgn = b_btgn.unsqueeze(2), c_btgn.unsqueeze(2)
     y_btrhp, final_state = scan_operator(
         v_btrhp, k_btrgn, q_btrgn, log_decay, initial_state, cu_seqlens, chunk_len, algorithm
     )
