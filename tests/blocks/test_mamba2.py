@@ -57,7 +57,7 @@ def test_a_config_a_number_or_fields_build_the_same_block():
     [
         ({"headdim": 7}, "headdim must divide the SSM's 32 channels, got headdim = 7"),
         ({"ngroups": 3}, "ngroups must divide the 4 heads, got ngroups = 3"),
-        ({"expand": 1.3}, "whole number of channels, got 1.3"),
+        ({"expand": 1.3}, "must be an integer, got 1.3"),
         ({"d_ssm": 64}, "d_ssm must be between 1 and d_inner = 32, got 64"),
         ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
         ({"chunk_size": 0}, "chunk_size must be None or at least 1, got 0"),
@@ -86,7 +86,7 @@ def test_options_of_the_official_kernels_are_ignored():
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("field", "value"), [("d_model", 16.0), ("headdim", "8"), ("d_state", True)])
 def test_sizes_are_whole_numbers(field, value):
-    with pytest.raises(TypeError, match=f"{field} must be a whole number, got {value!r}"):
+    with pytest.raises(TypeError, match=f"{field} must be an integer, got {value!r}"):
         Mamba2(**{**SMALL, field: value})
 
 

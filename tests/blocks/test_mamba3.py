@@ -325,7 +325,7 @@ def test_initialization_is_the_official_one():
     [
         ({"headdim": 7}, "headdim must divide the 32 inner channels, got headdim = 7"),
         ({"ngroups": 3}, "ngroups must divide the 4 heads, got ngroups = 3"),
-        ({"expand": 1.3}, "whole number of channels, got 1.3"),
+        ({"expand": 1.3}, "must be an integer, got 1.3"),
         ({"rope_fraction": 1.5}, "rope_fraction must be between 0 and 1, got 1.5"),
         ({"d_state": 9}, "d_state must be a multiple of 2 for complex rotation, got 9"),
         ({"d_state": 6, "rotation": "quaternion"}, "d_state must be a multiple of 4 for quaternion rotation, got 6"),

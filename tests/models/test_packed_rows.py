@@ -106,7 +106,7 @@ def test_models_have_the_states_at_positions(class_tokens):
 def test_positions_that_are_no_numbers_are_refused():
     for model in (make_block("mamba2"), make("Mamba2")):
         x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
-        with pytest.raises(TypeError, match=r"states_at: positions must be whole numbers, 1 to t = 6, got \[2.5\]"):
+        with pytest.raises(TypeError, match=r"states_at: positions must be integers, 1 to t = 6, got \[2.5\]"):
             model.states_at(x, [2.5])
     with pytest.raises(ValueError, match=r"MambaLM.states_at: positions must be 1 to t = 6, got 0"):
         small_lm("Mamba2").states_at(torch.randint(61, (1, 6)), [0])

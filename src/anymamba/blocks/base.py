@@ -1,7 +1,4 @@
-"""What every block shares: its entry points, their checks, and its caches.
-
-§ States at chosen positions of a prefill, in one call.
-"""
+"""`Block`: the entry points that every family shares, with their checks, and caches at chosen positions."""
 
 from __future__ import annotations
 
@@ -31,40 +28,41 @@ from anymamba.core.operators import is_tracing
 from anymamba.kernels.cpu.step_program import Program
 from anymamba.scan import SsdPath
 
-Prefill = Callable[[Tensor, Any], tuple[Tensor, Any]]  # a part of a sequence and the cache before it
+Prefill = Callable[[Tensor, Any], tuple[Tensor, Any]]  # part of a sequence and the cache before it -> y, new cache
 
 
 def prefill_with_states_at(
     where: str, prefill: Prefill, x: Tensor, positions: Iterable[Any], cache: Any
 ) -> tuple[Tensor, list[Any]]:
-    """Outputs of (b, t, ...), and the caches after its first p steps, for every p of `positions`.
+    """Return the outputs of x (b, t, ...), and the caches after its first p steps for every p of `positions`.
 
     Raises:
-        TypeError: a position is not a whole number.
-        ValueError: there is no such position.
+        TypeError: A position is not an integer.
+        ValueError: A position is not between 1 and t.
     """
-    t, chosen = x.shape[1], list(positions)
+    t, raw_positions = x.shape[1], list(positions)
     try:
-        wanted = [operator.index(p) for p in chosen]
+        cuts = [operator.index(p) for p in raw_positions]
     except TypeError:
-        raise TypeError(f"{where}: positions must be whole numbers, 1 to t = {t}, got {chosen}") from None
-    if wrong := [p for p in wanted if not 1 <= p <= t]:
-        raise ValueError(f"{where}: positions must be 1 to t = {t}, got {wrong[0]}")
-    outputs, found, begin = [], {}, 0
-    for end in sorted({*wanted, t}):
-        y, cache = prefill(x[:, begin:end], cache)
+        raise TypeError(f"{where}: positions must be integers, 1 to t = {t}, got {raw_positions}") from None
+    if invalid := [p for p in cuts if not 1 <= p <= t]:
+        raise ValueError(f"{where}: positions must be 1 to t = {t}, got {invalid[0]}")
+    outputs, caches, start = [], {}, 0
+    for stop in sorted({*cuts, t}):
+        y, cache = prefill(x[:, start:stop], cache)
         outputs.append(y)
-        found[end], begin = cache, end
-    return torch.cat(outputs, 1), [found[p] for p in wanted]
+        caches[stop] = cache
+        start = stop
+    return torch.cat(outputs, 1), [caches[p] for p in cuts]
 
 
 class ProjectionPart(NamedTuple):
-    """Some rows of a projection that computes several things at once.
+    """Rows of a fused projection that form one part of its output.
 
     Attributes:
-        name: of what they compute.
-        rows: how many there are.
-        is_matrix: whether they map a vector to a vector; False for a few unrelated numbers per head.
+        name: Name of the part.
+        rows: Number of rows.
+        is_matrix: True if they map a vector to a vector, False for a few unrelated numbers per head.
     """
 
     name: str
@@ -78,17 +76,17 @@ class Block(nn.Module):
     If it has compiled kernels for a token, it also adds `describe_core` and `projection_parts`.
 
     Attributes:
-        config: the family's.
-        CONFIG: the type of its config.
-        CACHE: the type of its cache.
-        MIRRORED_FIELDS: sizes and options of the config that are also attributes of the block, as officially.
+        config: Config of the family.
+        CONFIG: Class of the config.
+        CACHE: Class of the cache.
+        MIRRORED_FIELDS: Fields and properties of the config that are also attributes of the block, as officially.
     """
 
     CONFIG: ClassVar[Any]
     CACHE: ClassVar[Any]
     MIRRORED_FIELDS: ClassVar[tuple[str, ...]] = ("d_model",)
 
-    # What every scan has; a family without heads or ranks leaves them as they are.
+    # Sizes of every scan (`ScanDims`); a family without heads or ranks keeps the defaults.
     d_model: int
     d_inner: int
     d_state: int
@@ -96,7 +94,7 @@ class Block(nn.Module):
     rank: int = 1
 
     def __init__(self, config: Any) -> None:
-        """Take the sizes; the family adds the parameters."""
+        """Mirror the sizes; the family adds the parameters."""
         super().__init__()
         self.config = config
         for name in self.MIRRORED_FIELDS:
@@ -114,17 +112,17 @@ class Block(nn.Module):
         context: SequencePart | None = None,
         return_cache: bool = False,
     ) -> Any:
-        """`prefill` without the new cache.
+        """Run `prefill` and return y without the new cache.
 
         Args:
-            x: inputs.
-            cache: what the rows continue from; a fresh start if not given.
-            path: as for `prefill`, like the next four.
-            cu_seqlens: boundaries of packed sequences.
-            seq_idx: of packed rows.
-            mask: of padded batches.
-            context: of a sequence that several workers share.
-            return_cache: return y and the new cache; x may then also be one token (b, d), for `step`. Models call their
+            x: Inputs.
+            cache: Cache that the rows continue from. Default: an empty cache.
+            path: Algorithm of the scan (see `prefill`).
+            cu_seqlens: Boundaries of packed sequences (see `prefill`).
+            seq_idx: Sequence numbers of packed rows (see `prefill`).
+            mask: Real tokens of padded batches (see `prefill`).
+            context: Part of a sequence that several ranks share (see `prefill`).
+            return_cache: Return y and the new cache; x may then also be one token (b, d), for `step`. Models call their
                 blocks this way, so that hooks and wrappers see every call.
         """
         if return_cache and isinstance(x, Tensor) and x.ndim == 2:
@@ -146,23 +144,23 @@ class Block(nn.Module):
         """Run the block over a sequence of any length, from any cache to a new one.
 
         Args:
-            x: inputs.
-            cache: what the rows (or packed sequences) continue from; a fresh start if not given. It is not changed.
-            path: the scan's algorithm, its chunk length and pathway; the fastest, with the config's `chunk_size`, if
-                not given.
-            cu_seqlens: boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
-            seq_idx: for several packed rows, a number for every token: a sequence ends where it changes, and with its
-                row. One cache row per sequence, in the order of the rows.
-            mask: for padded batches, True for real tokens (b, t), padding anywhere in a row; or the lengths (b,) of
-                rows that are padded at the end. Outputs at the padding are zero.
-            context: this rank's part of a sequence that several ranks share (`anymamba.core.context_parallel`).
+            x: Inputs.
+            cache: Cache that the rows (or packed sequences) continue from; it is not changed. Default: an empty cache.
+            path: Algorithm of the scan, its chunk length and pathway. Default: the fastest, with the config's
+                `chunk_size`.
+            cu_seqlens: Boundaries (0, ..., t) of sequences packed into a batch of one; one cache row per sequence.
+            seq_idx: Sequence number of every token of several packed rows: a sequence ends where the number changes,
+                and at the end of its row. One cache row per sequence, in the order of the rows.
+            mask: True for the real tokens of a padded batch (b, t), with padding anywhere in a row; or the lengths (b,)
+                of rows that are padded at the end. Outputs at the padding are zero.
+            context: Part of a sequence that this rank holds (`anymamba.core.context_parallel`).
 
         Returns:
             y, and the cache after the last real token of each row.
 
         Raises:
-            ValueError: shapes or devices that do not fit.
-            TypeError: dtypes that do not fit, or something that is not a tensor.
+            ValueError: Shapes or devices do not match.
+            TypeError: Dtypes do not match, or an argument is not a tensor.
         """
         where = f"{type(self).__name__}.prefill"
         self._check_input(where, x, "b t d")
@@ -195,11 +193,11 @@ class Block(nn.Module):
         *,
         path: SsdPath | None = None,
     ) -> tuple[Float[Tensor, "b t d"], list[Any]]:
-        """`prefill` with the caches after its first p tokens, for every p of `positions` (1 to t, in any order).
+        """Run `prefill` and return the caches after the first p tokens for every p of `positions` (1 to t, any order).
 
         Raises:
-            TypeError: a position is not a whole number.
-            ValueError: there is no such position.
+            TypeError: A position is not an integer.
+            ValueError: A position is not between 1 and t.
         """
         where = f"{type(self).__name__}.states_at"
         self._check_input(where, x, "b t d")
@@ -211,8 +209,8 @@ class Block(nn.Module):
         Without gradients (`torch.no_grad()`) it is one call to the compiled kernels, where they cover the block.
 
         Args:
-            x: inputs.
-            cache: what the rows continue from; a fresh start if not given. It is not changed.
+            x: Inputs of one token.
+            cache: Cache that the rows continue from; it is not changed. Default: an empty cache.
 
         Returns:
             y, and the new cache.
@@ -228,10 +226,10 @@ class Block(nn.Module):
         return y.squeeze(1), new
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        """The stationary output under a token that repeats forever, in closed form. No cache goes in or comes out.
+        """Return the stationary output for a token that repeats forever, in closed form and without a cache.
 
         Raises:
-            NotImplementedError: the family has none.
+            NotImplementedError: The family has no closed form.
         """
         raise NotImplementedError(f"{type(self).__name__} has no closed form for a token that repeats forever")
 
@@ -245,22 +243,22 @@ class Block(nn.Module):
         cu_seqlens: Int[Tensor, " z1"] | None,
         context: SequencePart | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Any]:
-        """What the family computes: `prefill` on checked inputs, whose rows are padded after their `lengths`."""
+        """Compute `prefill` of the family on checked inputs, whose rows are padded after their `lengths`."""
         raise NotImplementedError
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each field of the cache, without the batch."""
+        """Return the shape of each field of the cache, without the batch."""
         raise NotImplementedError
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
-        """The cache of a fresh start.
+        """Return an empty cache.
 
         Args:
-            batch_size: rows, or packed sequences.
-            dtype: of the activations; the parameters' if not given.
+            batch_size: Number of rows or packed sequences.
+            dtype: Dtype of the activations. Default: that of the parameters.
         """
         like = self.reference_tensor()
-        dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be one that workers share
+        dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be sharded
         return self.CACHE(
             **{
                 name: torch.zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype), device=device)
@@ -269,7 +267,7 @@ class Block(nn.Module):
         )
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
-        """The parts of each projection that combines several, from its first row to its last, by its name."""
+        """Return the parts of each fused projection, from its first row to its last, by the projection's name."""
         return {}
 
     def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
@@ -293,7 +291,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def reference_tensor(self) -> Tensor:
-        """A parameter that has the dtype and device of the activations."""
+        """Return a parameter that has the dtype and device of the activations."""
         return next(self.parameters())
 
     def _field_dtype(self, field: str, dtype: torch.dtype) -> torch.dtype:
@@ -318,7 +316,7 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         context: SequencePart | None = None,
     ) -> tuple[Tensor, Any]:
-        """`mix` of checked inputs."""
+        """Run `mix` on checked inputs."""
         path = SsdPath.or_default(path)
         if path.chunk_len is None:
             path = SsdPath(path.algorithm, getattr(self.config, "chunk_size", None), path.pathway)
@@ -328,16 +326,16 @@ class Block(nn.Module):
         with anomaly.named_location(where):
             if checks_values:
                 anomaly.check_tensors_finite("input", ("x", *fields), (x, *cache))
-            shared = {} if context is None else {"context": context}  # families without support for it do not get it
-            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **shared)
+            kwargs = {} if context is None else {"context": context}  # not for families without support for it
+            y, new = self.mix(x, cache, path=path, lengths=lengths, cu_seqlens=cu_seqlens, **kwargs)
             if checks_values:
                 anomaly.check_tensors_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
 
     def _check_part(self, where: str, t: int) -> None:
-        """Refuse a part of a sequence that is shorter than the window that the next part starts from."""
-        if t < (least := getattr(self.config, "d_conv", 1)):
-            raise ValueError(f"{where}: each worker's part of a sequence must have {least} tokens or more, got {t}")
+        """Raise if a part of a sequence is shorter than the window that the next part starts from."""
+        if t < (min_len := getattr(self.config, "d_conv", 1)):
+            raise ValueError(f"{where}: each rank's part of a sequence must have {min_len} tokens or more, got {t}")
 
     def _check_memory(self, where: str) -> None:
         """Raise unless the parameters of the block, and of the modules that it made itself, have memory.
@@ -352,20 +350,23 @@ class Block(nn.Module):
                     check_memory(where, f"the parameter {child_name}.{name}", parameter)
 
     def _check_cache(self, where: str, cache: Any, rows: int, x: Tensor) -> Any:
-        """The checked cache, or that of a fresh start."""
+        """Return the checked cache, or an empty one."""
         if cache is None:
-            narrow = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
-            return self.init_cache(rows, narrow)
+            return self.init_cache(rows, torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype)
         if not isinstance(cache, self.CACHE):
             raise TypeError(f"{where}: cache must be a {self.CACHE.__name__}, got {type(cache).__name__}")
         for name, shape in self.cache_shapes().items():
             field = getattr(cache, name)
             if not isinstance(field, Tensor) or field.shape != (rows, *shape):
-                found = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
-                raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {found}")
-            # Under autocast, activations have the dtype that the projection gives, which the operators look at.
-            is_free = is_autocast(x.device) and name not in self.CACHE.FP32_FIELDS
+                actual = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
+                raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {actual}")
+            # Under autocast, activations have the dtype that the projection gives, which the operators check.
+            has_any_dtype = is_autocast(x.device) and name not in self.CACHE.FP32_FIELDS
             check_dtype_and_device(
-                where, f"cache.{name}", field, field.dtype if is_free else self._field_dtype(name, x.dtype), x.device
+                where,
+                f"cache.{name}",
+                field,
+                field.dtype if has_any_dtype else self._field_dtype(name, x.dtype),
+                x.device,
             )
         return cache

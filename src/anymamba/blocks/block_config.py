@@ -1,4 +1,4 @@
-"""What the blocks' configurations share: how they are given, and checks of their sizes."""
+"""How the configs of blocks are made from arguments, and checks of their sizes."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any, TypeVar
 
 from anymamba.core.config_fields import suggest
 
-# Options of the official blocks that tune kernels or place them on several devices; they do not change results.
+# Options of the official blocks that tune kernels or distribute them over devices; they do not change results.
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
 
 _Config = TypeVar("_Config")
 
 
 def ignored_options(kind: type[Any]) -> frozenset[str]:
-    """Options of the official block that do not change results: the common ones, and those of a family's config."""
+    """Return the options of the official block that do not change results: the common ones and a family's own."""
     return IGNORED_OPTIONS | getattr(kind, "IGNORED", frozenset())
 
 
 def make_config(
     kind: type[_Config], config: _Config | int | None, fields: dict[str, Any], positional: tuple[Any, ...] = ()
 ) -> _Config:
-    """The config of a block: the one given, or one from `d_model` and fields.
+    """Return `config` itself, or a config made from `d_model` and fields.
 
     Args:
-        kind: of config; its `LAST_POSITIONAL_FIELD` is the last field in the same position as in the official block.
-        config: one, or d_model.
-        fields: by name.
-        positional: those after d_model.
+        kind: Class of the config; its `LAST_POSITIONAL_FIELD` is the last field in the same position as officially.
+        config: Config, or d_model.
+        fields: Fields by name.
+        positional: Fields after d_model, by position.
 
     Raises:
-        TypeError: both were given, unknown fields, or more positions than there are.
+        TypeError: Both a config and fields are given, a field is unknown, or there are too many positions.
     """
     name = kind.__name__
     fields = _with_positions(kind, fields, positional)
@@ -50,30 +50,30 @@ def make_config(
 
 
 def _with_positions(kind: Any, fields: dict[str, Any], positional: tuple[Any, ...]) -> dict[str, Any]:
-    """Fields by name, including those given by position."""
+    """Return the fields by name, including those given by position."""
     names = [field.name for field in dataclasses.fields(kind)]
     order = names[1 : names.index(getattr(kind, "LAST_POSITIONAL_FIELD", names[0])) + 1]
     if len(positional) > len(order):
         last = f"; give those after {order[-1]} by name" if order else "; give fields by name"
         raise TypeError(f"{kind.__name__}: at most {1 + len(order)} positions, got {1 + len(positional)}{last}")
-    if twice := [name for name in order[: len(positional)] if name in fields]:
-        raise TypeError(f"{kind.__name__}: {twice[0]} was given twice, by its position and by its name")
+    if duplicates := [name for name in order[: len(positional)] if name in fields]:
+        raise TypeError(f"{kind.__name__}: {duplicates[0]} was given twice, by its position and by its name")
     return {**dict(zip(order, positional, strict=False)), **fields}
 
 
 def check_sizes(config: Any) -> None:
-    """Raise unless every field annotated as `int` is a whole number, at least 1.
+    """Raise unless every field annotated as `int` is an integer, at least 1.
 
     Raises:
-        TypeError: a field is not a whole number.
-        ValueError: a field is below 1.
+        TypeError: A field is not an integer.
+        ValueError: A field is below 1.
     """
     for field in dataclasses.fields(config):
         value, where = getattr(config, field.name), f"{type(config).__name__}: {field.name}"
         if field.type not in ("int", "int | None") or (value is None and field.type == "int | None"):
             continue
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{where} must be a whole number, got {value!r}")
+            raise TypeError(f"{where} must be an integer, got {value!r}")
         if value < 1 and field.name != "d_ssm":  # which has its own range
             none = "None or " if field.type == "int | None" else ""
             raise ValueError(f"{where} must be {none}at least 1, got {value}")

@@ -1,11 +1,9 @@
-"""Initial values that several families share.
-
-§ The parts of a block that have parameters, as modules around the operators, with the official names and shapes.
-"""
+"""Modules around the operators, with the official parameter names and shapes, and initial values of step sizes."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +14,7 @@ from anymamba.ops.norms_and_gates import rms_norm
 
 
 class CausalConv(nn.Module):
-    """Depthwise causal convolution over time, followed by SiLU: weight (v, 1, w), bias (v)."""
+    """A depthwise causal convolution over time, followed by SiLU: weight (v, 1, w), bias (v)."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class CausalConv(nn.Module):
         return causal_conv(x, window, self.weight.squeeze(1), self.bias, lengths=lengths, cu_seqlens=cu_seqlens)
 
     def stationary(self, x: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
-        """What `forward` comes to when `x` repeats for as long as the weight is wide."""
+        """Return the steady-state output for a constant input `x`."""
         channels, _, width = self.weight.shape
         window = x.new_zeros(x.shape[0], channels, width)
         return self(x.unsqueeze(1).repeat(1, width, 1), window)[0][:, -1]
@@ -70,12 +68,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
-        """Norm `x`."""
+        """Normalize `x`."""
         return rms_norm(x, self.weight, eps=self.eps)
 
 
 class GatedRMSNorm(nn.Module):
-    """RMS norm over groups of channels, gated by `silu(z)`; its weight covers all channels."""
+    """An RMS norm over groups of channels, gated by `silu(z)`; its weight covers all channels."""
 
     def __init__(
         self,
@@ -87,7 +85,7 @@ class GatedRMSNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the weight, all ones; one group of all channels unless `group_size` says otherwise."""
+        """Create the weight, all ones. Without `group_size` all channels are one group."""
         super().__init__()
         if channels % (group_size or channels):
             raise ValueError(f"GatedRMSNorm: group_size must divide the {channels} channels, got {group_size}")
@@ -97,12 +95,12 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "*batch i"], z: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
-        """Norm `x` and gate it by `z`, in float32 or wider."""
-        order, size = self.norm_before_gate, self.group_size
-        return rms_norm(x, self.weight, z, group_size=size, norm_before_gate=order, eps=self.eps)
+        """Normalize `x` and gate it by `z`, in float32 or wider."""
+        options: dict[str, Any] = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
+        return rms_norm(x, self.weight, z, **options, eps=self.eps)
 
     def extra_repr(self) -> str:
-        """Sizes for `print(block)`."""
+        """Return the sizes that `print(block)` shows."""
         return f"{self.weight.shape[0]}, group_size={self.group_size}, norm_before_gate={self.norm_before_gate}"
 
 
@@ -114,7 +112,7 @@ def initial_dt_bias(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, " h"]:
-    """The bias whose softplus is log-uniform in (dt_min, dt_max), at least `floor`: `dt + log(1 - exp(-dt))`."""
+    """Return the bias whose softplus is log-uniform in (dt_min, dt_max), at least `floor`: `dt + log(1 - exp(-dt))`."""
     uniform_h = torch.rand(heads, device=device, dtype=torch.float32)
     dt_h = torch.exp(uniform_h * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min)).clamp(min=floor)
     return (dt_h + torch.log(-torch.expm1(-dt_h))).to(dtype)

@@ -52,9 +52,7 @@ class Mamba1Config:
     d_state: int = 16  # N, states of a channel
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
     expand: int | float = 2  # E / D
-    dt_rank: int | Literal["auto"] = (
-        "auto"  # numbers from which a token's step sizes are made; "auto": D / 16, rounded up
-    )
+    dt_rank: int | Literal["auto"] = "auto"  # rank of the projection to step sizes; "auto": D / 16, rounded up
     dt_min: int | float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
     dt_max: int | float = 0.1
     dt_init: Literal["random", "constant"] = "random"  # dt_proj's weight: uniform in ±dt_scale/√dt_rank, or that
@@ -62,21 +60,17 @@ class Mamba1Config:
     dt_init_floor: int | float = 1e-4
     conv_bias: bool = True
     bias: bool = False  # of in_proj and out_proj
-    inner_norms: Literal["none", "plain", "weighted"] = (
-        "none"  # RMS norms of d, B, C: Falcon-Mamba plain, Jamba weighted
-    )
+    inner_norms: Literal["none", "plain", "weighted"] = "none"  # of d, B, C: Falcon-Mamba plain, Jamba weighted
     inner_norm_eps: int | float = 1e-6
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot work."""
+        """Reject combinations that cannot work."""
         check_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
-            raise ValueError(
-                f"Mamba1Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
-            )
+            raise ValueError(f"Mamba1Config: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
         rank = self.dt_rank
         if rank != "auto" and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise ValueError(f'Mamba1Config: dt_rank must be "auto" or a whole number, at least 1, got {rank!r}')
+            raise ValueError(f'Mamba1Config: dt_rank must be "auto" or an integer, at least 1, got {rank!r}')
         if isinstance(self.dt_scale, bool) or not isinstance(self.dt_scale, int | float) or self.dt_scale <= 0:
             raise ValueError(f"Mamba1Config: dt_scale must be a positive number, got {self.dt_scale!r}")
         if self.dt_init not in ("random", "constant"):
@@ -105,11 +99,11 @@ class _Mamba1CacheFields(NamedTuple):
 
 
 class Mamba1Cache(_Mamba1CacheFields, SavableTree):
-    """What a block carries from one token to the next.
+    """The cache of a Mamba-1 block: everything that it carries from one token to the next.
 
     Attributes:
-        conv: the last `d_conv` inputs of the convolution, newest last, (b, i, w), in the activations' dtype.
-        ssm: the state, (b, i, n), float32 or wider.
+        conv: Last `d_conv` inputs of the convolution, newest last, (b, i, w), in the activations' dtype.
+        ssm: State, (b, i, n), float32 or wider.
     """
 
     __slots__ = ()
@@ -129,26 +123,26 @@ class SelectiveInputs(NamedTuple):
 
 
 class DtProjection(nn.Linear):
-    """A projection to step sizes before their softplus. Its bias is added in float32 or wider.
+    """A projection to step sizes before their softplus, with its bias added in float32 or wider.
 
     The bias is most of the sum, and in bfloat16 it would have two digits.
     """
 
     def forward(self, x: Float[Tensor, "*batch r"]) -> Float[Tensor, "*batch i"]:
-        """(..., dt_rank) -> (..., i), float32 or wider."""
+        """Project (..., dt_rank) to (..., i), float32 or wider."""
         y = linear(x, self.weight)
-        wide = state_dtype(y.dtype)
-        return y.to(wide) if self.bias is None else y.to(wide) + self.bias.to(wide)
+        acc_dtype = state_dtype(y.dtype)
+        return y.to(acc_dtype) if self.bias is None else y.to(acc_dtype) + self.bias.to(acc_dtype)
 
 
 class Mamba1(Block):
     """The Mamba-1 block. Parameter names, shapes and initialization are the official ones.
 
     Args:
-        config: a `Mamba1Config`, or d_model, with the other fields of `Mamba1Config` as keywords.
-        positional: the fields after d_model, in the order of the official block.
-        device: of the parameters.
-        dtype: of the parameters (A_log and D are float32 or wider, as officially).
+        config: A `Mamba1Config`, or d_model, with the other fields of `Mamba1Config` as keywords.
+        positional: Fields after d_model, in the order of the official block.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters (A_log and D are float32 or wider, as officially).
     """
 
     CONFIG = Mamba1Config
@@ -167,7 +161,7 @@ class Mamba1(Block):
         super().__init__(make_config(Mamba1Config, config, fields, positional))
         c: Mamba1Config = self.config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.dt_rank = c.dt_width  # a number, where the config may say "auto"
+        self.dt_rank = c.dt_width  # a number, where the config may hold "auto"
         self.in_proj = nn.Linear(c.d_model, 2 * c.d_inner, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.d_inner, c.d_conv, bias=c.conv_bias, **factory)
         self.x_proj = nn.Linear(c.d_inner, c.dt_width + 2 * c.d_state, bias=False, **factory)
@@ -179,9 +173,9 @@ class Mamba1(Block):
             nn.init.uniform_(self.dt_proj.weight, -bound, bound)
         with torch.no_grad():
             self.dt_proj.bias.copy_(initial_dt_bias(c.d_inner, c.dt_min, c.dt_max, c.dt_init_floor, **factory))
-        wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
-        self.A_log = nn.Parameter(torch.arange(1, c.d_state + 1, **wide).log().repeat(c.d_inner, 1))
-        self.D = nn.Parameter(torch.ones(c.d_inner, **wide))
+        fp32_factory: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
+        self.A_log = nn.Parameter(torch.arange(1, c.d_state + 1, **fp32_factory).log().repeat(c.d_inner, 1))
+        self.D = nn.Parameter(torch.ones(c.d_inner, **fp32_factory))
         if c.inner_norms == "weighted":
             self.dt_layernorm = RMSNorm(c.dt_width, eps=c.inner_norm_eps, **factory)
             self.b_layernorm = RMSNorm(c.d_state, eps=c.inner_norm_eps, **factory)
@@ -191,11 +185,11 @@ class Mamba1(Block):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def reference_tensor(self) -> Tensor:
-        """As in `Block`."""
+        """Return a parameter that has the dtype and device of the activations."""
         return self.conv1d.weight
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
-        """The parts of `in_proj` and `x_proj`."""
+        """Return the parts of `in_proj` and `x_proj`."""
         c = self.config
         steps = ProjectionPart("dt", c.dt_width, is_matrix=False)
         return {
@@ -204,7 +198,7 @@ class Mamba1(Block):
         }
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A window and a state for each channel."""
+        """Return the shapes of a window and of a state for each channel."""
         return {"conv": (self.d_inner, self.config.d_conv), "ssm": (self.d_inner, self.d_state)}
 
     def mix(
@@ -217,7 +211,7 @@ class Mamba1(Block):
         cu_seqlens: Tensor | None,
         context: SequencePart | None = None,
     ) -> tuple[Tensor, Mamba1Cache]:
-        """The formulas at the top of this file."""
+        """Compute the formulas at the top of this file."""
         inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
         ssm = (
             cache.ssm if context is None else self._exchange_initial_state(inputs, cache.ssm, path, cu_seqlens, context)
@@ -226,19 +220,22 @@ class Mamba1(Block):
         return apply_linear(self.out_proj, y_bti), Mamba1Cache(window, ssm)
 
     def _exchange_initial_state(
-        self, inputs: SelectiveInputs, starts: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: SequencePart
+        self, inputs: SelectiveInputs, initial: Tensor, path: SsdPath, cu_seqlens: Tensor | None, context: SequencePart
     ) -> Tensor:
-        """The states that the scan starts from, (z, i, n), given the worker before.
+        """Return the states that the scan starts from, (z, i, n), with the previous rank's where one continues.
 
-        The state at the end of the part is a whole scan: each state of a channel has its own decay, so it is not the
-        matrix product that Mamba-2 has. One scan would do if each worker waited for the scan of the one before it.
+        The state at the end of the part takes a second scan: every state of a channel has its own decay, so it is not
+        a matrix product as in Mamba-2. One scan would suffice if every rank waited for the previous rank's scan.
         """
         tail = last_sequence_time(cu_seqlens)
         x, dt, b, c = (part[:, tail] for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
-        _, own = selective_scan(x, dt, inputs.A, b, c, path=path) if context.continues_to_next else (None, starts[-1:])
-        kept = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
-        (found,) = context.exchange_boundary_state((starts,), cu_seqlens, (kept, own), carry_state)
-        return found
+        local_state = initial[-1:]
+        if context.continues_to_next:
+            _, local_state = selective_scan(x, dt, inputs.A, b, c, path=path)
+        total_log_decay = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
+        local = (total_log_decay, local_state)
+        (exchanged,) = context.exchange_boundary_state((initial,), cu_seqlens, local, carry_state)
+        return exchanged
 
     def scan_inputs(
         self,
@@ -249,31 +246,31 @@ class Mamba1(Block):
         cu_seqlens: Tensor | None = None,
         context: SequencePart | None = None,
     ) -> tuple[SelectiveInputs, Tensor]:
-        """The inputs of the scan, and the window after the last token; arguments as for `mix`."""
+        """Return the inputs of the scan and the new window; arguments are those of `mix`."""
         x_bti, z_bti = apply_linear(self.in_proj, x).chunk(2, dim=-1)
         start = cache.conv if context is None else exchange_conv_window(x_bti, cache.conv, cu_seqlens, context)
         x_bti, window = self.conv1d(x_bti, start, lengths=lengths, cu_seqlens=cu_seqlens)
-        dt_bti, b_btn, c_btn = self._selected(x_bti)
+        dt_bti, b_btn, c_btn = self._project_selection(x_bti)
         if lengths is not None:
             dt_bti = dt_bti.masked_fill(is_padding(lengths, x.shape[1]).unsqueeze(-1), -math.inf)
         rates = -torch.exp(self.A_log.to(cache.ssm.dtype))
         return SelectiveInputs(x_bti, dt_bti, rates, b_btn, c_btn, self.D, z_bti), window
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        """The stationary output under a token that repeats forever, in closed form.
+        """Return the stationary output for a token that repeats forever, in closed form.
 
-        The window is full of the token, and `h = Δ x B / (1 - exp(Δ A))`. No cache goes in or comes out.
+        The window holds copies of the token, and `h = Δ x B / (1 - exp(Δ A))`. No cache goes in or comes out.
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         x_bi, z_bi = apply_linear(self.in_proj, x).chunk(2, dim=-1)
         x_bi = self.conv1d.stationary(x_bi)
-        dt_bi, b_bn, c_bn = self._selected(x_bi)
-        wide = dt_bi.dtype
-        rates_in = -torch.exp(self.A_log.to(wide))
+        dt_bi, b_bn, c_bn = self._project_selection(x_bi)
+        acc_dtype = dt_bi.dtype
+        rates_in = -torch.exp(self.A_log.to(acc_dtype))
         weight_bin = stationary_weight(F.softplus(dt_bi).unsqueeze(-1), rates_in)
-        read_bi = torch.einsum("bin,bn,bn->bi", weight_bin, b_bn.to(wide), c_bn.to(wide))
-        y_bi = x_bi.to(wide) * (read_bi + self.D.to(wide))
-        return apply_linear(self.out_proj, (y_bi * F.silu(z_bi.to(wide))).to(x_bi.dtype))
+        read_bi = torch.einsum("bin,bn,bn->bi", weight_bin, b_bn.to(acc_dtype), c_bn.to(acc_dtype))
+        y_bi = x_bi.to(acc_dtype) * (read_bi + self.D.to(acc_dtype))
+        return apply_linear(self.out_proj, (y_bi * F.silu(z_bi.to(acc_dtype))).to(x_bi.dtype))
 
     def describe_core(self, program: Program, projected: int) -> int:
         """Convolution, inner projections, states and gate."""
@@ -304,8 +301,8 @@ class Mamba1(Block):
         )
         return y
 
-    def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., i) -> dt before its softplus (..., i) in the dtype of the state, B (..., n), C (..., n)."""
+    def _project_selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (..., i) to dt before its softplus (..., i) in the dtype of the state, B (..., n), C (..., n)."""
         widths = self._inner_widths()
         low, b, cc = (
             self._inner_norm(name, part)
@@ -316,7 +313,7 @@ class Mamba1(Block):
         return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
 
     def _inner_widths(self) -> dict[str, int]:
-        """Channels of d, B and C, by the names of their norms."""
+        """Return the widths of d, B and C by the names of their norms."""
         c = self.config
         return {"dt_layernorm": c.dt_width, "b_layernorm": c.d_state, "c_layernorm": c.d_state}
 

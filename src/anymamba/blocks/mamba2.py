@@ -63,15 +63,13 @@ class Mamba2Config:
     bias: bool = False  # of in_proj and out_proj
     conv_bias: bool = True
     chunk_size: int | None = None  # L, for paths that carry no chunk length; None: SsdPath.optimal_chunk_len
-    learnable_init_states: bool = False  # a parameter is the state of a fresh start
+    learnable_init_states: bool = False  # a parameter is the state of an empty cache
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot work."""
+        """Reject combinations that cannot work."""
         check_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
-            raise ValueError(
-                f"Mamba2Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
-            )
+            raise ValueError(f"Mamba2Config: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
         if not 0 < self.ssm_width <= self.d_inner:
             raise ValueError(f"Mamba2Config: d_ssm must be between 1 and d_inner = {self.d_inner}, got {self.d_ssm}")
         if self.ssm_width % self.headdim:
@@ -89,22 +87,22 @@ class Mamba2Config:
 
     @property
     def d_inner(self) -> int:
-        """E = expand · d_model."""
+        """Return E = expand · d_model."""
         return int(self.expand * self.d_model)
 
     @property
     def ssm_width(self) -> int:
-        """Channels that pass the SSM."""
+        """Return the number of channels that pass the SSM."""
         return self.d_inner if self.d_ssm is None else self.d_ssm
 
     @property
     def nheads(self) -> int:
-        """H."""
+        """Return the number of heads H."""
         return self.ssm_width // self.headdim
 
     @property
     def conv_dim(self) -> int:
-        """Channels that pass the convolution: x, B and C."""
+        """Return the number of channels that pass the convolution: x, B and C."""
         return self.ssm_width + 2 * self.ngroups * self.d_state
 
 
@@ -114,11 +112,11 @@ class _Mamba2CacheFields(NamedTuple):
 
 
 class Mamba2Cache(_Mamba2CacheFields, SavableTree):
-    """What a block carries from one token to the next.
+    """The cache of a Mamba-2 block: everything that it carries from one token to the next.
 
     Attributes:
-        conv: the last `d_conv` inputs of the convolution, newest last, (b, v, w), in the activations' dtype.
-        ssm: the state, (b, h, p, n), float32 or wider.
+        conv: Last `d_conv` inputs of the convolution, newest last, (b, v, w), in the activations' dtype.
+        ssm: State, (b, h, p, n), float32 or wider.
     """
 
     __slots__ = ()
@@ -140,10 +138,10 @@ class Mamba2(Block):
     """The Mamba-2 block. Parameter names, shapes and initialization are the official ones.
 
     Args:
-        config: a `Mamba2Config`, or d_model, with the other fields of `Mamba2Config` as keywords.
-        positional: the fields after d_model, in the order of the official block.
-        device: of the parameters.
-        dtype: of the parameters (D is float32 or wider, as officially).
+        config: A `Mamba2Config`, or d_model, with the other fields of `Mamba2Config` as keywords.
+        positional: Fields after d_model, in the order of the official block.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters (D is float32 or wider, as officially).
     """
 
     CONFIG = Mamba2Config
@@ -166,7 +164,7 @@ class Mamba2(Block):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         c: Mamba2Config = self.config
         heads, width = c.nheads, c.ssm_width
-        self.d_ssm = width  # a number, where the config may say None
+        self.d_ssm = width  # a number, where the config may hold None
         self.mlp_width = c.d_inner - width
         self.in_proj = nn.Linear(c.d_model, 2 * self.mlp_width + width + c.conv_dim + heads, bias=c.bias, **factory)
         self.conv1d = CausalConv(c.conv_dim, c.d_conv, bias=c.conv_bias, **factory)
@@ -188,34 +186,34 @@ class Mamba2(Block):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def reference_tensor(self) -> Tensor:
-        """As in `Block`."""
+        """Return a parameter that has the dtype and device of the activations."""
         return self.conv1d.weight
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
-        """The parts of `in_proj`, as `_split` and `_heads` cut its output."""
-        c, shared = self.config, self.config.ngroups * self.config.d_state
+        """Return the parts of `in_proj`, as `_split` and `_heads` cut its output."""
+        c, bc_width = self.config, self.config.ngroups * self.config.d_state
         names = {
             "z0": self.mlp_width,
             "x0": self.mlp_width,
             "z": c.ssm_width,
             "x": c.ssm_width,
-            "B": shared,
-            "C": shared,
+            "B": bc_width,
+            "C": bc_width,
         }
         parts = (ProjectionPart(name, rows) for name, rows in names.items() if rows)
         return {"in_proj": (*parts, ProjectionPart("dt", c.nheads, is_matrix=False))}
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A window of x, B and C, and a state a head."""
+        """Return the shapes of a convolution window over x, B and C, and of one SSM state per head."""
         c = self.config
         return {"conv": (c.conv_dim, c.d_conv), "ssm": (c.nheads, c.headdim, c.d_state)}
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
-        """The cache of a fresh start: an empty window, and the learnable initial state or zeros.
+        """Return an empty cache: a window of zeros, and the learnable initial state or zeros.
 
         Args:
-            batch_size: rows, or packed sequences.
-            dtype: of the activations; the parameters' if not given.
+            batch_size: Number of rows or packed sequences.
+            dtype: Dtype of the activations. Default: that of the parameters.
         """
         cache: Mamba2Cache = super().init_cache(batch_size, dtype)
         if not self.config.learnable_init_states:
@@ -232,25 +230,26 @@ class Mamba2(Block):
         cu_seqlens: Tensor | None,
         context: SequencePart | None = None,
     ) -> tuple[Tensor, Mamba2Cache]:
-        """The formulas at the top of this file."""
+        """Compute the formulas at the top of this file."""
         inputs, gates, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
         ssm = cache.ssm if context is None else self._exchange_initial_state(inputs, cache.ssm, cu_seqlens, context)
         y_bthp, ssm = ssd(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return self.output(y_bthp, gates), Mamba2Cache(window, ssm)
 
     def _exchange_initial_state(
-        self, inputs: SsdInputs, starts: Tensor, cu_seqlens: Tensor | None, context: SequencePart
+        self, inputs: SsdInputs, initial: Tensor, cu_seqlens: Tensor | None, context: SequencePart
     ) -> Tensor:
-        """The states that the scan starts from, (z, h, p, n), with that of the worker before."""
+        """Return the states that the scan starts from, (z, h, p, n), with the previous rank's where one continues."""
         tail = last_sequence_time(cu_seqlens)
         x, dt, b = inputs.x[:, tail], inputs.dt[:, tail], inputs.B[:, tail]
-        decay, own = dt * inputs.A, starts[-1:]
+        log_decay, local_state = dt * inputs.A, initial[-1:]
         if context.continues_to_next:
-            own = compute_final_state((x * dt.unsqueeze(-1)).to(x.dtype).unsqueeze(2), b.unsqueeze(2), decay)
-        (found,) = context.exchange_boundary_state(
-            (starts,), cu_seqlens, (decay.sum(1)[..., None, None], own), carry_state
+            v = (x * dt.unsqueeze(-1)).to(x.dtype)
+            local_state = compute_final_state(v.unsqueeze(2), b.unsqueeze(2), log_decay)
+        (exchanged,) = context.exchange_boundary_state(
+            (initial,), cu_seqlens, (log_decay.sum(1)[..., None, None], local_state), carry_state
         )
-        return found
+        return exchanged
 
     def scan_inputs(
         self,
@@ -261,7 +260,7 @@ class Mamba2(Block):
         cu_seqlens: Tensor | None = None,
         context: SequencePart | None = None,
     ) -> tuple[SsdInputs, tuple[Tensor, ...], Tensor]:
-        """What the scan is given, what `output` needs, and the window after the last token; arguments as for `mix`."""
+        """Return the inputs of the scan, the gates for `output`, and the new window; arguments are those of `mix`."""
         z0, x0, z_bti, xbc_btv, dt_bth = self._split(apply_linear(self.in_proj, x))
         start = cache.conv if context is None else exchange_conv_window(xbc_btv, cache.conv, cu_seqlens, context)
         xbc_btv, window = self.conv1d(xbc_btv, start, lengths=lengths, cu_seqlens=cu_seqlens)
@@ -272,25 +271,27 @@ class Mamba2(Block):
         return SsdInputs(x_bthp, dt_bth, rates, b_btgn, c_btgn, skip), (z0, x0, z_bti), window
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        """The stationary output under a token that repeats forever, in closed form.
+        """Return the stationary output for a token that repeats forever, in closed form.
 
-        The window is full of the token, and `h = dt x ⊗ B / (1 - exp(dt A))`. No cache goes in or comes out.
+        The window holds copies of the token, and `h = dt x ⊗ B / (1 - exp(dt A))`. No cache goes in or comes out.
         """
         self._check_input(f"{type(self).__name__}.step_infinite", x, "b d")
         c: Mamba2Config = self.config
         z0, x0, z_bi, xbc_bv, dt_bh = self._split(apply_linear(self.in_proj, x))
         x_bhp, b_bgn, c_bgn = self._heads(self.conv1d.stationary(xbc_bv))
         dt_bh = self._dt(dt_bh.unsqueeze(1), None).squeeze(1)
-        wide = dt_bh.dtype
-        weight_bh = stationary_weight(dt_bh, -torch.exp(self.A_log.to(wide)))
-        read_bh = (b_bgn.to(wide) * c_bgn.to(wide)).sum(-1).repeat_interleave(c.nheads // c.ngroups, dim=1) * weight_bh
-        skip = self.D.to(wide).view(c.nheads, -1)
-        y_bhp = x_bhp.to(wide) * (read_bh.unsqueeze(-1) + skip)
+        acc_dtype = dt_bh.dtype
+        weight_bh = stationary_weight(dt_bh, -torch.exp(self.A_log.to(acc_dtype)))
+        read_bh = (b_bgn.to(acc_dtype) * c_bgn.to(acc_dtype)).sum(-1).repeat_interleave(
+            c.nheads // c.ngroups, dim=1
+        ) * weight_bh
+        skip = self.D.to(acc_dtype).view(c.nheads, -1)
+        y_bhp = x_bhp.to(acc_dtype) * (read_bh.unsqueeze(-1) + skip)
         gates = tuple(v.unsqueeze(1) for v in (z0, x0, z_bi))
         return self.output(y_bhp.to(x_bhp.dtype).unsqueeze(1), gates).squeeze(1)
 
     def output(self, y_bthp: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
-        """What follows the scan: gate, norm and projection to (b, t, d)."""
+        """Apply what follows the scan: gate, norm and projection to (b, t, d)."""
         z0, x0, z_bti = gates
         y_bti = y_bthp.flatten(2)
         y_bti = self.norm(y_bti, z_bti) if self.config.rmsnorm else y_bti * F.silu(z_bti)
@@ -335,12 +336,12 @@ class Mamba2(Block):
         return y
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """(..., in_proj's width) -> z0, x0 of the MLP channels, z, xBC, dt."""
+        """Split the output of `in_proj` into z0, x0 of the MLP channels, z, xBC, dt."""
         c = self.config
         return projected.split([self.mlp_width, self.mlp_width, c.ssm_width, c.conv_dim, c.nheads], dim=-1)
 
     def _heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., v) -> x (..., h, p), B (..., g, n), C (..., g, n)."""
+        """Split (..., v) into x (..., h, p), B (..., g, n), C (..., g, n)."""
         c = self.config
         shape = (c.ngroups, c.d_state)
         x, b, cc = xbc.split([c.ssm_width, math.prod(shape), math.prod(shape)], dim=-1)

@@ -8,8 +8,7 @@
     y_t[r] = h_t q_t[r] + D v_t[r]                  out = out_proj(Σ_r mimo_o[r] y[r] silu(z mimo_z[r]))
 
 Where each line is computed: `ops/discretization.py` (step sizes, decays and weights), `ops/rotation.py` (how keys and
-queries rotate), `scan/mamba3_scan.py` (the recurrence), `scan/mamba3_scan.py` (the recurrence with biases,
-rotation and skip), `ops/norms_and_gates.py` (the gate over ranks).
+queries rotate), `scan/mamba3_scan.py` (the recurrence), `ops/norms_and_gates.py` (the gate over ranks).
 
 | letter | b | t | d | h | p | n | g | r | z |
 |---|---|---|---|---|---|---|---|---|---|
@@ -50,10 +49,10 @@ class Mamba3(Block):
     """The Mamba-3 block. Parameter names, shapes and initialization are the official ones.
 
     Args:
-        config: a `Mamba3Config`, or d_model, with the other fields of `Mamba3Config` as keywords.
-        positional: the fields after d_model, in the order of the official block.
-        device: of the parameters.
-        dtype: of the parameters (dt_bias, D and the key and query biases are float32 or wider, as officially).
+        config: A `Mamba3Config`, or d_model, with the other fields of `Mamba3Config` as keywords.
+        positional: Fields after d_model, in the order of the official block.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters (dt_bias, D and the key and query biases are float32 or wider, as officially).
     """
 
     CONFIG = Mamba3Config
@@ -74,18 +73,19 @@ class Mamba3(Block):
         """Create and initialize the parameters."""
         super().__init__(make_config(Mamba3Config, config, fields, positional))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        wide: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
+        fp32_factory: dict[str, Any] = {"device": device, "dtype": state_dtype(dtype or torch.get_default_dtype())}
         c: Mamba3Config = self.config
         heads = c.nheads
         self.mimo_rank = c.rank  # officially 1 for SISO
-        self.num_bc_heads, self.num_rope_angles = c.ngroups, c.num_rotations
+        self.num_bc_heads = c.ngroups
+        self.num_rope_angles = c.num_rotations
         self.in_proj = nn.Linear(c.d_model, sum(self._widths().values()), bias=c.bias, **factory)
-        self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **wide))
-        self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
-        self.C_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **wide))
+        self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **fp32_factory))
+        self.B_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **fp32_factory))
+        self.C_bias = nn.Parameter(torch.ones(heads, c.rank, c.d_state, **fp32_factory))
         self.B_norm = RMSNorm(c.d_state, **factory)
         self.C_norm = RMSNorm(c.d_state, **factory)
-        self.D = nn.Parameter(torch.ones(heads, **wide))
+        self.D = nn.Parameter(torch.ones(heads, **fp32_factory))
         if c.is_mimo:
             shape = (heads, c.rank, c.headdim)
             self.mimo_x = nn.Parameter(torch.full(shape, 1 / c.rank, **factory))
@@ -100,34 +100,34 @@ class Mamba3(Block):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def reference_tensor(self) -> Tensor:
-        """As in `Block`."""
+        """Return a parameter that has the dtype and device of the activations."""
         return self.B_norm.weight
 
     def _widths(self) -> dict[str, int]:
-        """Channels of everything in the projection."""
+        """Return the widths of the parts of `in_proj`."""
         c = self.config
-        inner, shared, heads = c.d_inner, c.rank * c.ngroups * c.d_state, c.nheads
-        parts = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads, "A": heads, "trap": heads}
+        inner, bc_width, heads = c.d_inner, c.rank * c.ngroups * c.d_state, c.nheads
+        parts = {"z": inner, "x": inner, "B": bc_width, "C": bc_width, "dt": heads, "A": heads, "trap": heads}
         return {**parts, "rotation": c.rotation_channels}
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
-        """The parts of `in_proj`."""
+        """Return the parts of `in_proj`."""
         parts = ((name, rows) for name, rows in self._widths().items() if rows)
         return {"in_proj": tuple(ProjectionPart(name, rows, name not in ("dt", "A", "trap")) for name, rows in parts)}
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A state, a key, a value and a rotation for each head."""
+        """Return the shapes of a state, a key, a value and a rotation for each head."""
         c = self.config
         rotation = (c.nheads, c.num_rotations, 4) if c.rotation == "quaternion" else (c.nheads, c.num_rotations)
         shapes = {"ssm": (c.nheads, c.headdim, c.d_state), "k": (c.rank, c.nheads, c.d_state)}
         return {**shapes, "v": (c.nheads, c.headdim), "rotation": rotation}
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba3Cache:
-        """The cache of a fresh start: no previous token, no rotation, and the learnable initial state or zeros.
+        """Return an empty cache: no previous token, no rotation, and the learnable initial state or zeros.
 
         Args:
-            batch_size: rows, or packed sequences.
-            dtype: of the activations; the parameters' if not given.
+            batch_size: Number of rows or packed sequences.
+            dtype: Dtype of the activations. Default: that of the parameters.
         """
         cache: Mamba3Cache = super().init_cache(batch_size, dtype)
         c, ssm = self.config, cache.ssm
@@ -146,7 +146,7 @@ class Mamba3(Block):
         cu_seqlens: Tensor | None,
         context: SequencePart | None = None,
     ) -> tuple[Tensor, Mamba3Cache]:
-        """The formulas at the top of this file."""
+        """Compute the formulas at the top of this file."""
         inputs, z_bthp = self.scan_inputs(x, lengths=lengths)
         if context is not None:
             cache = exchange_initial_cache(self.config.rotation_kind, inputs, cache, path, cu_seqlens, context)
@@ -165,7 +165,7 @@ class Mamba3(Block):
         return self.output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
 
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
-        """The inputs of the scan, and the gate that `output` needs; arguments as for `mix`."""
+        """Return the inputs of the scan, and the gate for `output`; arguments are those of `mix`."""
         z_bthp, x_bthp, k_btrgn, q_btrgn, *raw = self._split(apply_linear(self.in_proj, x))
         dt_bth, log_decay_bth, gamma_bth, kappa_bth, rate_btc = self._discretize(raw, lengths)
         rotation_dt_bth, rate_btc = self._rotation_steps(dt_bth, rate_btc, lengths)
@@ -186,7 +186,7 @@ class Mamba3(Block):
         return inputs, z_bthp
 
     def step_infinite(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        """The stationary output under a token that repeats forever, in closed form.
+        """Return the stationary output for a token that repeats forever, in closed form.
 
         The token k steps back has weight `alpha^k gamma + alpha^{k-1} beta [k ≥ 1]` and is rotated k times; the sum
         over all k is one factor on the key. No cache goes in or comes out.
@@ -196,28 +196,29 @@ class Mamba3(Block):
         z_b1hp, x_b1hp, k_b1rgn, q_b1rgn, *raw = self._split(apply_linear(self.in_proj, x).unsqueeze(1))
         dt_b1h, log_decay_b1h, gamma_b1h, kappa_b1h, rate_b1c = self._discretize(raw, None)
         rotation_dt_bh, rate_bc = (x[:, 0] for x in self._rotation_steps(dt_b1h, rate_b1c, None))
-        alpha_bh, wide = torch.exp(log_decay_b1h)[:, 0], dt_b1h.dtype
+        alpha_bh, acc_dtype = torch.exp(log_decay_b1h)[:, 0], dt_b1h.dtype
         k_brhn, q_brhn = (
-            normed[:, 0].to(wide).repeat_interleave(c.nheads // c.ngroups, dim=2) + bias.to(wide).transpose(0, 1)
+            normed[:, 0].to(acc_dtype).repeat_interleave(c.nheads // c.ngroups, dim=2)
+            + bias.to(acc_dtype).transpose(0, 1)
             for normed, bias in ((self.B_norm(k_b1rgn), self.B_bias), (self.C_norm(q_b1rgn), self.C_bias))
         )
         gamma_bh, beta_bh = gamma_b1h[:, 0], kappa_b1h[:, 0] * alpha_bh
         k_sum_brhn = stationary_key(
             c.rotation_kind, k_brhn, rate_bc, rotation_dt_bh, gamma_bh, beta_bh, alpha_bh, c.num_rotations
         )
-        v_brhp = x_b1hp.to(wide)
+        v_brhp = x_b1hp.to(acc_dtype)
         if c.is_mimo:
-            v_brhp = v_brhp * self.mimo_x.to(wide).transpose(0, 1)
+            v_brhp = v_brhp * self.mimo_x.to(acc_dtype).transpose(0, 1)
         y_brhp = torch.einsum("brhn,bqhn,bqhp->brhp", q_brhn, k_sum_brhn, v_brhp)
-        y_brhp = torch.addcmul(y_brhp, self.D.to(wide).unsqueeze(-1), v_brhp).to(x_b1hp.dtype)
+        y_brhp = torch.addcmul(y_brhp, self.D.to(acc_dtype).unsqueeze(-1), v_brhp).to(x_b1hp.dtype)
         return self.output(y_brhp.unsqueeze(1), z_b1hp).squeeze(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """(b, t, ...) -> z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); rotation (b, t, c)."""
+        """Split (b, t, ...) into z, x (b, t, h, p); B, C (b, t, r, g, n); dt, A, trap (b, t, h); rotation (b, t, c)."""
         c = self.config
         z, x, k, q, *raw = projected.split(list(self._widths().values()), dim=-1)
-        heads, shared = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
-        return z.unflatten(-1, heads), x.unflatten(-1, heads), k.unflatten(-1, shared), q.unflatten(-1, shared), *raw
+        hp, rgn = (c.nheads, c.headdim), (c.rank, c.ngroups, c.d_state)
+        return z.unflatten(-1, hp), x.unflatten(-1, hp), k.unflatten(-1, rgn), q.unflatten(-1, rgn), *raw
 
     def _discretize(self, raw: list[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         c: Mamba3Config = self.config
@@ -249,7 +250,7 @@ class Mamba3(Block):
         return rotation_dt_bth, rate_s.expand(*dt_bth.shape[:2], -1)
 
     def output(self, y_btrhp: Tensor, z_bthp: Tensor) -> Tensor:
-        """What follows the scan: gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
+        """Apply what follows the scan: gate (and norm) each rank, sum the ranks, project to (b, t, d)."""
         c: Mamba3Config = self.config
         if not c.is_outproj_norm:
             weights = (self.mimo_z, self.mimo_o) if c.is_mimo else ()

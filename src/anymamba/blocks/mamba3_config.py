@@ -27,11 +27,11 @@ class Mamba3Config:
     expand: int | float = 2  # E / D
     headdim: int = 64  # P, width of a head
     ngroups: int = 1  # G, groups of heads that share B and C
-    rope_fraction: int | float = 0.5  # share of the state that rotates, from 0 to 1
+    rope_fraction: int | float = 0.5  # fraction of the state that rotates, from 0 to 1
     dt_min: int | float = 0.001  # initial dt log-uniform in (dt_min, dt_max), at least dt_init_floor
     dt_max: int | float = 0.1
     dt_init_floor: int | float = 1e-4
-    A_floor: int | float = 1e-4  # least decay rate
+    A_floor: int | float = 1e-4  # smallest decay rate
     is_outproj_norm: bool = False  # norm per head before the gate
     is_mimo: bool = False  # several inputs and outputs per head, with their own weights and pairing
     mimo_rank: int = 4  # R, of MIMO
@@ -41,15 +41,13 @@ class Mamba3Config:
     rotation: Literal["complex", "quaternion", "fixed"] = "complex"  # fixed: the same for every token, as RoPE
     rotation_range: int | float = 1.0  # largest angle per unit of dt, in half circles; 1 is official
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
-    learnable_init_states: bool = False  # a parameter is the state of a fresh start
+    learnable_init_states: bool = False  # a parameter is the state of an empty cache
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot work."""
+        """Reject combinations that cannot work."""
         check_sizes(self)
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
-            raise ValueError(
-                f"Mamba3Config: expand · d_model must be a whole number of channels, got {self.expand} · {self.d_model}"
-            )
+            raise ValueError(f"Mamba3Config: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
         if self.d_inner % self.headdim:
             raise ValueError(
                 f"Mamba3Config: headdim must divide the {self.d_inner} inner channels, got headdim = {self.headdim}"
@@ -81,34 +79,34 @@ class Mamba3Config:
 
     @property
     def d_inner(self) -> int:
-        """E = expand · d_model."""
+        """Return E = expand · d_model."""
         return int(self.expand * self.d_model)
 
     @property
     def nheads(self) -> int:
-        """H."""
+        """Return the number of heads H."""
         return self.d_inner // self.headdim
 
     @property
     def rank(self) -> int:
-        """R: `mimo_rank` for MIMO, else 1."""
+        """Return the rank R: `mimo_rank` for MIMO, else 1."""
         return self.mimo_rank if self.is_mimo else 1
 
     @property
     def rotation_kind(self) -> RotationKind:
-        """Which channels rotate together, and how (`anymamba.ops.rotation`)."""
+        """Return which channels rotate together, and how (`anymamba.ops.rotation`)."""
         if self.rotation == "quaternion":
             return "quaternion"
         return "halves" if self.is_mimo else "interleaved"
 
     @property
     def num_rotations(self) -> int:
-        """Number of pairs of channels, or blocks of four, that rotate in each head."""
+        """Return the number of pairs of channels, or blocks of four, that rotate in each head."""
         return int(self.d_state * self.rope_fraction) // (4 if self.rotation == "quaternion" else 2)
 
     @property
     def rotation_channels(self) -> int:
-        """Channels of the projection that set the angular rates: shared by heads, or one axis per head and block."""
+        """Return the channels of the projection that set angular rates: shared by heads, or per head and block."""
         if self.rotation == "fixed":
             return 0
         return self.nheads * self.num_rotations * 3 if self.rotation == "quaternion" else self.num_rotations
@@ -122,13 +120,13 @@ class _Mamba3CacheFields(NamedTuple):
 
 
 class Mamba3Cache(_Mamba3CacheFields, SavableTree):
-    """What a block carries from one token to the next.
+    """The cache of a Mamba-3 block: everything that it carries from one token to the next.
 
     Attributes:
-        ssm: the state h, (b, h, p, n), float32 or wider.
-        k: the last key, after norm, bias and rotation, (b, r, h, n).
-        v: the last x, before `mimo_x`, (b, h, p).
-        rotation: the running rotation, angles (b, h, s) or unit quaternions (b, h, j, 4), float32 or wider.
+        ssm: State h, (b, h, p, n), float32 or wider.
+        k: Last key, after norm, bias and rotation, (b, r, h, n).
+        v: Last x, before `mimo_x`, (b, h, p).
+        rotation: Running rotation, angles (b, h, s) or unit quaternions (b, h, j, 4), float32 or wider.
     """
 
     __slots__ = ()

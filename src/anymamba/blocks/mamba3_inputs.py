@@ -1,4 +1,4 @@
-"""Mamba-3: the inputs of its scan, and what it starts from if several workers share a sequence."""
+"""Mamba-3: the inputs of its scan, and the cache that it starts from if several ranks share a sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anymamba.ops.rotation import RotationKind, compose_rotations, rotate, total
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
 from anymamba.scan.chunking import carry_state
 
-_OF_TIME = ("x", "k", "q", "angular_rate", "dt", "log_decay", "gamma", "kappa")  # have a value for every token
+_TOKEN_FIELDS = ("x", "k", "q", "angular_rate", "dt", "log_decay", "gamma", "kappa")  # one value per token
 
 
 class RotatedInputs(NamedTuple):
@@ -38,48 +38,53 @@ class RotatedInputs(NamedTuple):
 def exchange_initial_cache(
     kind: RotationKind,
     inputs: RotatedInputs,
-    starts: Mamba3Cache,
+    initial: Mamba3Cache,
     path: SsdPath,
     cu_seqlens: Tensor | None,
     context: SequencePart,
 ) -> Mamba3Cache:
-    """What a worker's part of a sequence starts from: the last token, the rotation and the state of the part before it.
+    """Return the cache that a part of a sequence starts from: last token, rotation and state of the part before it.
 
-    The state at the end of the part is a whole scan. As a matrix product (`anymamba.scan.chunking`) it would need the
-    rotated key of every token, head and rank in memory, which the scan does not keep.
+    The state at the end of the part takes a second scan. As a matrix product (`anymamba.scan.chunking`) it would need
+    the rotated key of every token, head and rank in memory, which the scan does not keep.
 
     Args:
-        kind: of rotation.
-        inputs: of this worker's scan.
-        starts: what the sequence, or each packed one, starts from.
-        path: the scan's algorithm.
-        cu_seqlens: boundaries of packed sequences.
-        context: this worker's part.
+        kind: Which channels rotate together.
+        inputs: Inputs of this rank's scan.
+        initial: Cache that the sequence, or each packed one, starts from.
+        path: Algorithm of the scan.
+        cu_seqlens: Boundaries of packed sequences.
+        context: Part of the sequence that this rank holds.
     """
-    tail = last_sequence_time(cu_seqlens)
-    of_time = {name: getattr(inputs, name)[:, tail] for name in _OF_TIME}
-    last = inputs._replace(**of_time)
+    # 1) The inputs of the last sequence, the only one that continues on the next rank.
+    time = last_sequence_time(cu_seqlens)
+    rows = slice(None) if cu_seqlens is None else slice(-1, None)
+    last = inputs._replace(**{name: getattr(inputs, name)[:, time] for name in _TOKEN_FIELDS})
 
-    def next_token(*values: Tensor) -> tuple[Tensor, ...]:
+    # 2) Its last key, input and rotation, which need only the rotation before the part.
+    def advance(*values: Tensor) -> tuple[Tensor, ...]:
         _, _, rotation, k, x, bias, total = values
         rotation = compose_rotations(kind, rotation, total)
         return rotate(kind, k.unsqueeze(1), bias, rotation.unsqueeze(1))[:, 0], x, rotation
 
-    total = total_rotation(kind, last.angular_rate, last.dt, starts.rotation[-1:])
-    own = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
-    k, v, rotation = context.exchange_boundary_state((starts.k, starts.v, starts.rotation), cu_seqlens, own, next_token)
-    rows = slice(None) if cu_seqlens is None else slice(-1, None)
-    own_state = starts.ssm[rows]
+    total = total_rotation(kind, last.angular_rate, last.dt, initial.rotation[-1:])
+    local = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
+    k, v, rotation = context.exchange_boundary_state(
+        (initial.k, initial.v, initial.rotation), cu_seqlens, local, advance
+    )
+
+    # 3) The state: the scan of this part from zeros, added to what remains of the previous rank's state.
+    local_state = initial.ssm[rows]
     if context.continues_to_next:
-        _, own_state, _, _ = rotated_trapezoid_scan(
+        _, local_state, _, _ = rotated_trapezoid_scan(
             *last,
-            initial_state=torch.zeros_like(own_state),
+            initial_state=torch.zeros_like(local_state),
             previous_k=k[rows],
             previous_x=v[rows],
             initial_rotation=rotation[rows],
             rotation_kind=kind,
             path=path,
         )
-    kept = last.log_decay.sum(1)[..., None, None]
-    (ssm,) = context.exchange_boundary_state((starts.ssm,), cu_seqlens, (kept, own_state), carry_state)
+    total_log_decay = last.log_decay.sum(1)[..., None, None]
+    (ssm,) = context.exchange_boundary_state((initial.ssm,), cu_seqlens, (total_log_decay, local_state), carry_state)
     return Mamba3Cache(ssm, k, v, rotation)

@@ -35,19 +35,19 @@ def causal_conv(
     """Convolve a sequence that continues from `window`.
 
     Args:
-        x: inputs before the convolution.
-        window: the last w inputs before `x`, newest last, of each row or packed sequence, in the dtype of `x`.
-        weight: of each channel, oldest input first.
-        bias: of each channel, or none.
-        lengths: how many leading steps of each row are real. All if not given.
-        cu_seqlens: boundaries of packed sequences (batch 1), each of which starts from its own window.
+        x: Inputs.
+        window: Last w inputs before `x`, newest last, of each row or packed sequence, in the dtype of `x`.
+        weight: Weights of each channel, oldest input first.
+        bias: Bias of each channel. Default: none.
+        lengths: Number of leading steps of each row that are real. Default: all.
+        cu_seqlens: Boundaries of packed sequences (batch 1), each of which starts from its own window.
 
     Returns:
         The outputs, and the windows after the last real input.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
-        TypeError: the window has another dtype than `x`.
+        ValueError: Shapes or devices do not match.
+        TypeError: The window has another dtype than `x`.
     """
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if window.shape[0] != rows:
@@ -65,18 +65,18 @@ def exchange_conv_window(
     cu_seqlens: Int[Tensor, " z1"] | None,
     context: SequencePart,
 ) -> Float[Tensor, "z v w"]:
-    """The windows that sequences start from, with the last inputs of the worker before, of w tokens or more."""
+    """Return the windows that the sequences of a part start from, with the previous rank's where one continues."""
     w = window.shape[2]
-    tokens_bxv = x[:, last_sequence_time(cu_seqlens)][:, -w:]
-    own_bvw = tokens_bxv.transpose(1, 2)
+    last_inputs_bvx = x[:, last_sequence_time(cu_seqlens)][:, -w:].transpose(1, 2)
 
-    def after(start: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-        return (torch.cat([start, own], 2)[:, :, -w:],)
+    def append_inputs(initial: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat([initial, inputs], 2)[:, :, -w:],)
 
-    (found,) = context.exchange_boundary_state(
-        (window.to(x.dtype),), cu_seqlens, (own_bvw,), after, independent=own_bvw.shape[2] == w
+    independent = last_inputs_bvx.shape[2] == w
+    (initial_window,) = context.exchange_boundary_state(
+        (window.to(x.dtype),), cu_seqlens, (last_inputs_bvx,), append_inputs, independent=independent
     )
-    return found
+    return initial_window
 
 
 def _definition(
@@ -95,19 +95,19 @@ def _definition(
 
 
 def _convolve(s_bxv: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution of all steps after the first w. The first of those is history that no step reaches."""
-    wide, w = state_dtype(s_bxv.dtype), weight.shape[1]
-    steps, weight_wv = s_bxv.shape[1] - w, weight.to(wide).t().contiguous()
-    pre_btv = s_bxv[:, 1 : steps + 1].to(wide) * weight_wv[0]
+    """Convolve all steps after the first w. The first of those w is history that no step reaches."""
+    acc_dtype, w = state_dtype(s_bxv.dtype), weight.shape[1]
+    steps, weight_wv = s_bxv.shape[1] - w, weight.to(acc_dtype).t().contiguous()
+    pre_btv = s_bxv[:, 1 : steps + 1].to(acc_dtype) * weight_wv[0]
     for k in range(1, w):
-        pre_btv = torch.addcmul(pre_btv, s_bxv[:, k + 1 : steps + k + 1].to(wide), weight_wv[k])
-    return F.silu(pre_btv if bias is None else pre_btv + bias.to(wide)).to(s_bxv.dtype)
+        pre_btv = torch.addcmul(pre_btv, s_bxv[:, k + 1 : steps + k + 1].to(acc_dtype), weight_wv[k])
+    return F.silu(pre_btv if bias is None else pre_btv + bias.to(acc_dtype)).to(s_bxv.dtype)
 
 
 def _packed(
     x_1tv: Tensor, window_zwv: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Lay every sequence after its own window, one after another, and convolve the whole."""
+    """Put every sequence after its own window, one after another, and convolve all of them at once."""
     t, (sequences, w, _) = x_1tv.shape[1], window_zwv.shape
     device = x_1tv.device
     cu_seqlens = cu_seqlens.long()

@@ -1,10 +1,10 @@
-"""Step sizes, and Mamba-3's decays, trapezoidal weights and turns, from the raw numbers of a projection.
+"""Step sizes, and Mamba-3's decays, trapezoidal weights and angular rates, from the raw channels of a projection.
 
     dt = clamp(softplus(dt + dt_bias))     log_decay = -dt max(act(A), A_floor)
-    gamma = sigmoid(trap) dt               kappa = (1 - sigmoid(trap)) dt
+    gamma = sigmoid(trapezoid_logit) dt    kappa = (1 - sigmoid(trapezoid_logit)) dt
 
-A rate of turning is bounded: `range · π · tanh(turn)` for each pair of channels that turns in a plane, and the vector
-`range · π · tanh|turn| turn / |turn|` for each block of four that turns about an axis.
+Angular rates are bounded: `max_rotation · π · tanh(rotation)` for each pair of channels that rotates in its plane, and
+the vector `max_rotation · π · tanh|rotation| rotation / |rotation|` for each block of four that rotates about an axis.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def step_sizes(
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf),
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b t h"]:
-    """The first formula above alone, which is Mamba-2's; arguments as for `discretize`."""
+    """Return the step sizes alone, as Mamba-2 needs them. Arguments are those of `discretize`."""
     check_dtypes("step_sizes", "dt", dt, activations={}, states={})
     check_parameter("step_sizes", "dt_bias", dt_bias, dt)
     sizes: Tensor = _step_sizes(dt, dt_bias, float(dt_limit[0]), float(dt_limit[1]), lengths)
@@ -60,23 +60,23 @@ def discretize(
     Float[Tensor, "b t h"],
     Float[Tensor, "b t c"],
 ]:
-    """The formulas above; all results are in the dtype of states.
+    """Compute the formulas above; all results are in the dtype of states.
 
     Args:
-        dt: raw step sizes.
-        a: raw decay rates.
-        trap: raw shares of the trapezoidal rule.
-        turn: raw rates of turning.
-        dt_bias: added to the step sizes.
-        heavy_tail: the activation of the decay rates: `heavy_tail`, else softplus.
-        a_floor: the least decay rate.
-        dt_limit: step sizes are clamped to it.
-        max_rotation: the largest rate, in half circles per unit of dt.
-        quaternion: three channels of `turn` at a time are a vector.
-        lengths: how many leading steps of each row are real; after them the step size is zero. All if not given.
+        dt: Raw step sizes.
+        a: Raw decay rates.
+        trapezoid_logit: Raw weights of the trapezoidal rule.
+        rotation: Raw angular rates.
+        dt_bias: Bias of the step sizes.
+        heavy_tail: Use `heavy_tail` as the activation of the decay rates; False means softplus.
+        a_floor: Smallest decay rate.
+        dt_limit: Range that step sizes are clamped to.
+        max_rotation: Largest angular rate, in half circles per unit of dt.
+        quaternion: Read every three channels of `rotation` as one vector.
+        lengths: Number of leading steps of each row that are real; the step size is zero after them. Default: all.
 
     Returns:
-        dt, log_decay, gamma, kappa and the rates of turning.
+        dt, log_decay, gamma, kappa and the angular rates.
     """
     activations = {"a": a, "trapezoid_logit": trapezoid_logit, "rotation": rotation}
     check_dtypes("discretize", "dt", dt, activations=activations, states={})
@@ -99,24 +99,24 @@ def discretize(
 
 
 def stationary_weight(dt: Tensor, rates: Tensor) -> Tensor:
-    """Σ_k dt exp(k dt A) = dt / (1 - exp(dt A)): the weight, over all steps so far, of a token that repeats forever.
+    """Return Σ_k dt exp(k dt A) = dt / (1 - exp(dt A)), the weight over all steps of a token that repeats forever.
 
     Args:
-        dt: step sizes, at least 0.
-        rates: A, below 0, of a shape that broadcasts with `dt`.
+        dt: Step sizes, at least 0.
+        rates: Decay rates A, below 0, in a shape that broadcasts with `dt`.
     """
-    product = dt * rates
-    still = product == 0  # a step size that underflowed; the limit there is -1/A
-    return torch.where(still, -1 / rates, -dt / torch.expm1(product.masked_fill(still, -1)))
+    exponent = dt * rates
+    underflowed = exponent == 0  # the limit there is -1/A
+    return torch.where(underflowed, -1 / rates, -dt / torch.expm1(exponent.masked_fill(underflowed, -1)))
 
 
 def heavy_tail(x: Tensor) -> Tensor:
-    """`1 + x` for x ≥ 0, `1 / (1 - x)` below: positive, smooth, decaying like 1/|x| where softplus decays like e^x."""
+    """Return `1 + x` for x ≥ 0, `1 / (1 - x)` below: positive, smooth, and decaying like 1/|x|, not like e^x."""
     return F.relu(x) + 1 / (1 - x.clamp(max=0))
 
 
 def bounded_vector(x: Tensor) -> Tensor:
-    """`tanh|x| x / |x|` over the last axis, smooth at zero and for any length."""
+    """Return `tanh|x| x / |x|` over the last axis, smooth at zero and for any length."""
     tiny = torch.finfo(x.dtype).tiny
     # |x| without overflow or underflow of its squares; the scale cancels, so it needs no gradient.
     scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=math.sqrt(tiny))
@@ -124,9 +124,9 @@ def bounded_vector(x: Tensor) -> Tensor:
     return torch.tanh(length) * (x / length)
 
 
-def _sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: Tensor | None) -> Tensor:
-    wide = state_dtype(dt.dtype)
-    sizes = F.softplus(dt.to(wide) + dt_bias.to(wide))
+def _compute_step_sizes(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float, lengths: Tensor | None) -> Tensor:
+    acc_dtype = state_dtype(dt.dtype)
+    sizes = F.softplus(dt.to(acc_dtype) + dt_bias.to(acc_dtype))
     if (dt_min, dt_max) != (0.0, math.inf):
         sizes = sizes.clamp(dt_min, dt_max)
     if lengths is None:
@@ -148,16 +148,16 @@ def _definition(
     quaternion: bool,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide, size = state_dtype(dt.dtype), _sizes(dt, dt_bias, dt_min, dt_max, lengths)
-    rate = (heavy_tail(a.to(wide)) if is_heavy else F.softplus(a.to(wide))).clamp(min=a_floor)
-    current_weight, raw = torch.sigmoid(trapezoid_logit.to(wide)), rotation.to(wide)
+    acc_dtype, size = state_dtype(dt.dtype), _compute_step_sizes(dt, dt_bias, dt_min, dt_max, lengths)
+    rate = (heavy_tail(a.to(acc_dtype)) if is_heavy else F.softplus(a.to(acc_dtype))).clamp(min=a_floor)
+    current_weight, raw = torch.sigmoid(trapezoid_logit.to(acc_dtype)), rotation.to(acc_dtype)
     bounded = bounded_vector(raw.unflatten(-1, (-1, 3))).flatten(-2) if quaternion else torch.tanh(raw)
     return size, -size * rate, current_weight * size, (1 - current_weight) * size, (max_rotation * math.pi) * bounded
 
 
 def _fake(dt: Tensor, a: Tensor, trapezoid_logit: Tensor, rotation: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    wide = state_dtype(dt.dtype)
-    return tuple(torch.empty(x.shape, dtype=wide, device=dt.device) for x in (dt, dt, dt, dt, rotation))
+    acc_dtype = state_dtype(dt.dtype)
+    return tuple(torch.empty(x.shape, dtype=acc_dtype, device=dt.device) for x in (dt, dt, dt, dt, rotation))
 
 
 _step_sizes = Operator(
@@ -166,8 +166,8 @@ _step_sizes = Operator(
     outputs="dt",
     differentiable=2,
     fake=lambda dt, *_: torch.empty(dt.shape, dtype=state_dtype(dt.dtype), device=dt.device),
-    definition=_sizes,
-    portable={"": recompute_all(_sizes, outputs=1, differentiable=2)},
+    definition=_compute_step_sizes,
+    portable={"": recompute_all(_compute_step_sizes, outputs=1, differentiable=2)},
 )
 _operator = Operator(
     "discretize",
