@@ -72,6 +72,23 @@ def test_a_file_imports_only_from_its_layer_and_those_below(file):
         assert LAYERS.index(imported) >= LAYERS.index(layer), f"{path}, {line}: {imported} is above {layer}"
 
 
+# The kernels of a device, which only `kernels` itself knows.
+DEVICES = [
+    f"anymamba.kernels.{folder.name}" for folder in (SOURCE / "kernels").iterdir() if (folder / "__init__.py").exists()
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(SOURCE).as_posix())
+def test_only_the_kernels_name_a_device(file):
+    assert DEVICES
+    path = file.relative_to(SOURCE)
+    if layer_of(file) == "kernels":
+        return
+    for _, line in imported_layers(file.read_text(encoding="utf-8"), ["anymamba", *path.parts[:-1]]):
+        name = line.partition(": ")[2]
+        assert not any(f"{name}.".startswith(f"{device}.") for device in DEVICES), f"{path}, {line}"
+
+
 @pytest.mark.parametrize(
     ("code", "layer"),
     [

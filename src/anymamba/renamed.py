@@ -31,7 +31,7 @@ _FORMER_NAMES = {
     "anymamba.blocks.narrow": "anymamba.quantization",
     "anymamba.generation.likelihood": "anymamba.generation",
     "anymamba.generation.text": "anymamba.generation",
-    "anymamba.kernels.cpu.library": "anymamba.kernels.cpu.bindings",
+    "anymamba.kernels.cpu.library": "anymamba.kernels",
     "anymamba.models.formats": "anymamba.checkpoints.formats",
     "anymamba.models.narrow": "anymamba.quantization",
     "anymamba.models.opening": "anymamba.checkpoints",

@@ -15,7 +15,7 @@ from torch import nn
 from anymamba import MambaLM, decoder
 from anymamba.core.registry import kernels_off
 from anymamba.kernels.cpu import bindings
-from anymamba.kernels.cpu.step_program import MAX_ROWS
+from anymamba.kernels.cpu.step_compiler import MAX_ROWS
 from tests.models.cases import FAMILIES, small_lm
 from tests.support import assert_near
 
@@ -88,10 +88,28 @@ def test_a_cache_is_a_value_unless_it_is_given_away(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [MAX_ROWS + 1, 0])
-def test_more_rows_than_the_kernels_take_are_the_models(batch):
-    model, ids = small_lm(), torch.randint(61, (batch,))
+def test_no_rows_are_the_models():
+    model, ids = small_lm(), torch.randint(61, (0,))
     assert torch.equal(decoder(model).step(ids)[0], model.step(ids)[0])
+
+
+@compiled
+@torch.no_grad()
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("batch", [MAX_ROWS + 1, 2 * MAX_ROWS + 2])
+def test_more_rows_than_one_call_takes_are_the_same_rows(batch, in_place):
+    model, ids = small_lm(), torch.randint(61, (2, batch))
+    decode = decoder(model)
+    _, cache = decode.step(ids[0])
+    copy = cache.with_tensors(x.clone() for x in cache.leaves())
+    logits, after = decode.step(ids[1], copy, in_place=in_place)
+    assert all(torch.equal(x, y) for x, y in zip(cache.leaves(), copy.leaves(), strict=True)) != in_place
+    assert (after.leaves()[0].data_ptr() == copy.leaves()[0].data_ptr()) == in_place
+    for row in (0, MAX_ROWS - 1, MAX_ROWS, batch - 1):
+        alone, cache_alone = decode.step(ids[1, row : row + 1], cache.rows([row]))
+        assert torch.equal(alone, logits[row : row + 1])
+        for x, y in zip(cache_alone.leaves(), after.leaves(), strict=True):
+            assert torch.equal(x, y[row : row + 1])
 
 
 class Doubled(nn.Linear):

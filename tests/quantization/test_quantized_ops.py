@@ -6,7 +6,7 @@ import torch
 from anymamba.core.weight_formats import FORMAT_SPECS, FormatSpec, storage_layout
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu import linear_kernels as kernels_narrow
-from anymamba.kernels.cpu.step_program import MAX_ROWS
+from anymamba.kernels.cpu.step_compiler import MAX_ROWS
 from anymamba.quantization import (
     QuantizedEmbedding,
     QuantizedLinear,

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.recorded import compiled_step
 from anymamba.core import anomaly
 from anymamba.core.checks import (
     check_cu_seqlens,
@@ -25,7 +24,8 @@ from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import is_autocast, state_dtype
 from anymamba.core.layout import Padding, cu_seqlens_from_seq_idx
 from anymamba.core.operators import is_tracing
-from anymamba.kernels.cpu.step_program import Program
+from anymamba.kernels.compiled_step import StepSource, usable_step
+from anymamba.kernels.step import OUTPUT, StepBuilder
 from anymamba.scan import SsdPath
 
 Prefill = Callable[[Tensor, Any], tuple[Tensor, Any]]  # part of a sequence and the cache before it -> y, new cache
@@ -215,13 +215,16 @@ class Block(nn.Module):
         Returns:
             y, and the new cache.
         """
-        if (done := compiled_step(self, x, cache)) is not None:
-            return done
+        # A compiled step checks what it is given, so it comes before the checks.
+        step = usable_step(self, (x, *cache)) if isinstance(cache, self.CACHE) else None
+        if step is not None and (result := step.run(x, cache)) is not None:
+            return result[0], self.CACHE(*result[1])
         where = f"{type(self).__name__}.step"
         self._check_input(where, x, "b d")
         cache = self._check_cache(where, cache, x.shape[0], x)
-        if (done := compiled_step(self, x, cache, record=True)) is not None:
-            return done
+        step = usable_step(self, (x, *cache), self._step_source)
+        if step is not None and (result := step.run(x, cache)) is not None:
+            return result[0], self.CACHE(*result[1])
         y, new = self._run(where, x.unsqueeze(1), cache, None, None, None)
         return y.squeeze(1), new
 
@@ -270,25 +273,41 @@ class Block(nn.Module):
         """Return the parts of each fused projection, from its first row to its last, by the projection's name."""
         return {}
 
-    def record(self, program: Program, x: int, *, to: int, add: bool = False) -> None:
-        """Describe `step` to the compiled kernels.
+    def describe_step(self, builder: StepBuilder, x: int, *, to: int, add: bool = False) -> None:
+        """Describe `step` to a builder.
 
         Args:
-            program: takes the description, or refuses what the kernels cannot do.
-            x: slot of the input, (b, d).
-            to: slot of the output, (b, d).
-            add: add to what is in that slot.
+            builder: Takes the description.
+            x: Slot of the input, (b, d).
+            to: Slot of the output, (b, d).
+            add: Add to what is in that slot.
+
+        Raises:
+            NotCoveredError: The family has no compiled step, or the block was modified.
         """
         if type(self).describe_core is Block.describe_core:
-            program.refuse(f"{type(self).__name__} has no compiled step")
+            builder.reject(f"{type(self).__name__} has no compiled step")
         width = sum(part.rows for part in self.projection_parts()["in_proj"])
-        projected = program.linear(x, self, "in_proj", self.d_model, width)
-        inner = self.describe_core(program, projected)
-        program.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
+        projected = builder.linear(x, self, "in_proj", self.d_model, width)
+        inner = self.describe_core(builder, projected)
+        builder.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
 
-    def describe_core(self, program: Program, projected: int) -> int:
-        """Describe what lies between the projections, from one slot to another."""
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
+        """Describe the computation between the projections; return the slot of its result.
+
+        Args:
+            builder: Takes the description.
+            projected: Slot of the projected input.
+        """
         raise NotImplementedError
+
+    def _step_source(self) -> StepSource:
+        weight = self.reference_tensor()
+
+        def describe(builder: StepBuilder) -> None:
+            self.describe_step(builder, 0, to=OUTPUT)
+
+        return StepSource(describe, self.d_model, weight.dtype, weight.dtype, weight.device)
 
     def reference_tensor(self) -> Tensor:
         """Return a parameter that has the dtype and device of the activations."""

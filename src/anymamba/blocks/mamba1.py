@@ -39,7 +39,7 @@ from anymamba.scan import SsdPath, selective_scan
 from anymamba.scan.chunking import carry_state
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.step_program import Program
+    from anymamba.kernels.step import StepBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,32 +272,32 @@ class Mamba1(Block):
         y_bi = x_bi.to(acc_dtype) * (read_bi + self.D.to(acc_dtype))
         return apply_linear(self.out_proj, (y_bi * F.silu(z_bi.to(acc_dtype))).to(x_bi.dtype))
 
-    def describe_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
         """Convolution, inner projections, states and gate."""
-        program.check_plain(self, Mamba1)
+        builder.check_unmodified(self, Mamba1)
         c: Mamba1Config = self.config
-        x = program.conv(projected, program.child(self, "conv1d", CausalConv), c.d_inner, c.d_conv)
-        selected = program.linear(x, self, "x_proj", c.d_inner, c.dt_width + 2 * c.d_state)
+        x = builder.conv(projected, builder.submodule(self, "conv1d", CausalConv), c.d_inner, c.d_conv)
+        selected = builder.linear(x, self, "x_proj", c.d_inner, c.dt_width + 2 * c.d_state)
         if c.inner_norms != "none":
             part = selected
             for name, width in self._inner_widths().items():
-                norm = program.child(self, name, RMSNorm) if c.inner_norms == "weighted" else None
-                program.norm(part, norm, width, to=part, eps=c.inner_norm_eps if norm is None else None)
+                norm = builder.submodule(self, name, RMSNorm) if c.inner_norms == "weighted" else None
+                builder.norm(part, norm, width, to=part, eps=c.inner_norm_eps if norm is None else None)
                 part += width
-        y = program.slot(c.d_inner)
-        program.phase(
+        y = builder.slot(c.d_inner)
+        builder.phase(
             "mamba1",
             channels=c.d_inner,
             state=c.d_state,
             x=x,
-            dt=program.linear(selected, self, "dt_proj", c.dt_width, c.d_inner, kind=DtProjection),
+            dt=builder.linear(selected, self, "dt_proj", c.dt_width, c.d_inner, kind=DtProjection),
             z=projected + c.d_inner,
             b=selected + c.dt_width,
             c=selected + c.dt_width + c.d_state,
             to=y,
-            cache_state=program.cached(c.d_inner, c.d_state, dtype=program.wide),
-            a_log=program.parameter(self, "A_log", c.d_inner, c.d_state),
-            skip=program.parameter(self, "D", c.d_inner),
+            cache_state=builder.cache_tensor(c.d_inner, c.d_state, dtype=builder.acc_dtype),
+            a_log=builder.parameter(self, "A_log", c.d_inner, c.d_state),
+            skip=builder.parameter(self, "D", c.d_inner),
         )
         return y
 

@@ -35,7 +35,7 @@ from anymamba.scan import SsdPath, ssd
 from anymamba.scan.chunking import carry_state, compute_final_state
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.step_program import Program
+    from anymamba.kernels.step import StepBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,18 +299,18 @@ class Mamba2(Block):
             y_bti = torch.cat([F.silu(z0) * x0, y_bti], dim=-1)
         return apply_linear(self.out_proj, y_bti)
 
-    def describe_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
         """Convolution, states, norm and gate."""
-        program.check_plain(self, Mamba2)
+        builder.check_unmodified(self, Mamba2)
         c: Mamba2Config = self.config
         z0 = projected
         x0 = z0 + self.mlp_width
         z = x0 + self.mlp_width
         xbc = z + c.ssm_width
-        act = program.conv(xbc, program.child(self, "conv1d", CausalConv), c.conv_dim, c.d_conv)
-        y = program.slot(c.d_inner)
+        act = builder.conv(xbc, builder.submodule(self, "conv1d", CausalConv), c.conv_dim, c.d_conv)
+        y = builder.slot(c.d_inner)
         ssm_y = y + self.mlp_width
-        program.phase(
+        builder.phase(
             "mamba2",
             heads=c.nheads,
             head_width=c.headdim,
@@ -322,17 +322,17 @@ class Mamba2(Block):
             dt=xbc + c.conv_dim,
             act=act,
             to=ssm_y,
-            cache_state=program.cached(c.nheads, c.headdim, c.d_state, dtype=program.wide),
-            dt_bias=program.parameter(self, "dt_bias", c.nheads),
-            a_log=program.parameter(self, "A_log", c.nheads),
-            skip=program.parameter(self, "D", c.ssm_width if c.D_has_hdim else c.nheads),
+            cache_state=builder.cache_tensor(c.nheads, c.headdim, c.d_state, dtype=builder.acc_dtype),
+            dt_bias=builder.parameter(self, "dt_bias", c.nheads),
+            a_log=builder.parameter(self, "A_log", c.nheads),
+            skip=builder.parameter(self, "D", c.ssm_width if c.D_has_hdim else c.nheads),
         )
         if self.mlp_width:
-            program.gate(x0, z0, self.mlp_width, to=y)
+            builder.gate(x0, z0, self.mlp_width, to=y)
         if c.rmsnorm:
-            program.norm(ssm_y, program.child(self, "norm", GatedRMSNorm), c.ssm_width, z=z, to=ssm_y)
+            builder.norm(ssm_y, builder.submodule(self, "norm", GatedRMSNorm), c.ssm_width, z=z, to=ssm_y)
         else:
-            program.gate(ssm_y, z, c.ssm_width, to=ssm_y)
+            builder.gate(ssm_y, z, c.ssm_width, to=ssm_y)
         return y
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ from anymamba.ops.rotation import identity_rotation, stationary_key
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.step_program import Program
+    from anymamba.kernels.step import StepBuilder
 
 
 class Mamba3(Block):
@@ -263,19 +263,19 @@ class Mamba3(Block):
             self.out_proj, (normed_btrhp * self.mimo_o.transpose(0, 1).to(z_bthp.dtype)).sum(2).flatten(2)
         )
 
-    def describe_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
         """Numbers and keys that heads share, then states, readout and gate."""
-        program.check_plain(self, Mamba3)
+        builder.check_unmodified(self, Mamba3)
         c: Mamba3Config = self.config
         if c.rotation == "fixed":
-            program.refuse("a fixed rotation has no compiled step")
+            builder.reject("a fixed rotation has no compiled step")
         names = ("z", "x", "b", "c", "dt", "a", "trap", "turn")
         starts = dict(zip(names, accumulate(list(self._widths().values())[:-1], initial=projected), strict=True))
-        key_norm, query_norm = (program.child(self, name, RMSNorm) for name in ("B_norm", "C_norm"))
-        out_norm = program.child(self, "norm", GatedRMSNorm) if c.is_outproj_norm else None
+        key_norm, query_norm = (builder.submodule(self, name, RMSNorm) for name in ("B_norm", "C_norm"))
+        out_norm = builder.submodule(self, "norm", GatedRMSNorm) if c.is_outproj_norm else None
         by_head = {"key_bias": "B_bias", "query_bias": "C_bias"}
         mimo = ("mimo_x", "mimo_z", "mimo_o") if c.is_mimo else ()
-        y, cache = program.slot(c.d_inner), self.cache_shapes()
+        y, cache = builder.slot(c.d_inner), self.cache_shapes()
         fields = {
             "heads": c.nheads,
             "head_width": c.headdim,
@@ -283,32 +283,32 @@ class Mamba3(Block):
             "state": c.d_state,
             "rank": c.rank,
             "turns": c.num_rotations,
-            "rotation": program.rotation(c.rotation_kind),
+            "rotation": c.rotation_kind,
             "heavy_tail": c.a_activation == "heavy_tail",
             "rate_range": c.rotation_range,
             "dt_min": c.dt_limit[0],
             "dt_max": c.dt_limit[1],
             "a_floor": c.A_floor,
-            "key_eps": program.number(key_norm, "eps"),
-            "query_eps": program.number(query_norm, "eps"),
-            "out_eps": 0.0 if out_norm is None else program.number(out_norm, "eps"),
+            "key_eps": builder.attribute(key_norm, "eps"),
+            "query_eps": builder.attribute(query_norm, "eps"),
+            "out_eps": 0.0 if out_norm is None else builder.attribute(out_norm, "eps"),
             **starts,
-            "numbers": program.slot(4 * c.nheads + c.rotation_channels),
-            "keys": program.slot(2 * c.rank * c.ngroups * c.d_state),
+            "numbers": builder.slot(4 * c.nheads + c.rotation_channels),
+            "keys": builder.slot(2 * c.rank * c.ngroups * c.d_state),
             "to": y,
-            "cache_state": program.cached(*cache["ssm"], dtype=program.wide),
-            "cache_k": program.cached(*cache["k"]),
-            "cache_v": program.cached(*cache["v"]),
-            "cache_rotation": program.cached(*cache["rotation"], dtype=program.wide),
-            "key_norm": program.parameter(key_norm, "weight", c.d_state),
-            "query_norm": program.parameter(query_norm, "weight", c.d_state),
-            **{field: program.parameter(self, name, c.nheads, c.rank, c.d_state) for field, name in by_head.items()},
-            "dt_bias": program.parameter(self, "dt_bias", c.nheads),
-            "skip": program.parameter(self, "D", c.nheads),
-            **{name: program.parameter(self, name, c.nheads, c.rank, c.headdim) for name in mimo},
+            "cache_state": builder.cache_tensor(*cache["ssm"], dtype=builder.acc_dtype),
+            "cache_k": builder.cache_tensor(*cache["k"]),
+            "cache_v": builder.cache_tensor(*cache["v"]),
+            "cache_rotation": builder.cache_tensor(*cache["rotation"], dtype=builder.acc_dtype),
+            "key_norm": builder.parameter(key_norm, "weight", c.d_state),
+            "query_norm": builder.parameter(query_norm, "weight", c.d_state),
+            **{field: builder.parameter(self, name, c.nheads, c.rank, c.d_state) for field, name in by_head.items()},
+            "dt_bias": builder.parameter(self, "dt_bias", c.nheads),
+            "skip": builder.parameter(self, "D", c.nheads),
+            **{name: builder.parameter(self, name, c.nheads, c.rank, c.headdim) for name in mimo},
         }
         if out_norm is not None:
-            fields["out_norm"] = program.parameter(out_norm, "weight", c.d_inner)
-        program.phase("mamba3_tokens", **fields)
-        program.phase("mamba3_heads", **fields)
+            fields["out_norm"] = builder.parameter(out_norm, "weight", c.d_inner)
+        builder.phase("mamba3_tokens", **fields)
+        builder.phase("mamba3_heads", **fields)
         return y

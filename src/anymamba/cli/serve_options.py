@@ -66,9 +66,7 @@ def add_serve(
         "--state-disk", type=whole, default=8192, metavar="MIB", help="disk space for states (default: %(default)s)"
     )
     work = parser.add_argument_group("scheduling")
-    work.add_argument(
-        "--rows", type=whole, default=64, metavar="N", help="most rows decoded together, up to 64 (default: 64)"
-    )
+    work.add_argument("--rows", type=whole, default=64, metavar="N", help="most rows decoded together (default: 64)")
     work.add_argument(
         "--together",
         action="store_true",

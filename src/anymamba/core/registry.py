@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+_OFF = "switched off by ANYMAMBA_KERNELS=off"
+
 
 def _covers_all(*_: Any) -> str:
     return ""
@@ -101,10 +103,8 @@ def check_request() -> None:
 
 
 def reason_off() -> str:
-    """Return why no kernel may run in this process now; empty if they may."""
-    if _Switches.requested == "off":
-        return "switched off by ANYMAMBA_KERNELS=off"
-    return "the kernels are switched off" if _Switches.kernels_off else ""
+    """Return why no kernel may be loaded in this process; empty if they may."""
+    return _OFF if _Switches.requested == "off" else ""
 
 
 def find_kernel(operator: str, *inputs: Any) -> Implementation | None:
@@ -118,9 +118,18 @@ def missing_kernel(operator: str, *inputs: Any) -> str:
 
 
 def _find(operator: str, inputs: tuple[Any, ...]) -> tuple[Implementation | None, str]:
-    """Return the first implementation that covers a call, or None and the reasons."""
-    if reason := reason_off():
-        return None, reason
+    if _Switches.kernels_off:
+        return None, "the kernels are switched off"
+    return select_kernel(operator, *inputs)
+
+
+def select_kernel(operator: str, *inputs: Any) -> tuple[Implementation | None, str]:
+    """Return the first implementation that covers a call, or None and the reasons, even inside `kernels_off()`.
+
+    For what is kept and used later, when the switch may have changed.
+    """
+    if _Switches.requested == "off":
+        return None, _OFF
     if not _Switches.is_checked:
         check_request()
     device = inputs[0].device.type

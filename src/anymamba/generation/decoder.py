@@ -6,39 +6,36 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anymamba.core import anomaly
-from anymamba.core.dtypes import is_autocast, state_dtype
-from anymamba.core.operators import is_tracing
-from anymamba.core.registry import are_kernels_off
-from anymamba.kernels.cpu.compiled_step import Recording
+from anymamba.core.dtypes import state_dtype
+from anymamba.kernels.compiled_step import StepSource, compiled_step, forget_steps, usable_step
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 
 
 class Decoder:
-    """`MambaLM.step` without gradients, recorded from a model.
+    """`MambaLM.step` without gradients, compiled for a model.
 
-    It reads the weights in place, so new values take effect at once, and it records the model again after any other
-    change: of parameters, modules, adapters, hooks or the dtype.
+    It reads the weights in place, so new values take effect at once, and it is compiled again after any other change:
+    of parameters, modules, adapters, hooks or the dtype.
 
     Attributes:
-        model: the language model.
+        model: The language model.
     """
 
     def __init__(self, model: MambaLM) -> None:
-        """Record the model."""
+        """Compile the step."""
         self.model = model
         self.refresh()
 
     def refresh(self) -> None:
-        """Record the model again, after a change that a program cannot see: in a config, or a constant of a module."""
-        model, dtype = self.model, self.model.dtype
-        self._recording = Recording(model.record, dtype, model.config.d_model, state_dtype(dtype))
+        """Compile the step again, after a change that is not detected: in a config, or a constant of a module."""
+        forget_steps(self.model)
+        compiled_step(self.model, self._source)
 
     @property
     def reason(self) -> str:
         """Why the model's modules are called instead of the kernels; empty where the kernels run."""
-        return self._recording.reason
+        return compiled_step(self.model, self._source).reason
 
     @torch.no_grad()
     def step(
@@ -47,30 +44,29 @@ class Decoder:
         """Run over one token per row.
 
         Args:
-            input_ids: token ids.
-            cache: what the rows continue from; a fresh start if not given.
-            in_place: overwrite the old cache with the new one; only for a cache that nothing else uses.
+            input_ids: Token ids.
+            cache: What the rows continue from; an empty cache by default.
+            in_place: Overwrite the old cache with the new one; only for a cache that nothing else uses.
 
         Returns:
             The logits of the next token, and the new cache.
         """
-        if cache is None or not self._recording.is_current():
-            self.refresh()
-        if not self.reason and self._covers(input_ids, cache):
+        if isinstance(input_ids, Tensor) and input_ids.ndim == 1 and isinstance(cache, LMCache | None):
+            if cache is None:
+                self.refresh()
             before = self.model.init_cache(input_ids.shape[0]) if cache is None else cache
-            residual = self.model.backbone.embed(input_ids)
-            done = self._recording.run(residual, before.leaves(), in_place)
-            if done is not None:
-                return done[0], before.with_tensors(done[1])
+            leaves = before.leaves()
+            if (step := usable_step(self.model, (input_ids, *leaves), self._source)) is not None:
+                result = step.run(self.model.backbone.embed(input_ids), leaves, in_place)
+                if result is not None:
+                    return result[0], before.with_tensors(result[1])
         return self.model.step(input_ids, cache)
 
-    def _covers(self, input_ids: object, cache: object) -> bool:
-        """Whether these can be tokens and a cache, and nothing traces, casts or checks the call."""
-        if not isinstance(input_ids, Tensor) or input_ids.ndim != 1 or not isinstance(cache, LMCache | None):
-            return False
-        return not (is_tracing() or are_kernels_off() or is_autocast(input_ids.device) or anomaly.is_check_finite_on())
+    def _source(self) -> StepSource:
+        model, dtype = self.model, self.model.dtype
+        return StepSource(model.describe_step, model.config.d_model, dtype, state_dtype(dtype), model.device)
 
 
 def decoder(model: MambaLM) -> Decoder:
-    """A decoder of `model`, for your own loop: `logits, cache = decoder.step(ids, cache)`."""
+    """Return a decoder of `model`, for your own loop: `logits, cache = decoder.step(ids, cache)`."""
     return Decoder(model)

@@ -23,7 +23,7 @@ from anymamba.quantization.modules import QuantizedEmbedding
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.step_program import Program
+    from anymamba.kernels.step import StepBuilder
 
 
 class Backbone(Stack):
@@ -81,24 +81,24 @@ class Backbone(Stack):
         """
         return self._to_residual(embed_ids("MambaLM", self.embedding, input_ids))
 
-    def record(self, program: Program) -> None:
-        """Describe all passes of a token to the compiled kernels, which may refuse; slot 0 is the residual stream."""
+    def describe_step(self, builder: StepBuilder) -> None:
+        """Describe one token through all layers, from slot 0 to slot 0: the residual stream."""
         c, last = self.config, self.n_passes - 1
-        if not c.residual_in_fp32 and program.dtype != program.wide:
-            program.refuse("the residual stream is narrower than float32")
+        if not c.residual_in_fp32 and builder.dtype != builder.acc_dtype:
+            builder.reject("the residual stream is narrower than float32")
         if c.streams:
-            program.refuse("gated residual streams have no compiled step")
+            builder.reject("gated residual streams have no compiled step")
         if self.training and c.dropout:
-            program.refuse("dropout has no compiled step: model.eval() switches it off")
-        layers = program.child(self, "layers", nn.ModuleList)
+            builder.reject("dropout has no compiled step: model.eval() switches it off")
+        layers = builder.submodule(self, "layers", nn.ModuleList)
         names = list(layers._modules)
         for v, index in enumerate(self._layer_of_pass):
             ignored = (v == 0 and c.ignore_first_residual) or (v == last and c.ignore_last_residual)
-            program.child(layers, names[index], ResidualLayer).record(program, 0, added=not ignored)
+            builder.submodule(layers, names[index], ResidualLayer).describe_step(builder, 0, added=not ignored)
 
-    def record_norm(self, program: Program) -> int:
-        """Describe the last norm of a token; returns the slot of its result."""
-        return program.norm(0, program.child(self, "norm_f", RMSNorm), program.input_width)
+    def describe_norm(self, builder: StepBuilder) -> int:
+        """Describe the last norm; return the slot of its result."""
+        return builder.norm(0, builder.submodule(self, "norm_f", RMSNorm), builder.input_width)
 
 
 def embed_ids(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids: Any) -> Tensor:

@@ -21,6 +21,7 @@ from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding
 from anymamba.core.linear import apply_linear
 from anymamba.core.weight_formats import QuantizedWeight
+from anymamba.kernels.step import OUTPUT, StepBuilder
 from anymamba.models import fingerprint
 from anymamba.models.backbone import Backbone
 from anymamba.models.cache import LMCache
@@ -33,7 +34,6 @@ from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
     from anymamba.generation import Generation
-    from anymamba.kernels.cpu.step_program import Program
 
 
 class MambaLM(nn.Module):
@@ -222,13 +222,13 @@ class MambaLM(nn.Module):
 
         return prefill_with_states_at("MambaLM.states_at", prefill, input_ids, positions, cache)
 
-    def record(self, program: Program) -> None:
-        """Describe `step` after the embedding to the compiled kernels, which may refuse."""
-        program.check_plain(self, MambaLM)
-        backbone = program.child(self, "backbone", Backbone)
-        backbone.record(program)
-        width, hidden = program.input_width, backbone.record_norm(program)
-        program.linear(hidden, self, "lm_head", width, self._head_width, to=-1)
+    def describe_step(self, builder: StepBuilder) -> None:
+        """Describe `step` after the embedding: from the residual stream in slot 0 to the logits."""
+        builder.check_unmodified(self, MambaLM)
+        backbone = builder.submodule(self, "backbone", Backbone)
+        backbone.describe_step(builder)
+        width, hidden = builder.input_width, backbone.describe_norm(builder)
+        builder.linear(hidden, self, "lm_head", width, self._head_width, to=OUTPUT)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """Return the empty cache."""

@@ -108,7 +108,7 @@ def _model(name: str, model: nn.Module) -> ModelReport:
     reason = REFUSED.get(model, "it was not accelerated")
     if isinstance(model, AcceleratedStack):
         reason = "" if "forward" not in model.__dict__ else "this module was given its own forward"
-        reason = reason or model_step.recorded(model).reason
+        reason = reason or model_step.compiled_stack(model).reason
     how = "mixer by mixer" if reason else "one call for all layers"
     return ModelReport(name=name, model=type(model).__name__, token=how, reason=reason)
 
@@ -125,15 +125,15 @@ def _layer(name: str, mixer: nn.Module) -> LayerReport:
         return LayerReport(
             name=name, mixer=kind, accelerated=False, sequence="transformers", token="transformers", reason=reason
         )
-    recorded = mixer_step.recorded(mixer)
-    whole = "one call" if recorded.is_whole else "one call, projections apart"
+    compiled = mixer_step.compiled_mixer(mixer)
+    whole = "one call" if compiled.is_whole else "one call, projections apart"
     operators = "portable" if missing_kernel("causal_conv", mixer.conv1d.weight) else "compiled"
     return LayerReport(
         name=name,
         mixer=kind,
         accelerated=True,
         sequence=f"anymamba, {operators}",
-        token="operators" if recorded.program is None else whole,
-        reason=recorded.reason,
+        token="operators" if compiled.step.executable is None else whole,
+        reason=compiled.reason,
         last_fallback=FALLBACKS.get(mixer, ""),
     )

@@ -7,22 +7,17 @@ few rows go through them without gradients, and are torch's own everywhere else.
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor, nn
 
 from anymamba.core.linear import linear
-from anymamba.integrations.transformers import mixer_step
-from anymamba.kernels.cpu.compiled_step import Recording
-from anymamba.kernels.cpu.step_program import MAX_ROWS, OUTPUT, Program
+from anymamba.kernels.compiled_step import StepSource, usable_step
+from anymamba.kernels.step import OUTPUT, StepBuilder
 
 # A matrix of fewer numbers stays in a cache of the processor, where torch's product is as fast.
 SMALLEST = 1 << 18
 # Up to how many rows the kernels are the faster ones; torch multiplies half-wide numbers without widening them.
-MOST_ROWS = {torch.float32: MAX_ROWS, torch.bfloat16: 4, torch.float16: 4}
-
-_RECORDED: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
 
 
 class Linear(nn.Linear):
@@ -30,22 +25,21 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`weight input + bias`."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return linear(input, self.weight, self.bias)
-        most = MOST_ROWS.get(self.weight.dtype, 0) * self.in_features
-        y = self._few_rows(input) if 0 < input.numel() <= most and mixer_step.may_run((input,)) else None
-        return linear(input, self.weight, self.bias) if y is None else y
+        max_numel = MOST_ROWS.get(self.weight.dtype, 0) * self.in_features
+        if not torch.compiler.is_compiling() and 0 < input.numel() <= max_numel:
+            step = usable_step(self, (input,), self._step_source)
+            result = None if step is None else step.run(input.reshape(-1, input.shape[-1]), ())
+            if result is not None:
+                return result[0].view(*input.shape[:-1], self.out_features)
+        return linear(input, self.weight, self.bias)
 
-    def _few_rows(self, x: Tensor) -> Tensor | None:
-        found = _RECORDED.get(self)
-        if found is None or not found.is_current():
-            found = _RECORDED[self] = Recording(self._record, self.weight.dtype, self.in_features, self.weight.dtype)
-        done = found.run(x.reshape(-1, x.shape[-1]), ())
-        return None if done is None else done[0].view(*x.shape[:-1], self.out_features)
+    def _step_source(self) -> StepSource:
+        dtype = self.weight.dtype
+        return StepSource(self._describe_step, self.in_features, dtype, dtype, self.weight.device)
 
-    def _record(self, program: Program) -> None:
-        fields = program.plain_weight(self, self.out_features, self.in_features)
-        program.project(0, self.in_features, self.out_features, fields, to=OUTPUT)
+    def _describe_step(self, builder: StepBuilder) -> None:
+        fields = builder.dense_weight(self, self.out_features, self.in_features)
+        builder.matmul(0, self.in_features, self.out_features, fields, to=OUTPUT)
 
 
 def exchange(model: nn.Module, left_alone: set[nn.Module]) -> None:

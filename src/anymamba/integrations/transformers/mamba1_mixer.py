@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from anymamba.core.dtypes import state_dtype
 from anymamba.core.hooks import has_no_hooks
 from anymamba.core.linear import apply_linear, linear
-from anymamba.integrations.transformers.mixer import AcceleratedMixer, eps_of, inner_norm, record_norm
+from anymamba.integrations.transformers.mixer import AcceleratedMixer, describe_norm, eps_of, inner_norm
 from anymamba.integrations.transformers.mixer_step import Carried
 from anymamba.integrations.transformers.packing import Layout
-from anymamba.kernels.cpu.step_program import Program
+from anymamba.kernels.step import StepBuilder
 from anymamba.ops.conv import causal_conv
 from anymamba.scan import selective_scan
 
@@ -89,33 +89,33 @@ class AcceleratedMamba1(AcceleratedMixer):
         """x and z."""
         return 2 * self.intermediate_size
 
-    def describe_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
         """Convolution, inner projections and norms, states and gate."""
         i, n, rank = self.intermediate_size, self.ssm_state_size, self.time_step_rank
-        x = self.record_conv(program, projected, i)
-        low = program.linear(x, self, "x_proj", i, rank + 2 * n)
+        x = self.describe_conv(builder, projected, i)
+        low = builder.linear(x, self, "x_proj", i, rank + 2 * n)
         b, c = low + rank, low + rank + n
         if self.ARCHITECTURE.inner_norms != "none":
             for name, slot, width in zip(_NORMS, (low, b, c), (rank, n, n), strict=True):
-                self._record_norm(program, name, slot, width)
-        y = program.slot(i)
-        program.phase(
+                self._describe_norm(builder, name, slot, width)
+        y = builder.slot(i)
+        builder.phase(
             "mamba1",
             channels=i,
             state=n,
             x=x,
-            dt=program.linear(low, self, "dt_proj", rank, i),
+            dt=builder.linear(low, self, "dt_proj", rank, i),
             z=projected + i,
             b=b,
             c=c,
             to=y,
-            cache_state=program.cached(i, n, dtype=program.wide),
-            a_log=program.parameter(self, "A_log", i, n),
-            skip=program.parameter(self, "D", i),
+            cache_state=builder.cache_tensor(i, n, dtype=builder.acc_dtype),
+            a_log=builder.parameter(self, "A_log", i, n),
+            skip=builder.parameter(self, "D", i),
         )
         return y
 
-    def _record_norm(self, program: Program, name: str, slot: int, width: int) -> None:
-        norm = record_norm(program, self, name)
+    def _describe_norm(self, builder: StepBuilder, name: str, slot: int, width: int) -> None:
+        norm = describe_norm(builder, self, name)
         weighted = self.ARCHITECTURE.inner_norms == "weighted"
-        program.norm(slot, norm if weighted else None, width, to=slot, eps=eps_of(norm))
+        builder.norm(slot, norm if weighted else None, width, to=slot, eps=eps_of(norm))

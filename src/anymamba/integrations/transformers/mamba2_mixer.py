@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from anymamba.core.hooks import has_no_hooks
 from anymamba.core.linear import apply_linear
 from anymamba.integrations.transformers.architectures import is_of_transformers
-from anymamba.integrations.transformers.mixer import AcceleratedMixer, eps_of, record_norm
+from anymamba.integrations.transformers.mixer import AcceleratedMixer, describe_norm, eps_of
 from anymamba.integrations.transformers.mixer_step import Carried
 from anymamba.integrations.transformers.packing import Layout
-from anymamba.kernels.cpu.step_program import Program
+from anymamba.kernels.step import StepBuilder
 from anymamba.ops.conv import causal_conv
 from anymamba.ops.discretization import step_sizes
 from anymamba.ops.norms_and_gates import rms_norm
@@ -99,14 +99,14 @@ class AcceleratedMamba2(AcceleratedMixer):
         """z, xBC and dt."""
         return self.intermediate_size + self.conv_dim + self.num_heads
 
-    def describe_core(self, program: Program, projected: int) -> int:
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
         """Convolution, states, norm and gate."""
-        program.watch(self, "_anymamba", "time_step_limit", "mamba_rms_norm")
+        builder.watch(self, "_anymamba", "time_step_limit", "mamba_rms_norm")
         i, low_high = self.intermediate_size, self._limits()
         xbc = projected + i
-        act = self.record_conv(program, xbc, self.conv_dim)
-        y = program.slot(i)
-        program.phase(
+        act = self.describe_conv(builder, xbc, self.conv_dim)
+        y = builder.slot(i)
+        builder.phase(
             "mamba2",
             heads=self.num_heads,
             head_width=self.head_dim,
@@ -118,15 +118,17 @@ class AcceleratedMamba2(AcceleratedMixer):
             dt=xbc + self.conv_dim,
             act=act,
             to=y,
-            cache_state=program.cached(self.num_heads, self.head_dim, self.ssm_state_size, dtype=program.wide),
-            dt_bias=program.parameter(self, "dt_bias", self.num_heads),
-            a_log=program.parameter(self, "A_log", self.num_heads),
-            skip=program.parameter(self, "D", self.num_heads),
+            cache_state=builder.cache_tensor(
+                self.num_heads, self.head_dim, self.ssm_state_size, dtype=builder.acc_dtype
+            ),
+            dt_bias=builder.parameter(self, "dt_bias", self.num_heads),
+            a_log=builder.parameter(self, "A_log", self.num_heads),
+            skip=builder.parameter(self, "D", self.num_heads),
         )
         if not self._has_norm():
-            return program.gate(y, projected, i, to=y)
-        norm = record_norm(program, self, "norm")
-        return program.norm(
+            return builder.gate(y, projected, i, to=y)
+        norm = describe_norm(builder, self, "norm")
+        return builder.norm(
             y,
             norm,
             i,

@@ -16,7 +16,7 @@ from anymamba.integrations.transformers import mixer_step
 from anymamba.integrations.transformers.architectures import Architecture, is_of_transformers
 from anymamba.integrations.transformers.mixer_step import Carried
 from anymamba.integrations.transformers.packing import Layout, Packing, current, layout_of, mask_of_new_tokens
-from anymamba.kernels.cpu.step_program import OUTPUT, Program
+from anymamba.kernels.step import OUTPUT, StepBuilder
 from anymamba.ops.norms_and_gates import rms_norm
 
 NormKind = Literal["transformers", "official"]
@@ -87,7 +87,7 @@ class AcceleratedMixer(nn.Module):
         (b, t), before = hidden_states.shape[:2], mixer_step.read(cache_params, self.layer_idx)
         mask = mask_of_new_tokens(attention_mask, t)
         if t == 1 and mask is None and before is not None:
-            token = mixer_step.step(self, hidden_states, before)
+            token = mixer_step.run_step(self, hidden_states, before)
             if token is not None:
                 return token
         layout = layout_of(mask, self._packing(kwargs, mask, t), (b, t))
@@ -141,23 +141,23 @@ class AcceleratedMixer(nn.Module):
         """The shapes of a window and of a state, without the batch."""
         raise NotImplementedError
 
-    def record(self, program: Program, x: int, *, to: int = OUTPUT, add: bool = False) -> None:
-        """Describe one token to the compiled kernels, from slot `x` to slot `to`, or added to it."""
+    def describe_step(self, builder: StepBuilder, x: int, *, to: int = OUTPUT, add: bool = False) -> None:
+        """Describe one token, from slot `x` to slot `to`, or added to it."""
         width = self.projected_width()
-        program.watch(self, "activation")
+        builder.watch(self, "activation")
         if self.activation not in ("silu", "swish"):
-            program.refuse(f"its activation is {self.activation}, not silu")
+            builder.reject(f"its activation is {self.activation}, not silu")
         if self.ARCHITECTURE.scaled:
-            program.watch(self, "ssm_in_multiplier")
-            x = program.scale(x, self.hidden_size, factor=float(self.ssm_in_multiplier))
-        projected = program.linear(x, self, "in_proj", self.hidden_size, width)
+            builder.watch(self, "ssm_in_multiplier")
+            x = builder.scale(x, self.hidden_size, factor=float(self.ssm_in_multiplier))
+        projected = builder.linear(x, self, "in_proj", self.hidden_size, width)
         if self.ARCHITECTURE.scaled:
-            program.scale(projected, width, weight=program.buffer(self, "mup_vector", 1, 1, width), to=projected)
-        y = self.describe_core(program, projected)
-        program.linear(y, self, "out_proj", self.intermediate_size, self.hidden_size, to=to, add=add)
+            builder.scale(projected, width, weight=builder.buffer(self, "mup_vector", 1, 1, width), to=projected)
+        y = self.describe_core(builder, projected)
+        builder.linear(y, self, "out_proj", self.intermediate_size, self.hidden_size, to=to, add=add)
 
-    def describe_core(self, program: Program, projected: int) -> int:
-        """Describe what lies between the projections, from one slot to another."""
+    def describe_core(self, builder: StepBuilder, projected: int) -> int:
+        """Describe the computation between the projections; return the slot of its result."""
         raise NotImplementedError
 
     def projected_width(self) -> int:
@@ -171,9 +171,9 @@ class AcceleratedMixer(nn.Module):
         projected: Tensor = apply_linear(self.in_proj, x * self.ssm_in_multiplier)
         return (projected * self.mup_vector).to(projected.dtype)
 
-    def record_conv(self, program: Program, x: int, channels: int) -> int:
-        """The convolution of one token."""
-        return program.conv(x, program.child(self, "conv1d", nn.Conv1d), channels, self.conv_kernel_size)
+    def describe_conv(self, builder: StepBuilder, x: int, channels: int) -> int:
+        """Describe the convolution; return the slot of its result."""
+        return builder.conv(x, builder.submodule(self, "conv1d", nn.Conv1d), channels, self.conv_kernel_size)
 
 
 def eps_of(norm: nn.Module) -> float:
@@ -182,12 +182,12 @@ def eps_of(norm: nn.Module) -> float:
     return found
 
 
-def record_norm(program: Program, owner: nn.Module, name: str) -> nn.Module:
+def describe_norm(builder: StepBuilder, owner: nn.Module, name: str) -> nn.Module:
     """The submodule `name`, a norm that computes what its class in transformers does; its numbers are watched."""
-    norm: nn.Module = program.child(owner, name, type(getattr(owner, name)))
+    norm: nn.Module = builder.submodule(owner, name, type(getattr(owner, name)))
     if not is_of_transformers(type(norm)):
-        program.refuse(f"{name} is a {type(norm).__name__}, which is not transformers' own")
-    program.watch(norm, "variance_epsilon", "eps", "group_size", "n_groups", "norm_before_gate")
+        builder.reject(f"{name} is a {type(norm).__name__}, which is not transformers' own")
+    builder.watch(norm, "variance_epsilon", "eps", "group_size", "n_groups", "norm_before_gate")
     return norm
 
 

@@ -9,19 +9,16 @@ transformers' own forward runs and calls the mixers one by one.
 from __future__ import annotations
 
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from anymamba.integrations.transformers import mixer_step
 from anymamba.integrations.transformers.architectures import Stack, of_folder, own_class
-from anymamba.integrations.transformers.mixer import AcceleratedMixer, eps_of, record_norm
+from anymamba.integrations.transformers.mixer import AcceleratedMixer, describe_norm, eps_of
 from anymamba.integrations.transformers.packing import mask_of_new_tokens, named
-from anymamba.kernels.cpu.compiled_step import Recording
-from anymamba.kernels.cpu.step_program import MAX_ROWS, Program
-
-_RECORDED: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+from anymamba.kernels.compiled_step import CompiledStep, StepSource, compiled_step, usable_step
+from anymamba.kernels.step import StepBuilder
 
 
 class AcceleratedStack(nn.Module):
@@ -41,11 +38,12 @@ class AcceleratedStack(nn.Module):
             return super().forward(*args, **kwargs)
         given = named(own_class(type(self).__name__).forward, args, kwargs)
         before = self._before(given)
-        program = None if before is None else recorded(self).program
-        if before is None or program is None or self._wants_gradients():
+        source = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        step = None if before is None else usable_step(self, (source, *before), self.step_source)
+        if before is None or step is None:
             return super().forward(*args, **kwargs)
-        x = self.embeddings(given["input_ids"]) if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        y = mixer_step.advance(program, x[:, 0], before)
+        x = self.embeddings(source) if given.get("inputs_embeds") is None else source
+        y = mixer_step.advance(step, x[:, 0], before)
         if y is None:
             return super().forward(**{**given, "input_ids": None, "inputs_embeds": x})
         return self._output(y.unsqueeze(1).to(self._stream_dtype(x)), given)
@@ -56,22 +54,18 @@ class AcceleratedStack(nn.Module):
         source = ids if embedded is None else embedded
         if (ids is None) == (embedded is None) or given.get("cache_params") is None:
             return None
-        if not isinstance(source, Tensor) or source.ndim < 2 or source.shape[1] != 1 or source.shape[0] > MAX_ROWS:
+        if not isinstance(source, Tensor) or source.ndim < 2 or source.shape[1] != 1:
             return None
         if mask is not None and (mask.ndim != 2 or mask_of_new_tokens(mask, 1) is not None):
             return None
         if self._option(given, "output_hidden_states"):
             return None
-        before = self._carried(given["cache_params"])
-        return None if before is None or not mixer_step.may_run((source, *before)) else before
+        return self._carried(given["cache_params"])
 
     def _stream_dtype(self, x: Tensor) -> torch.dtype:
         """Of the residual stream, and so of what the last norm returns."""
         is_wide = any(layer.residual_in_fp32 for layer in self.layers[:1])
         return torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
-
-    def _wants_gradients(self) -> bool:
-        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     def _carried(self, cache: Any) -> list[Tensor] | None:
         """The windows and states of all layers; None if one cannot be read or has not begun."""
@@ -95,38 +89,39 @@ class AcceleratedStack(nn.Module):
         found = given.get(name)
         return getattr(self.config, name) if found is None else found
 
-    def record(self, program: Program) -> None:
-        """Describe one token after the embedding to the compiled kernels; slot 0 is the residual stream."""
-        width, names = program.input_width, tuple(self._modules)
+    def describe_step(self, builder: StepBuilder) -> None:
+        """Describe one token after the embedding; slot 0 is the residual stream."""
+        width, names = builder.input_width, tuple(self._modules)
         if names != ("embeddings", "layers", "norm_f"):
-            program.refuse(f"its parts are {', '.join(names)}")
+            builder.reject(f"its parts are {', '.join(names)}")
         block = of_folder(self.STACK.folder, f"{self.STACK.prefix}Block")
-        layers = program.child(self, "layers", nn.ModuleList)
+        layers = builder.submodule(self, "layers", nn.ModuleList)
         for index, name in enumerate(layers._modules):
-            layer = program.child(layers, name, block)
+            layer = builder.submodule(layers, name, block)
             if tuple(layer._modules) != ("norm", "mixer") or layer.mixer.layer_idx != index:
-                program.refuse(f"the parts of layer {index} are not a norm and its mixer")
-            if not program.number(layer, "residual_in_fp32") and program.dtype != program.wide:
-                program.refuse("the residual stream is narrower than float32")
+                builder.reject(f"the parts of layer {index} are not a norm and its mixer")
+            if not builder.attribute(layer, "residual_in_fp32") and builder.dtype != builder.acc_dtype:
+                builder.reject("the residual stream is narrower than float32")
             if not isinstance(layer.mixer, AcceleratedMixer):
-                program.refuse(f"the mixer of layer {index} is not accelerated")
-            hidden = self._record_norm(program, layer, "norm")
-            program.child(layer, "mixer", type(layer.mixer)).record(program, hidden, to=0, add=True)
-            program.release(hidden)
-        program.write(self._record_norm(program, self, "norm_f"), width)
+                builder.reject(f"the mixer of layer {index} is not accelerated")
+            hidden = self._describe_norm(builder, layer, "norm")
+            builder.submodule(layer, "mixer", type(layer.mixer)).describe_step(builder, hidden, to=0, add=True)
+            builder.release(hidden)
+        builder.write(self._describe_norm(builder, self, "norm_f"), width)
 
-    def _record_norm(self, program: Program, owner: nn.Module, name: str) -> int:
-        norm = record_norm(program, owner, name)
+    def step_source(self) -> StepSource:
+        """Return what the step is compiled from."""
+        weight = getattr(self.norm_f, "weight", None)
+        dtype = weight.dtype if isinstance(weight, Tensor) else self.config.dtype
+        return StepSource(self.describe_step, self.config.hidden_size, dtype, dtype)
+
+    def _describe_norm(self, builder: StepBuilder, owner: nn.Module, name: str) -> int:
+        norm = describe_norm(builder, owner, name)
         if type(norm).__name__ != f"{self.STACK.prefix}RMSNorm":
-            program.refuse(f"{name} is a {type(norm).__name__}")
-        return program.norm(0, norm, program.input_width, eps=eps_of(norm))
+            builder.reject(f"{name} is a {type(norm).__name__}")
+        return builder.norm(0, norm, builder.input_width, eps=eps_of(norm))
 
 
-def recorded(stack: AcceleratedStack) -> Recording:
-    """The program of a model as it is now."""
-    found = _RECORDED.get(stack)
-    if found is None or not found.is_current():
-        weight = getattr(stack.norm_f, "weight", None)
-        dtype = weight.dtype if isinstance(weight, Tensor) else stack.config.dtype
-        found = _RECORDED[stack] = Recording(stack.record, dtype, stack.config.hidden_size, dtype)
-    return found
+def compiled_stack(stack: AcceleratedStack) -> CompiledStep:
+    """Return the step of a model as it is now."""
+    return compiled_step(stack, stack.step_source)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anymamba.integrations.transformers.accelerated_classes import own_class_of
 from anymamba.integrations.transformers.mixer import AcceleratedMixer, Options
-from anymamba.integrations.transformers.model_step import recorded
+from anymamba.integrations.transformers.model_step import compiled_stack
 
 FLOOR = (5, 16)
 TOKENS = 7
@@ -69,7 +69,7 @@ def difference_of_stack(stack: Any, accelerated: type[Any]) -> str:
         branch = copy.deepcopy(cache)
         expected = own.forward(made, x, cache_params=cache, return_dict=True)
         made.__class__ = accelerated
-        if recorded(made).program is None:
+        if compiled_stack(made).executable is None:
             return ""
         found = accelerated.forward(made, x, cache_params=branch, return_dict=True)
     except Exception as error:

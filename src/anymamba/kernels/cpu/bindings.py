@@ -125,7 +125,7 @@ _CPU = torch.device("cpu")
 
 
 def call(
-    function: str,
+    kernel: str,
     dtype: torch.dtype,
     tensors: dict[str, Tensor | None],
     results: dict[str, Tensor],
@@ -137,7 +137,7 @@ def call(
     """Call a kernel.
 
     Args:
-        function: one of `arguments.FUNCTIONS`.
+        kernel: one of `schema.FUNCTIONS`.
         dtype: of the activations.
         tensors: what it reads, by the names of the fields; None is left out.
         results: contiguous tensors that it writes, by the names of the fields.
@@ -150,7 +150,7 @@ def call(
         TypeError: a tensor of another dtype.
         MemoryError: the kernel could not allocate its scratch memory.
     """
-    fields, size_names, structure = _DESCRIPTIONS[function]
+    fields, size_names, structure = _DESCRIPTIONS[kernel]
     args, known = structure(), dict(sizes or {})
     args.dtype, args.threads = DTYPES[dtype], torch.get_num_threads()
     kept = [
@@ -164,19 +164,15 @@ def call(
         setattr(args, size_name, known.get(letter, 0))
     for name, number in numbers.items():
         setattr(args, name, number)
-    run(function, args)
+    if function(kernel)(ctypes.byref(args)):
+        raise MemoryError(f"{kernel}: out of memory")
     del kept  # until here: `args` holds their addresses only
 
 
-def run(function: str, args: ctypes.Structure) -> None:
-    """Call a kernel with its structure.
-
-    Raises:
-        MemoryError: it could not allocate its scratch memory.
-    """
+def function(name: str) -> Any:
+    """Return the C function of a kernel; it takes the address of its structure, and returns 0 unless memory is out."""
     assert LIBRARY.handle is not None
-    if getattr(LIBRARY.handle, f"anymamba_{function}")(ctypes.byref(args)):
-        raise MemoryError(f"{function}: out of memory")
+    return getattr(LIBRARY.handle, f"anymamba_{name}")
 
 
 def fill(args: Any, field: schema.Field, x: Tensor, dtype: torch.dtype, sizes: dict[str, int]) -> Tensor:

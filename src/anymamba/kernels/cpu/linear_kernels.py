@@ -19,7 +19,7 @@ from anymamba.core.linear import linear, multiplies_bfloat16, unflatten_like
 from anymamba.core.registry import Implementation
 from anymamba.core.weight_formats import QuantizedTensor, check_quantized
 from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, call, empty, missing
-from anymamba.kernels.cpu.step_program import MAX_ROWS
+from anymamba.kernels.cpu.step_compiler import MAX_ROWS
 
 
 def _missing_product(x: Tensor, weight: Tensor, *_: Tensor | None) -> str:

@@ -24,7 +24,7 @@ from anymamba.core.linear import apply_linear
 from anymamba.models.stack.stack_config import StackConfig
 
 if TYPE_CHECKING:
-    from anymamba.kernels.cpu.step_program import Program
+    from anymamba.kernels.step import StepBuilder
 
 
 class RMSNorm(layers.RMSNorm):
@@ -66,11 +66,11 @@ class GatedMLP(nn.Module):
         y, gate = apply_linear(self.fc1, x).chunk(2, dim=-1)
         return apply_linear(self.fc2, y * F.silu(gate))
 
-    def record(self, program: Program, x: int, d_model: int, *, to: int) -> None:
-        """Describe `forward` to the compiled kernels: from slot `x`, added to slot `to`."""
+    def describe_step(self, builder: StepBuilder, x: int, d_model: int, *, to: int) -> None:
+        """Describe `forward` of one token, from slot `x`, added to slot `to`."""
         width = self.fc2.in_features
-        both = program.linear(x, self, "fc1", d_model, 2 * width)
-        program.linear(program.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
+        both = builder.linear(x, self, "fc1", d_model, 2 * width)
+        builder.linear(builder.gate(both, both + width, width), self, "fc2", width, d_model, to=to, add=True)
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """Return the parts of the output of `fc1`."""
@@ -130,18 +130,18 @@ class ResidualLayer(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
-    def record(self, program: Program, residual: int, *, added: bool = True) -> None:
-        """Describe one token to the compiled kernels: the result is `added` to slot `residual`, or replaces it."""
-        width, mixer = program.input_width, program.child(self, "mixer", type(self.mixer))
+    def describe_step(self, builder: StepBuilder, residual: int, *, added: bool = True) -> None:
+        """Describe one token: the result is `added` to slot `residual`, or replaces it."""
+        width, mixer = builder.input_width, builder.submodule(self, "mixer", type(self.mixer))
         if not added and self.mlp is not None:
-            program.refuse("a layer with an MLP whose residual is ignored has no compiled step")
-        hidden = program.norm(residual, program.child(self, "norm", RMSNorm), width)
-        mixer.record(program, hidden, to=residual, add=added)
-        program.release(hidden)
+            builder.reject("a layer with an MLP whose residual is ignored has no compiled step")
+        hidden = builder.norm(residual, builder.submodule(self, "norm", RMSNorm), width)
+        mixer.describe_step(builder, hidden, to=residual, add=added)
+        builder.release(hidden)
         if self.mlp is not None:
-            hidden = program.norm(residual, program.child(self, "norm2", RMSNorm), width)
-            program.child(self, "mlp", GatedMLP).record(program, hidden, width, to=residual)
-            program.release(hidden)
+            hidden = builder.norm(residual, builder.submodule(self, "norm2", RMSNorm), width)
+            builder.submodule(self, "mlp", GatedMLP).describe_step(builder, hidden, width, to=residual)
+            builder.release(hidden)
 
 
 def make_norm(config: StackConfig, **factory: Any) -> RMSNorm | LayerNorm:

@@ -13,7 +13,6 @@ from anymamba.core.registry import are_kernels_off
 from anymamba.generation.decoder import Decoder
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.kernels.cpu.step_program import MAX_ROWS
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.serving.scheduler.continuation import (
@@ -26,16 +25,18 @@ from anymamba.serving.scheduler.continuation import (
     choose_tokens,
 )
 
+DEFAULT_ROWS = 64
+
 
 class DecodeSlots:
     """Slots 0 to `used` - 1 of a cache, each with the state of one row, in memory that does not move.
 
-    The compiled kernels compute a row the same way in any batch of up to `MAX_ROWS`. Without them the last bits of a
-    row depend on its batch, so each row is stepped alone, unless `together` prefers speed.
+    The compiled kernels compute a row the same way in any batch. Without them the last bits of a row depend on its
+    batch, so each row is stepped alone, unless `together` prefers speed.
 
     Args:
         model: Language model.
-        capacity: Largest number of rows, at most `MAX_ROWS`.
+        capacity: Largest number of rows.
         together: True to step all rows in one batch, False to step each alone, None for one batch where the compiled
             kernels run.
 
@@ -48,10 +49,10 @@ class DecodeSlots:
         ValueError: The capacity is out of range.
     """
 
-    def __init__(self, model: MambaLM, capacity: int = MAX_ROWS, together: bool | None = None) -> None:
+    def __init__(self, model: MambaLM, capacity: int = DEFAULT_ROWS, together: bool | None = None) -> None:
         """Begin with one empty slot; the cache grows with the number of rows."""
-        if not 1 <= capacity <= MAX_ROWS:
-            raise ValueError(f"rows must be between 1 and {MAX_ROWS}, got {capacity}")
+        if capacity < 1:
+            raise ValueError(f"rows must be at least 1, got {capacity}")
         self.capacity = capacity
         self.used = 0
         self._model = model

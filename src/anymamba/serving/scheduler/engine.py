@@ -19,10 +19,9 @@ import torch
 from anymamba.core.process import trim_freed_memory
 from anymamba.generation.sampling import hash_tokens
 from anymamba.generation.tokenizers import Tokenizer
-from anymamba.kernels.cpu.step_program import MAX_ROWS
 from anymamba.models.lm import MambaLM
 from anymamba.serving.scheduler.continuation import Event, Job, Outbox, ShuttingDown
-from anymamba.serving.scheduler.decode import DecodeLoop, DecodeSlots
+from anymamba.serving.scheduler.decode import DEFAULT_ROWS, DecodeLoop, DecodeSlots
 from anymamba.serving.scheduler.prefill import PrefillQueue
 
 SEGMENT_LEN = 256
@@ -48,7 +47,7 @@ class Engine:
         tokenizer: Tokenizer,
         deliver: Callable[[list[tuple[Job, Event]]], None],
         *,
-        rows: int = MAX_ROWS,
+        rows: int = DEFAULT_ROWS,
         segment_len: int = SEGMENT_LEN,
         stall: float = 0.1,
         together: bool | None = None,

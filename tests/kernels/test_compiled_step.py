@@ -1,7 +1,10 @@
 """One token in one call: the same numbers as the modules give."""
 
 import copy
+import gc
 import pickle
+import re
+import weakref
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ from torch import nn
 from anymamba import Mamba1, Mamba2, Mamba3, check_finite
 from anymamba.blocks.layers import CausalConv
 from anymamba.core.registry import kernels_off
+from anymamba.kernels.compiled_step import CompiledStep, StepSource
 from anymamba.kernels.cpu import bindings
-from anymamba.kernels.cpu.compiled_step import Recording
-from anymamba.kernels.cpu.step_program import MAX_ROWS, OUTPUT, NotCoveredError, Program
+from anymamba.kernels.cpu.step_compiler import MAX_ROWS, CpuStep
+from anymamba.kernels.step import OUTPUT
 from tests.blocks.families import OPTIONS, make_block, random_cache
 from tests.support import FLOOR, assert_near, in_another_process
 
@@ -36,23 +40,25 @@ def threads():
     torch.set_num_threads(before)
 
 
-def program_of(block):
-    """One token of a block."""
+def compile_phases(describe, dtype, width, module=None):
+    """A step that must be covered."""
+    step = CompiledStep(module or nn.Identity(), StepSource(describe, width, dtype, dtype))
+    assert step.executable is not None, step.reason
+    return step
+
+
+def step_of(block):
+    """One token of a block as it is now; its reason says why there is none."""
     dtype = block.in_proj.weight.dtype
-    return Program(lambda program: block.record(program, 0, to=OUTPUT), dtype, block.d_model, dtype)
+    describe = lambda builder: block.describe_step(builder, 0, to=OUTPUT)  # noqa: E731
+    return CompiledStep(block, StepSource(describe, block.d_model, dtype, dtype))
 
 
-def recording_of(block):
-    """The same, as it is now."""
-    dtype = block.in_proj.weight.dtype
-    return Recording(lambda program: block.record(program, 0, to=OUTPUT), dtype, block.d_model, dtype)
-
-
-def program_steps(block, tokens, cache=None):
-    """Outputs of a few steps of its program, and the last cache."""
-    program, cache, outputs = program_of(block), cache or block.init_cache(tokens.shape[1]), []
+def compiled_steps(block, tokens, cache=None):
+    """Outputs of a few compiled steps, and the last cache."""
+    step, cache, outputs = step_of(block), cache or block.init_cache(tokens.shape[1]), []
     for x in tokens:
-        y, tensors = program.run(x, list(cache))
+        y, tensors = step.run(x, list(cache))
         cache = type(cache)(*tensors)
         outputs.append(y)
     return torch.stack(outputs), cache
@@ -82,11 +88,11 @@ def compare(actual, expected, dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name != "mamba3 fixed rotation"])
-def test_a_program_steps_as_the_modules_do(options, dtype):
+def test_a_compiled_steps_as_the_modules_do(options, dtype):
     block = make_block(options, dtype)
     tokens, cache = torch.randn(5, 3, 16, dtype=dtype), random_cache(block, 3).detach()
-    compare(program_steps(block, tokens, cache), module_steps(block, tokens, cache), dtype)
-    compare(program_steps(block, tokens), module_steps(block, tokens), dtype)
+    compare(compiled_steps(block, tokens, cache), module_steps(block, tokens, cache), dtype)
+    compare(compiled_steps(block, tokens), module_steps(block, tokens), dtype)
 
 
 def make_large(name, dtype):
@@ -102,43 +108,43 @@ def test_neither_threads_nor_the_batch_move_a_bit(name, dtype, threads):
     block = make_large(name, dtype)
     tokens = torch.randn(2, 7, 102, dtype=dtype)
     threads(2)
-    y, cache = program_steps(block, tokens)
+    y, cache = compiled_steps(block, tokens)
     threads(1)
     for rows in (slice(0, 1), slice(3, 4), slice(1, 4), slice(2, 7)):
-        y_alone, cache_alone = program_steps(block, tokens[:, rows])
+        y_alone, cache_alone = compiled_steps(block, tokens[:, rows])
         assert torch.equal(y_alone, y[:, rows])
         for alone, together in zip(cache_alone, cache, strict=True):
             assert torch.equal(alone, together[rows])
 
 
 @torch.no_grad()
-def test_a_program_runs_up_to_its_rows_and_leaves_the_rest_to_others():
+def test_a_compiled_step_runs_up_to_its_rows_and_leaves_the_rest_to_others():
     block = make_block("mamba3 mimo 2", torch.float64)
-    program = program_of(block)
+    step = step_of(block)
     tokens = torch.randn(1, MAX_ROWS, 16, dtype=torch.float64)
-    compare(program_steps(block, tokens), module_steps(block, tokens), torch.float64)
+    compare(compiled_steps(block, tokens), module_steps(block, tokens), torch.float64)
     for rows in (0, MAX_ROWS + 1):
-        assert program.run(torch.zeros(rows, 16, dtype=torch.float64), list(block.init_cache(rows))) is None
+        assert step.executable.run(torch.zeros(rows, 16, dtype=torch.float64), list(block.init_cache(rows))) is None
     x, cache = tokens[0, :2], block.init_cache(2)
-    assert program.run(x.float(), list(cache)) is None
-    assert program.run(x[:, :8], list(cache)) is None
-    assert program.run(x, list(block.init_cache(3))) is None
-    assert program.run(x, list(cache.to(torch.float32))) is None
+    assert step.run(x.float(), list(cache)) is None
+    assert step.run(x[:, :8], list(cache)) is None
+    assert step.run(x, list(block.init_cache(3))) is None
+    assert step.run(x, list(cache.to(torch.float32))) is None
 
 
 @torch.no_grad()
 def test_rows_of_a_cache_in_any_layout():
     block = make_block("mamba3 mimo 2", torch.float64)
-    program = program_of(block)
+    step = step_of(block)
     x, cache = torch.randn(4, 16, dtype=torch.float64), random_cache(block, 4).detach()
-    y, _ = program.run(x, list(cache))
+    y, _ = step.run(x, list(cache))
     strided = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in cache]
     assert not strided[0].is_contiguous()
-    assert torch.equal(program.run(x, strided)[0], y)
-    assert torch.equal(program.run(x[::2], list(cache.rows(slice(None, None, 2))))[0], y[::2])
-    assert torch.equal(program.run(x.t().contiguous().t(), list(cache))[0], y)
+    assert torch.equal(step.run(x, strided)[0], y)
+    assert torch.equal(step.run(x[::2], list(cache.rows(slice(None, None, 2))))[0], y[::2])
+    assert torch.equal(step.run(x.t().contiguous().t(), list(cache))[0], y)
     negated = [torch._neg_view(-t) for t in cache]
-    assert torch.equal(program.run(x, negated)[0], y)
+    assert torch.equal(step.run(x, negated)[0], y)
 
 
 class Doubled(nn.Linear):
@@ -194,18 +200,16 @@ CHANGES = [exchange_module, hook, patch_forward, transpose, negate_lazily, remov
 @pytest.mark.parametrize("family", [Mamba2, Mamba3])
 def test_what_only_the_modules_know_how_to_run_is_refused_with_a_reason(family, change):
     block = family(16, d_state=8, headdim=8)
-    program_of(block)
+    assert not step_of(block).reason
     change(block)
-    with pytest.raises(NotCoveredError, match=r"in_proj|out_proj|D|weight"):
-        program_of(block)
+    assert re.search("in_proj|out_proj|D|weight", step_of(block).reason)
 
 
 def test_a_subclass_and_a_family_without_kernels_are_refused():
-    with pytest.raises(NotCoveredError, match="Quiet, not a Mamba2"):
-        program_of(Quiet(16, d_state=8, headdim=8))
-    recording = recording_of(make_block("mamba3 fixed rotation"))
-    assert "fixed rotation" in recording.reason
-    assert recording.run(torch.zeros(1, 16), []) is None
+    assert "Quiet, not a Mamba2" in step_of(Quiet(16, d_state=8, headdim=8)).reason
+    step = step_of(make_block("mamba3 fixed rotation"))
+    assert "fixed rotation" in step.reason
+    assert step.run(torch.zeros(1, 16), []) is None
 
 
 def replace_parameter(block):
@@ -239,32 +243,44 @@ STEP_CHANGES += [change_epsilon, patch_forward, exchange_module]
 
 @torch.no_grad()
 @pytest.mark.usefixtures("unchecked")  # one of the changes is of the output's width
-def test_a_recording_notices_whatever_becomes_of_its_modules_and_a_block_steps_as_it_is_now():
+def test_a_step_notices_whatever_becomes_of_its_modules_and_a_block_steps_as_it_is_now():
     torch.manual_seed(0)
     block, x = Mamba2(16, d_state=8, headdim=8), torch.randn(3, 16)
     _, cache = block.step(x)
     for change in STEP_CHANGES:
-        recording = recording_of(block)
-        assert recording.is_current()
+        step = step_of(block)
+        assert step.is_current()
         block.in_proj.weight.mul_(1.1)
-        assert recording.is_current()
+        assert step.is_current()
         change(block)
-        assert not recording.is_current(), change.__name__
+        assert not step.is_current(), change.__name__
         with kernels_off():
             expected, _ = block.step(x, cache)
         assert_near(block.step(x, cache)[0], expected, FLOOR[torch.float32], change.__name__)
     block = Mamba2(16, d_state=8, headdim=8)
-    recording = recording_of(block)
+    step = step_of(block)
     free(block)
-    assert not recording.is_current()
+    assert not step.is_current()
     with pytest.raises(ValueError, match="the parameter D has no memory"):
         block.step(x, cache)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["mamba1", "mamba2", "mamba3"])
-def test_a_block_without_gradients_steps_by_its_program(family, monkeypatch):
+def test_a_compiled_step_does_not_keep_its_block_alive(family):
+    block = make_block(family, torch.float32)
+    _, cache = block.step(torch.randn(3, 16))
+    block.step(torch.randn(3, 16), cache)
+    reference = weakref.ref(block)
+    del block
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("family", ["mamba1", "mamba2", "mamba3"])
+def test_a_block_without_gradients_takes_its_compiled_step(family, monkeypatch):
     block, x, ran = make_block(family, torch.float32), torch.randn(3, 16), []
-    monkeypatch.setattr(Program, "run", lambda *given, run=Program.run: ran.append(1) or run(*given))
+    monkeypatch.setattr(CpuStep, "run", lambda *given, run=CpuStep.run: ran.append(1) or run(*given))
     block.step(x)
     assert not ran  # the parameters want gradients
     with torch.no_grad():
@@ -296,16 +312,16 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize(("gated", "order"), [(False, True), (True, True), (True, False)])
-def test_a_norm_takes_its_groups_its_order_and_its_weights_from_whoever_records(gated, order, weighted, dtype):
+def test_a_norm_takes_its_groups_its_order_and_its_weights_from_whoever_describes(gated, order, weighted, dtype):
     width, rows, group_size, eps = 42, 3, 14, 1e-3
     module, x = Norm(width, dtype), torch.randn(rows, 2 * width).to(dtype)
 
-    def record(program):
+    def describe(builder):
         norm, z = (module if weighted else None), (width if gated else -1)
         options = {"eps": eps, "group_size": group_size, "norm_before_gate": order}
-        program.write(program.norm(0, norm, width, z=z, to=0, **options), width)
+        builder.write(builder.norm(0, norm, width, z=z, to=0, **options), width)
 
-    y = Program(record, dtype, 2 * width, dtype).run(x, [])[0]
+    y = compile_phases(describe, dtype, 2 * width).run(x, [])[0]
     u, gate = x.double()[:, :width], torch.nn.functional.silu(x.double()[:, width:])
     u = u * gate if gated and not order else u
     groups = u.unflatten(-1, (-1, group_size))
@@ -320,28 +336,29 @@ def test_a_slot_is_scaled_by_a_number_and_by_a_vector(dtype):
     width, module = 37, Norm(37, dtype)
     x = torch.randn(3, width).to(dtype)
 
-    def record(program):
-        half = program.scale(0, width, factor=0.5)
-        scaled = program.scale(half, width, weight=program.buffer(module, "scales", 1, 1, width))
-        program.write(program.scale(scaled, width, factor=3, weight=program.parameter(module, "weight", width)), width)
+    def describe(builder):
+        half = builder.scale(0, width, factor=0.5)
+        scaled = builder.scale(half, width, weight=builder.buffer(module, "scales", 1, 1, width))
+        builder.write(builder.scale(scaled, width, factor=3, weight=builder.parameter(module, "weight", width)), width)
 
-    y = Program(record, dtype, width, dtype).run(x, [])[0]
+    y = compile_phases(describe, dtype, width).run(x, [])[0]
     assert_near(y, 1.5 * x.double() * module.scales[0].double() * module.weight.double(), FLOOR[dtype])
 
 
 def test_groups_that_do_not_divide_the_channels_and_buffers_that_are_none_are_refused():
     module = Norm(8, torch.float32)
-    for record, reason in (
-        (lambda program: program.norm(0, module, 8, eps=1e-5, group_size=3), "groups of 3"),
-        (lambda program: program.buffer(module, "weight", 8), "weight must be a tensor"),
-        (lambda program: program.buffer(module, "scales", 8), "scales must be contiguous, of shape"),
+    for describe, reason in (
+        (lambda builder: builder.norm(0, module, 8, eps=1e-5, group_size=3), "groups of 3"),
+        (lambda builder: builder.buffer(module, "weight", 8), "weight must be a tensor"),
+        (lambda builder: builder.buffer(module, "scales", 8), "scales must be contiguous, of shape"),
     ):
-        with pytest.raises(NotCoveredError, match=reason):
-            Program(record, torch.float32, 8, torch.float32)
+        step = CompiledStep(nn.Identity(), StepSource(describe, 8, torch.float32, torch.float32))
+        assert step.executable is None
+        assert reason in step.reason
 
 
 class Holder(nn.Module):
-    """A matrix by the name that a program is given."""
+    """A matrix by the name that a builder is given."""
 
     def __init__(self, width, out, dtype, bias):
         super().__init__()
@@ -351,10 +368,10 @@ class Holder(nn.Module):
 def multiply(holder, x):
     out, width = holder.matrix.weight.shape
 
-    def record(program):
-        program.linear(0, holder, "matrix", width, out, to=OUTPUT)
+    def describe(builder):
+        builder.linear(0, holder, "matrix", width, out, to=OUTPUT)
 
-    return Program(record, x.dtype, width, x.dtype).run(x, [])[0]
+    return compile_phases(describe, x.dtype, width).run(x, [])[0]
 
 
 @torch.no_grad()
@@ -377,14 +394,14 @@ def test_a_convolution_gives_the_same_bits_with_its_projection_and_after_it(firs
     window = torch.randn(rows, channels, 4)
 
     def run(between, count):
-        def record(program):
-            projected = program.linear(0, holder, "matrix", 300, 700)
+        def describe(builder):
+            projected = builder.linear(0, holder, "matrix", 300, 700)
             if between:
-                projected = program.scale(projected, 700)
-            program.write(program.conv(projected + first, holder.conv, channels, 4), channels)
+                projected = builder.scale(projected, 700)
+            builder.write(builder.conv(projected + first, holder.conv, channels, 4), channels)
 
         threads(count)
-        y, cache = Program(record, torch.float32, 300, torch.float32).run(x, [window])
+        y, cache = compile_phases(describe, torch.float32, 300).run(x, [window])
         return y, cache[0]
 
     expected = run(between=True, count=1)
@@ -399,10 +416,10 @@ def test_a_convolution_of_the_input_itself(threads):
     threads(2)
     conv, x, window = CausalConv(40, 4), torch.randn(2, 40), torch.randn(2, 40, 4)
 
-    def record(program):
-        program.write(program.conv(0, conv, 40, 4), 40)
+    def describe(builder):
+        builder.write(builder.conv(0, conv, 40, 4), 40)
 
-    y, cache = Program(record, torch.float32, 40, torch.float32).run(x, [window])
+    y, cache = compile_phases(describe, torch.float32, 40).run(x, [window])
     taps = torch.cat([window[:, :, 1:], x.unsqueeze(-1)], -1).double()
     sums = (taps * conv.weight.double().squeeze(1)).sum(-1) + conv.bias.double()
     assert torch.equal(cache[0], taps.float())
@@ -413,17 +430,17 @@ def test_a_convolution_of_the_input_itself(threads):
 def test_short_phases_give_the_same_bits_whether_one_thread_takes_them_or_all_share_them(threads):
     holder, module, x = Holder(300, 300, torch.float32, bias=False), Norm(300, torch.float32), torch.randn(5, 300)
 
-    def record(program):
-        normed = program.norm(0, module, 300, eps=1e-5)
-        y = program.linear(program.gate(normed, 0, 300), holder, "matrix", 300, 300)
-        program.write(program.norm(program.scale(y, 300, factor=2), None, 300, eps=1e-5), 300)
+    def describe(builder):
+        normed = builder.norm(0, module, 300, eps=1e-5)
+        y = builder.linear(builder.gate(normed, 0, 300), holder, "matrix", 300, 300)
+        builder.write(builder.norm(builder.scale(y, 300, factor=2), None, 300, eps=1e-5), 300)
 
-    program = Program(record, torch.float32, 300, torch.float32)
-    together = program.run(x, [])[0]
+    step = compile_phases(describe, torch.float32, 300)
+    together = step.run(x, [])[0]
     for count in (1, 2, 3, 9):
         threads(count)
         for rows in (1, 2, 3):
-            assert torch.equal(program.run(x[:rows], [])[0], together[:rows])
+            assert torch.equal(step.run(x[:rows], [])[0], together[:rows])
 
 
 @torch.no_grad()
@@ -446,25 +463,25 @@ def test_numbers_of_half_precision_are_read_exactly():
 FORCED = """
 import torch
 from anymamba.kernels.cpu import bindings
-from tests.kernels.test_step_program import DTYPES, LARGE, make_large, module_steps, program_steps
+from tests.kernels.test_compiled_step import DTYPES, LARGE, make_large, module_steps, compiled_steps
 from tests.support import FLOOR, assert_near
 with torch.no_grad():
     for name in LARGE:
         for dtype in DTYPES:
             block, tokens = make_large(name, dtype), torch.randn(2, 3, 102, dtype=dtype)
-            assert_near(program_steps(block, tokens)[0], module_steps(block, tokens)[0], FLOOR[dtype])
+            assert_near(compiled_steps(block, tokens)[0], module_steps(block, tokens)[0], FLOOR[dtype])
 print(bindings.LIBRARY.isa)
 """
 FORKED = """
 import os, torch
-from tests.kernels.test_step_program import make_large, program_steps
+from tests.kernels.test_compiled_step import make_large, compiled_steps
 torch.set_num_threads(2)
 block, tokens = make_large("mamba2", torch.float32), torch.randn(2, 3, 102)
 with torch.no_grad():
-    expected = program_steps(block, tokens)[0]
+    expected = compiled_steps(block, tokens)[0]
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(program_steps(block, tokens)[0], expected) else 1)
+        os._exit(0 if torch.equal(compiled_steps(block, tokens)[0], expected) else 1)
 print(os.waitpid(child, 0)[1])
 """
 
@@ -476,7 +493,7 @@ def test_every_instruction_set_computes_the_same(isa):
         pytest.skip(f"this processor has no {isa}")
 
 
-def test_a_program_runs_in_a_forked_process():
+def test_a_compiled_step_runs_in_a_forked_process():
     assert in_another_process(FORKED) == "0"
 
 

@@ -1,0 +1,194 @@
+"""When a compiled step runs: one question, and one table of the steps that were compiled.
+
+A module that has a compiled step asks for it before it computes:
+
+    step = usable_step(module, (x, *cache), source)      # None: run the module's own code
+    result = None if step is None else step.run(x, cache)
+
+A step is described and compiled when it is first needed, and again after anything that it was described from has
+changed: a submodule, its hooks, a parameter or its address, a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from anymamba.core import anomaly
+from anymamba.core.dtypes import is_autocast
+from anymamba.core.operators import are_dense_tensors, is_tracing
+from anymamba.core.registry import are_kernels_off, select_kernel
+from anymamba.kernels.step import ModuleWatcher, NotCoveredError, StepBuilder, StepProgram
+
+COMPILE_STEP = "compile_step"  # the name by which a device registers its compiler, as an operator's implementation
+
+StepResult = tuple[Tensor, list[Tensor]]
+
+
+class Executable(Protocol):
+    """What a device's compiler makes of a `StepProgram`.
+
+    Attributes:
+        max_rows: The most rows that `run` takes.
+    """
+
+    max_rows: int
+
+    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> StepResult | None:
+        """Run one step.
+
+        Args:
+            x: Input (b, input_width).
+            cache: Tensors of the cache, in the order in which they were described.
+            in_place: Write the new cache over the old one.
+
+        Returns:
+            The output (b, output_width) and the new cache; None if shapes, dtypes or devices are not covered.
+        """
+        ...
+
+
+class StepSource(NamedTuple):
+    """What a step is compiled from.
+
+    Attributes:
+        describe: Adds the phases to a builder, or rejects the module.
+        input_width: Channels of the input.
+        dtype: Dtype of the output, and of the activations that a cache holds.
+        input_dtype: Dtype of the input.
+        device: Device of the parameters.
+    """
+
+    describe: Callable[[StepBuilder], None]
+    input_width: int
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+
+class CompiledStep:
+    """A step of a module, compiled for the device of its parameters.
+
+    Args:
+        module: The module. Only weakly referenced.
+        source: What to compile.
+
+    Attributes:
+        executable: The compiled step; None if it cannot be compiled.
+        reason: Why it cannot be compiled; empty if it can.
+    """
+
+    def __init__(self, module: nn.Module, source: StepSource) -> None:
+        """Describe and compile the step."""
+        self.executable: Executable | None = None
+        self.reason = ""
+        self._watcher = ModuleWatcher(module)
+        describe, input_width, dtype, input_dtype, device = source
+        builder = StepBuilder(self._watcher, dtype, input_width, input_dtype, device)
+        try:
+            describe(builder)
+        except NotCoveredError as error:
+            self.reason = str(error)
+        else:
+            self.executable, self.reason = compile_step(builder.build())
+        self._watcher.take_snapshot()
+        self.is_current = self._watcher.is_unchanged
+
+    def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> StepResult | None:
+        """Run the step, as `Executable.run`, for any number of rows."""
+        executable = self.executable
+        if executable is None:
+            return None
+        if x.ndim != 2 or x.shape[0] <= executable.max_rows:
+            return executable.run(x, cache, in_place)
+        return _run_in_groups(executable, x, cache, in_place)
+
+
+def _run_in_groups(executable: Executable, x: Tensor, cache: Sequence[Tensor], in_place: bool) -> StepResult | None:
+    """Run a step group by group, so that a row has the same bits in a batch of any size."""
+    if any(tensor.ndim == 0 or tensor.shape[0] != x.shape[0] for tensor in cache):
+        return None
+    after = [
+        tensor.resolve_neg().contiguous() if in_place else tensor.clone(memory_format=torch.contiguous_format)
+        for tensor in cache
+    ]
+    outputs = []
+    for begin in range(0, x.shape[0], executable.max_rows):
+        rows = slice(begin, begin + executable.max_rows)
+        if (result := executable.run(x[rows], [tensor[rows] for tensor in after], in_place=True)) is None:
+            return None  # shapes and dtypes are those of the first group, so nothing has been written yet
+        outputs.append(result[0])
+    return torch.cat(outputs), after
+
+
+def compile_step(program: StepProgram) -> tuple[Executable | None, str]:
+    """Compile a program for its device; return None and the reason if there is no compiler that covers it."""
+    compiler, reason = select_kernel(COMPILE_STEP, program)
+    return (None, reason) if compiler is None else (compiler.forward(program), "")
+
+
+# Not attributes of the modules: a compiled step is neither copied nor saved with its module.
+_STEPS: WeakKeyDictionary[nn.Module, dict[str, CompiledStep]] = WeakKeyDictionary()
+
+
+def compiled_step(module: nn.Module, source: Callable[[], StepSource], part: str = "") -> CompiledStep:
+    """Return the step of a module as it is now, which may be one that cannot be compiled.
+
+    Args:
+        module: The module.
+        source: Returns what to compile, if it must be compiled (again).
+        part: Tells several steps of one module apart.
+    """
+    steps = _STEPS.get(module)
+    if steps is None:
+        steps = _STEPS[module] = {}
+    step = steps.get(part)
+    if step is None or not step.is_current():
+        step = steps[part] = CompiledStep(module, source())
+    return step
+
+
+def forget_steps(module: nn.Module) -> None:
+    """Compile the steps of a module again when they are next needed."""
+    _STEPS.pop(module, None)
+
+
+def may_run(module: nn.Module, tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether compiled steps of a module may run on these tensors.
+
+    They may if nothing switches kernels off, checks for anomalies, casts, traces or transforms the call, or needs
+    gradients of it, and if all tensors are plain memory.
+    """
+    if are_kernels_off() or anomaly.is_check_finite_on() or is_tracing() or not are_dense_tensors(tensors):
+        return False
+    if is_autocast(tensors[0].device):
+        return False
+    return not torch.is_grad_enabled() or not (
+        any(x.requires_grad for x in tensors) or any(p.requires_grad for p in module.parameters())
+    )
+
+
+def usable_step(
+    module: nn.Module, tensors: tuple[Tensor, ...], source: Callable[[], StepSource] | None = None, part: str = ""
+) -> CompiledStep | None:
+    """Return the step of a module if it may run on these tensors; None if the module's own code must run.
+
+    Args:
+        module: The module.
+        tensors: Input and cache; a step checks their shapes and dtypes when it runs.
+        source: Returns what to compile, if it must be compiled (again); without, only an existing step is returned.
+        part: Tells several steps of one module apart.
+    """
+    steps = _STEPS.get(module)
+    step = None if steps is None else steps.get(part)
+    if (step is None and source is None) or not may_run(module, tensors):
+        return None
+    if step is None or not step.is_current():
+        if source is None:
+            return None
+        step = compiled_step(module, source, part)
+    return step if step.executable is not None else None
