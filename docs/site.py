@@ -40,7 +40,7 @@ API = {
         "anymamba.generation.pipeline.pipeline anymamba.generation.pipeline.Pipeline "
         "anymamba.generation.generate.generate "
         "anymamba.generation.generate.stream anymamba.generation.decoder.decoder "
-        "anymamba.generation.state.GenerationState anymamba.generation.scoring.likelihood "
+        "anymamba.generation.state.GenerationState anymamba.generation.scoring.score_text "
         "anymamba.generation.tokenizers.load_tokenizer",
     ),
     "training": (

@@ -128,7 +128,7 @@ def check_command(line):
     words = shlex.split(line, comments=True)
     words = words[next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), 0) :]
     if words[:1] == ["anymamba"] and "|" not in words:
-        from anymamba.cli.options import parse
+        from anymamba.cli.main import parse
 
         parse(arguments(words))
     elif words[:1] == ["make"]:

@@ -125,7 +125,7 @@ def test_a_template_that_refuses_is_one_line(run, model):
     put_template(model, "{{ raise_exception('only in French') }}")
     code, _, err = run("generate", model, "--chat", "--prompt", "a")
     assert (code, err.count("\n")) == (2, 1)
-    assert "chat_template.jinja: chat template: it refuses these messages: only in French" in err
+    assert "chat_template.jinja: chat template: it rejects these messages: only in French" in err
 
 
 class TestSpecialTokens:

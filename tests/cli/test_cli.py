@@ -413,23 +413,23 @@ class TestInfo:
                 {
                     "model": "LatentModel, Mamba2, in ",
                     "shape": "2 layers of width 16; 3 passes, cyclic; 1 class token",
-                    "reads": "3 numbers a step",
+                    "input": "3 numbers per step",
                     "class tokens": "1 before the input",
-                    "answers": "2 numbers for each step",
+                    "output": "2 numbers for each step",
                     "state": "",
                 },
             ),
             (
                 lambda: SequenceClassifier(vocab_size=9, output_size=2, labels=["ja", "né"], stack=STACK),
-                {"reads": "tokens, 9 of them", "answers": "one of 2 classes for each sequence, from the mean of its"},
+                {"input": "tokens below 9", "output": "one of 2 classes for each sequence, from the mean of its"},
             ),
             (
                 lambda: SequenceRegressor(input_size=3, pooling="class_token", bidirectional=True, stack=STACK),
-                {"shape": "2 layers of width 16; in both directions, merge mean", "answers": "1 number for each"},
+                {"shape": "2 layers of width 16; in both directions, merge mean", "output": "1 number for each"},
             ),
             (
                 lambda: MaskedLM(vocab_size=9, bidirectional=True, stack={**STACK, "merge": "linear"}),
-                {"answers": "the token at each position", "values": "all finite"},
+                {"output": "the token at each position", "values": "all finite"},
             ),
         ],
     )
@@ -444,7 +444,7 @@ class TestInfo:
             assert table[name].startswith(value)
         code, _, err = run("info", tmp_path, "--weights", "int8")
         assert (code, err.count("\n")) == (2, 1)
-        assert f"--weights: only for language models, got a {type(made).__name__}" in err
+        assert f"--weights: for language models only, got a {type(made).__name__}" in err
 
     def test_a_language_model_of_several_families(self, run, tmp_path):
         stack = {"layer_cfgs": [{"layer": "Mamba1"}, {"layer": "Mamba3", "headdim": 8}], "streams": 2, "gate_bias": 0.0}

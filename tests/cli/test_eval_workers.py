@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anymamba.cli.evaluate import _divided
+from anymamba.cli.evaluate import _assign_texts
 from anymamba.cli.main import main
 from anymamba.core.context_parallel import ContextParallelGroup
-from anymamba.generation.scoring import likelihood
+from anymamba.generation.scoring import score_text
 from tests.models.cases import FAMILIES, small_lm
 from tests.workers import run_cases, shared_directory
 
@@ -102,9 +102,9 @@ def likelihood_case(rank, family):
     cp_group = ContextParallelGroup(list(range(size)), rank)
     for length in (1, 2, 3 * size, 97):
         ids = torch.randint(61, (length,)).tolist()
-        *_, expected = likelihood(model, [ids])
+        *_, expected = score_text(model, [ids])
         for segment_len in (5, 20):
-            *_, found = likelihood(model, [ids[:9], ids[9:]], segment_len, cp_group)
+            *_, found = score_text(model, [ids[:9], ids[9:]], segment_len, cp_group)
             assert (found.predicted, found.read) == (length - 1, length)
             nats = torch.tensor([found.nats, float(found.nats > 0)], dtype=torch.float64)
             dist.all_reduce(nats)
@@ -125,7 +125,7 @@ def mistake_case(rank):
         ([model, directory / "none"], "none: no such file or directory"),
         ([model, directory / "empty"], "no text files there"),
         ([model, directory / "short"], "a text of at least two tokens is needed, got 1"),
-        ([model, "/dev/null"], "/dev/null: several workers read files, and this is none"),
+        ([model, "/dev/null"], "/dev/null: not a file, which several ranks could read"),
         ([directory / "nothing", directory / "short"], "nothing"),
         ([model, directory / "short", "--threads", "0"], "--threads must be at least 1, got 0"),
     ):
@@ -153,7 +153,7 @@ def other_texts_case(rank):
             code, out, err = said(rank, last + 1, model, *(path.name for path in texts))
         assert (code, out) == (2, "")
         assert err.count("\n") == (rank == 0)
-        assert rank or f"rank {last} of {last + 1}: 1.txt: every worker must see the same text" in err, err
+        assert rank or f"rank {last} of {last + 1}: 1.txt: every rank must see the same text" in err, err
 
 
 WORKER_CASES = {
@@ -201,4 +201,4 @@ def test_torchrun_prints_what_one_process_does(tmp_path):
     ],
 )
 def test_the_largest_texts_are_shared_and_the_others_go_to_the_worker_with_the_least(sizes, count, expected):
-    assert _divided(sizes, count) == expected
+    assert _assign_texts(sizes, count) == expected

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from anymamba.checkpoints.formats import FORMATS, READ_ONLY
-from anymamba.cli import options
+from anymamba.cli import main, options
 from anymamba.cli.common import DTYPES
 from anymamba.core.config_fields import suggest
 from tests.support import in_another_process
@@ -54,7 +54,7 @@ def test_the_names_that_options_list_are_those_of_the_library():
             ["convert", "a", "b", "--format", "hf"],
             "expected one of official, transformers, codestral, anymamba, got 'hf'",
         ),
-        (["generate", "m", "--top-k", "two"], "argument --top-k: expected a whole number, got 'two'"),
+        (["generate", "m", "--top-k", "two"], "argument --top-k: expected an integer, got 'two'"),
         (["generate", "m", "--temperatur=0.8", "--toplevel", "x"], "--toplevel: no such option; anymamba generate"),
         (["generate", "m", "--max-tokens", "3"], "--max-tokens: no such option; did you mean --max-new-tokens?"),
         (["generate", "m", "--Top-P", "3"], "--Top-P: no such option; did you mean --top-p?"),
@@ -76,7 +76,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
 
 @pytest.mark.parametrize("name", ["--mlflow", "--gpu", "--verbose", "--epochs", "--output"])
 def test_unlike_words_are_not_suggested(name):
-    assert suggest(name, options._build()[1]["train"]._option_string_actions) in ("", "; did you mean --out?")
+    assert suggest(name, main.build_parser()[1]["train"]._option_string_actions) in ("", "; did you mean --out?")
 
 
 def test_help_shows_what_a_field_is_where_nothing_is_given(run):

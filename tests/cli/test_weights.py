@@ -58,15 +58,15 @@ def test_info_shows_how_prompts_are_multiplied(run, model, monkeypatch):
     def products(*options):
         code, out, _ = run("info", model, *options)
         assert code == 0
-        return [line for line in out.splitlines() if line.startswith("products")]
+        return [line for line in out.splitlines() if line.startswith("matmul")]
 
     assert products() == []
     if LIBRARY.handle is None:
-        assert "widened to float32" in products("--weights", "int4")[0]
+        assert "dequantized weights" in products("--weights", "int4")[0]
         return
     assert "in float32, with some rows" in products("--weights", "int4")[0]
     assert "in float32, with some rows" in products("--weights", "bfloat16")[0]
-    for has_units, expected in ((True, "in bfloat16, for which"), (False, "in float32: no units")):
+    for has_units, expected in ((True, "in bfloat16, for which"), (False, "in float32: this processor")):
         monkeypatch.setattr(info, "multiplies_bfloat16", lambda found=has_units: found)
         assert expected in products("--weights", "bfloat16", "--dtype", "bfloat16")[0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anymamba.generation import ChatTemplate, template_sandbox
-from anymamba.generation.template_sandbox import Renderer, renderer
+from anymamba.generation.template_sandbox import TemplateRenderer, shared_renderer
 from tests.generation.cases import bare
 
 TALK = [
@@ -188,7 +188,7 @@ class TestDoor:
     @pytest.mark.parametrize(
         ("source", "words"),
         [
-            ("{{ raise_exception('only users') }}", "chat template: it refuses these messages: only users"),
+            ("{{ raise_exception('only users') }}", "chat template: it rejects these messages: only users"),
             ("a\n{% for %}", r"not a readable template \(line 2: "),
             ("{{ nothing.at.all }}", r"it fails on these messages \(UndefinedError: 'nothing' is undefined\)"),
             ("{{ 1 / 0 }}", "ZeroDivisionError"),
@@ -208,7 +208,7 @@ class TestDoor:
 class TestLimits:
     @pytest.fixture
     def small(self):
-        renderer = Renderer(characters=10_000, memory=2**28, seconds=0.3)
+        renderer = TemplateRenderer(characters=10_000, memory=2**28, seconds=0.3)
         yield renderer
         renderer.close()
 
@@ -220,7 +220,7 @@ class TestLimits:
         ],
     )
     def test_a_template_without_an_end_is_ended(self, small, source):
-        with pytest.raises(ValueError, match=r"it takes more than 0.3 s"):
+        with pytest.raises(ValueError, match=r"it needs more than 0.3 s"):
             small.render(source, {})
         assert small.render("{{ 1 + 1 }}", {}) == "2"
 
@@ -230,7 +230,7 @@ class TestLimits:
         ["{% set n = 'x' * 10 ** 10 %}", "{{ 'x' | center(10 ** 10) }}", "{{ '%1000000000d' % 1 }}"],
     )
     def test_a_template_that_fills_the_memory_is_ended(self, small, source):
-        with pytest.raises(ValueError, match=r"it takes more than 256 MiB of memory"):
+        with pytest.raises(ValueError, match=r"it needs more than 256 MiB of memory"):
             small.render(source, {})
         assert small.render("{{ 1 + 1 }}", {}) == "2"
 
@@ -262,8 +262,8 @@ def test_threads_share_a_process():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_its_own():
     code = (
-        "import os; from template_sandbox import renderer; renderer().render('x', {});"
-        "pid = os.fork(); text = renderer().render('{{ 1 + 1 }}', {});"
+        "import os; from template_sandbox import renderer; shared_renderer().render('x', {});"
+        "pid = os.fork(); text = shared_renderer().render('{{ 1 + 1 }}', {});"
         "os._exit(text != '2') if pid == 0 else exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or text != '2')"
     )
     alone = {**os.environ, "PYTHONPATH": str(Path(template_sandbox.__file__).parent)}  # it needs no torch
@@ -273,6 +273,6 @@ def test_a_forked_process_has_its_own():
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")
 def test_a_process_that_died_between_two_texts_is_started_again():
     chat("x").render(TALK)
-    renderer()._child.kill()
-    renderer()._child.wait()
+    shared_renderer()._child.kill()
+    shared_renderer()._child.wait()
     assert chat("y").render(TALK) == "y"

@@ -33,7 +33,7 @@ def activation_of(model):
 def test_a_text_finds_the_activation_that_a_model_was_trained_with(trained):
     model = load_model(silent(trained), dtype=torch.float32)
     evidence = detect_activation(model, ByteTokenizer())
-    assert evidence.taken == trained
+    assert evidence.activation == trained
     assert min(evidence.bits, key=evidence.bits.get) == trained
     assert activation_of(model) == model.config.ssm_cfg["a_activation"] == trained
     said = MambaLM.from_pretrained(silent(trained), dtype=torch.float32, ssm_cfg={"a_activation": trained})
@@ -50,7 +50,7 @@ def test_a_model_that_learned_nothing_stays_undecided_and_says_what_to_pass(tmp_
     model = load_model(tmp_path)
     letters = type("Letters", (), {"encode": lambda self, text: [ord(c) % 29 for c in text]})()
     evidence = detect_activation(model, letters)
-    assert evidence.taken == ""
+    assert evidence.activation == ""
     assert "Choose one with --block a_activation=softplus or heavy_tail" in str(evidence)
     assert activation_of(model) == "heavy_tail"
     model.save_pretrained(tmp_path / "again")
@@ -60,7 +60,7 @@ def test_a_model_that_learned_nothing_stays_undecided_and_says_what_to_pass(tmp_
 def test_a_silent_config_is_warned_of_unless_somebody_says(recwarn):
     with pytest.warns(UserWarning, match=r'pass ssm_cfg=\{"a_activation": "softplus"\}'):
         MambaLM.from_pretrained(silent("softplus"))
-    with pytest.warns(UserWarning, match="using softplus .* bits per byte of a short text"):
+    with pytest.warns(UserWarning, match="using softplus .* bits per byte of sample texts"):
         text = anymamba.pipeline(silent("softplus"), dtype=torch.float32)
     assert activation_of(text.model) == "softplus"
     recwarn.clear()

@@ -152,7 +152,7 @@ def test_the_command_says_what_it_sends_and_writes_what_it_found(server, tmp_pat
         (["--rate", "0"], "--rate must be above 0, got 0"),
         (["--json", "nowhere/x.json"], "--json: there is no directory"),
         (["--plot", "x.txt"], "ends in .png, .svg or .pdf, got x.txt"),
-        (["--prompt-tokens", "9-2"], "expected a whole number above 0, or two as in 100-200, got '9-2'"),
+        (["--prompt-tokens", "9-2"], "expected an integer above 0, or two as in 100-200, got '9-2'"),
     ],
 )
 def test_a_mistake_is_one_line(server, capsys, options, message):

@@ -1,4 +1,4 @@
-"""What several commands share: loading a model, reading text, and a progress bar."""
+"""Parts of several commands: loading a model, reading text, checking options, and a progress bar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, cast
 
 import torch
 
@@ -25,9 +25,10 @@ DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 
 
 def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
-    """The model and tokenizer that the arguments name."""
+    """Load the model and tokenizer that the arguments name."""
     set_threads(args)
-    directory, device = resolve_source(args.model), parse_device(args.device, "--device")
+    directory = resolve_source(args.model)
+    device = parse_device(args.device, "--device")
     options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
     model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, **options)
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
@@ -36,39 +37,45 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
 
 
 def set_threads(args: argparse.Namespace) -> None:
-    """Compute with --threads.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Set the number of CPU threads to --threads."""
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        check_at_least(args, 1, "threads")
         torch.set_num_threads(args.threads)
 
 
+def check_at_least(args: argparse.Namespace, minimum: int, *names: str) -> None:
+    """Check that options, where given, are not below a minimum.
+
+    Raises:
+        ValueError: One of them is.
+    """
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
+
+
 def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
-    """Let a text decide what a Mamba-3 config leaves open, and report it; without a tokenizer, warn."""
+    """Detect the activation that a Mamba-3 config does not name, and report it; without a tokenizer, warn."""
     if tokenizer is None:
         warn_if_ambiguous("no tokenizer to decide with", model.config, "--block a_activation=softplus")
-    elif (found := detect_activation(model, tokenizer)) is not None:
-        print(f"anymamba: {'' if found.taken else 'warning: '}{found}", file=sys.stderr)
+    elif (detection := detect_activation(model, tokenizer)) is not None:
+        print(f"anymamba: {'' if detection.activation else 'warning: '}{detection}", file=sys.stderr)
 
 
 def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that the arguments of `generate` ask for, or that --interactive finds; None for plain text.
+    """Return the chat template that the arguments of `generate` ask for; None for plain text.
 
     Raises:
-        ValueError: they contradict each other.
+        ValueError: The arguments contradict each other.
     """
     if args.chat and args.load_state:
         raise ValueError("--chat starts a conversation and cannot continue from --load-state")
-    wanted = args.chat if args.chat is not None else None if args.interactive and not args.load_state else False
+    is_optional = args.chat is None and args.interactive and not args.load_state
     template = None
-    if wanted is not False:
-        where = tokenizer.path if isinstance(tokenizer, FileTokenizer) else resolve_source(args.model)
-        template = ChatTemplate.from_directory(where)
-    if template is None or (template.is_plain and not wanted):
+    if args.chat or is_optional:
+        source = tokenizer.path if isinstance(tokenizer, FileTokenizer) else resolve_source(args.model)
+        template = ChatTemplate.from_directory(source)
+    if template is None or (template.is_plain and is_optional):
         if args.system is not None:
             raise ValueError("--system starts a conversation, so it needs --chat")
         return None
@@ -76,12 +83,12 @@ def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
-    """The text of --system, as a message."""
+    """Return the text of --system as a list of messages."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
-def name_end(model: MambaLM, source: Path) -> None:
-    """Name the token that ends a text in transformers' config; our configs leave it to the tokenizer's files."""
+def add_eos_token_id(model: MambaLM, source: Path) -> None:
+    """Name the token that ends a text in transformers' config; other formats leave it to the tokenizer's files."""
     theirs = model.config.extra.get("transformers", {})
     with suppress(ValueError):  # there is no tokenizer, or nothing to read it with
         ends = FileTokenizer(source / "tokenizer.json").end
@@ -91,7 +98,16 @@ def name_end(model: MambaLM, source: Path) -> None:
 
 
 def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:
-    """The text of bytes from outside; any bytes will do for the byte tokenizer, others need UTF-8."""
+    """Decode text from outside: UTF-8, or any bytes for the byte tokenizer.
+
+    Args:
+        where: Source of the text, for errors.
+        content: Bytes of the text.
+        tokenizer: Tokenizer that will read it.
+
+    Raises:
+        ValueError: The text is not UTF-8.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         return content.decode("utf-8", errors="surrogateescape")
     try:
@@ -101,17 +117,16 @@ def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     with open_file(path) as file:
-        content: bytes = file.read()
-    return content
+        return file.read()
 
 
-def open_file(path: str) -> Any:
-    """A file, a pipe or a device, open for reading.
+def open_file(path: str) -> BinaryIO:
+    """Open a file, a pipe or a device for reading.
 
     Raises:
-        ValueError: it is a directory, or does not exist.
+        ValueError: It is a directory, or does not exist.
     """
     file = Path(path)
     if file.is_dir() or not file.exists():
@@ -119,23 +134,27 @@ def open_file(path: str) -> Any:
     return file.open("rb")
 
 
-def stdin_bytes(instead: str = "pass --prompt or --file") -> Any:
-    """The standard input; `instead` says what to do if it is closed.
+def stdin_bytes(instead: str = "pass --prompt or --file") -> BinaryIO:
+    """Return the standard input.
+
+    Args:
+        instead: What the user can do if it is closed, for the error.
 
     Raises:
-        ValueError: it is closed.
+        ValueError: It is closed.
     """
     if sys.stdin is None:
         raise ValueError(f"stdin is closed: {instead}")
-    return sys.stdin.buffer
+    return cast(BinaryIO, sys.stdin.buffer)
 
 
 class Progress:
-    """A bar on stderr, if that is a terminal."""
+    """Progress bar on stderr, if that is a terminal."""
 
     def __init__(self, total: int) -> None:
         """Start at 0 of `total`; a total of 0 is unknown and shows no bar."""
-        self._total, self._shown = max(1, total), -1
+        self._total = max(1, total)
+        self._shown = -1
         self._visible = sys.stderr.isatty() and total > 0
 
     def at(self, done: int, note: str = "") -> None:
@@ -152,9 +171,11 @@ class Progress:
             print(file=sys.stderr)
 
 
-def readable_bytes(size: int) -> str:
-    """A size with three digits or more: 987 B, 12.3 MiB."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+def format_bytes(size: int) -> str:
+    """Format a size with three digits or more: 987 B, 12.3 MiB."""
+    value = float(size)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
+        value /= 1024
+        units = units[1:]
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

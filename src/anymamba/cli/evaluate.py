@@ -19,7 +19,7 @@ from anymamba.checkpoints.open import resolve_source
 from anymamba.cli.common import Progress, decode_text, load, open_file, stdin_bytes
 from anymamba.core.context_parallel import ContextParallelGroup
 from anymamba.core.io import digest_file
-from anymamba.generation.scoring import Likelihood, likelihood
+from anymamba.generation.scoring import TextScore, score_text
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.training.config.sections import ParallelSection
@@ -31,15 +31,15 @@ _BLOCK = 2**20  # bytes of text that are tokenized at once
 _DAY = 24 * 60 * 60  # seconds
 
 
-class _Score(NamedTuple):
-    """What a text costs.
+class _FileScore(NamedTuple):
+    """The score of a file, or of several.
 
     Attributes:
-        tokens: the number read.
-        predicted: the number predicted.
-        size: bytes.
-        counted: bytes that were predicted.
-        nats: negative log-likelihood.
+        tokens: Number of tokens read.
+        predicted: Number of tokens predicted.
+        size: Bytes of the text.
+        counted: Bytes that were predicted.
+        nats: Negative log-likelihood.
     """
 
     tokens: int
@@ -49,7 +49,7 @@ class _Score(NamedTuple):
     nats: float
 
     def cells(self) -> tuple[str, str, str]:
-        """Tokens, bits per byte and perplexity, to print."""
+        """Return tokens, bits per byte and perplexity as text."""
         if not self.predicted:
             return f"{self.tokens:,}", "too short", ""
         return f"{self.tokens:,}", f"{_bits(self.nats, self.counted):.4f}", f"{_perplexity(self):.4f}"
@@ -59,8 +59,8 @@ class _Text(NamedTuple):
     """A text to score.
 
     Attributes:
-        path: of a file, or "-".
-        size: bytes, as far as they are known beforehand.
+        path: File, or "-" for stdin.
+        size: Bytes, 0 for stdin.
     """
 
     path: str
@@ -68,23 +68,26 @@ class _Text(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Score every file as a text of its own, and all together."""
+    """Score every file as a separate text, and all together."""
     world = init_distributed()
     with world.translate_comm_errors():
         _run(args, world)
 
 
 def _run(args: argparse.Namespace, world: World) -> None:
-    found = world.run_on_main(lambda: json.dumps(_texts(args.files, world.size > 1)))
-    texts = [_Text(*text) for text in json.loads(found)]
-    model, tokenizer = _load(args, world)
+    # 1) One rank lists the texts, and every rank loads the model.
+    listing = world.run_on_main(lambda: json.dumps(_list_texts(args.files, world.size > 1)))
+    texts = [_Text(*text) for text in json.loads(listing)]
+    model, tokenizer = _load_on_ranks(args, world)
     if len(texts) > 1 and not isinstance(tokenizer, ByteTokenizer):
         paths = [text.path for text in texts if Path(text.path).is_file()]
-        world.run_on_main(lambda: _expected(paths, check_utf8))
+        world.run_on_main(lambda: _check_files(paths, check_utf8))
+    # 2) Score them.
     began = perf_counter()
-    scores = _scores(texts, model, tokenizer, args.special_tokens, world)
-    total = _Score(*(sum(values) for values in zip(*scores, strict=True)))
+    scores = _score_texts(texts, model, tokenizer, args.special_tokens, world)
+    total = _FileScore(*(sum(values) for values in zip(*scores, strict=True)))
     world.run_checked(lambda: _check_predicted(texts[0], scores[0], total))
+    # 3) One rank prints the scores.
     if not world.is_main:
         return
     if len(texts) == 1:
@@ -92,103 +95,110 @@ def _run(args: argparse.Namespace, world: World) -> None:
         print(f"bits per byte   {_bits(total.nats, total.counted):.4f}")
         print(f"perplexity      {_perplexity(total):.4f} per token")
     else:
-        named = [(_named(text.path), score) for text, score in zip(texts, scores, strict=True)]
-        _print_table([*named, (f"all {len(texts)} texts", total)])
+        rows = [(_display_name(text.path), score) for text, score in zip(texts, scores, strict=True)]
+        _print_table([*rows, (f"all {len(texts)} texts", total)])
     print(f"{total.tokens / (perf_counter() - began):.1f} tokens/s", file=sys.stderr)
 
 
-def _load(args: argparse.Namespace, world: World) -> tuple[MambaLM, Tokenizer]:
-    """The model and tokenizer, on every worker; the first one fetches them and speaks."""
+def _load_on_ranks(args: argparse.Namespace, world: World) -> tuple[MambaLM, Tokenizer]:
+    """Load the model and tokenizer on every rank; the main one downloads them and prints."""
     if world.size == 1:
         return load(args)
-    source, device = world.run_on_main(lambda: str(resolve_source(args.model))), world.local_device(args.device)
+    source = world.run_on_main(lambda: str(resolve_source(args.model)))
+    device = world.local_device(args.device)
     with nullcontext() if world.is_main else redirect_stderr(io.StringIO()):
-        found = world.run_checked(lambda: load(argparse.Namespace(**{**vars(args), "model": source, "device": device})))
-    # Workers take as long as their texts: one that is lost closes its connections, and is noticed at once.
-    world.set_mesh(ParallelSection(context=world.size, timeout=_DAY), found[0].device)
-    return found
+        local_args = argparse.Namespace(**{**vars(args), "model": source, "device": device})
+        model, tokenizer = world.run_checked(lambda: load(local_args))
+    # Ranks wait for each other as long as a text lasts; a lost one closes its connections, which is noticed at once.
+    world.set_mesh(ParallelSection(context=world.size, timeout=_DAY), model.device)
+    return model, tokenizer
 
 
-def _scores(texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, world: World) -> list[_Score]:
-    """What each text costs. Workers take whole texts, and share those that are more than the part of one."""
+def _score_texts(
+    texts: list[_Text], model: MambaLM, tokenizer: Tokenizer, special: bool, world: World
+) -> list[_FileScore]:
+    """Score each text. Ranks score whole texts, and share texts that are larger than a rank's part of all."""
     if world.size > 1:
-        expected = world.run_on_main(lambda: json.dumps([digest_file(text.path) for text in texts]))
-        world.run_checked(lambda: _check_same(texts, json.loads(expected)))
-    places = _divided([text.size for text in texts], world.size)
-    own = [number for number, place in enumerate(places) if place == world.rank]
-    shared = [number for number, place in enumerate(places) if place is None]
-    sizes = [texts[number].size for number in (*own, *shared)]
-    progress, done = Progress(sum(sizes) if all(sizes) and world.is_main else 0), 0
-    found = torch.zeros(len(texts), len(_Score._fields), dtype=torch.float64)
+        digests = world.run_on_main(lambda: json.dumps([digest_file(text.path) for text in texts]))
+        world.run_checked(lambda: _check_same(texts, json.loads(digests)))
+    ranks = _assign_texts([text.size for text in texts], world.size)
+    local = [number for number, rank in enumerate(ranks) if rank == world.rank]
+    shared = [number for number, rank in enumerate(ranks) if rank is None]
+    sizes = [texts[number].size for number in (*local, *shared)]
+    progress = Progress(sum(sizes) if all(sizes) and world.is_main else 0)
+    done = 0
+    scores = torch.zeros(len(texts), len(_FileScore._fields), dtype=torch.float64)
 
-    def score(numbers: list[int], cp_group: ContextParallelGroup | None) -> None:
+    def score_all(numbers: list[int], cp_group: ContextParallelGroup | None) -> None:
         nonlocal done
         for number in numbers:
             path, size = texts[number]
             with nullcontext(stdin_bytes("pass a file")) if path == "-" else open_file(path) as file:
-                cost = _score(_named(path), file, model, tokenizer, special, progress, done, cp_group)
+                score = _score_file(_display_name(path), file, model, tokenizer, special, progress, done, cp_group)
             done += size
-            # What all workers count of a text that they share is counted once.
-            once = 1 if cp_group is None or world.is_main else 0
-            found[number] = torch.tensor([*(once * count for count in cost[:-1]), cost.nats], dtype=torch.float64)
+            # All ranks count the tokens and bytes of a shared text; one of them adds its counts to the sum.
+            weight = 1 if cp_group is None or world.is_main else 0
+            scores[number] = torch.tensor([*(weight * count for count in score[:-1]), score.nats], dtype=torch.float64)
 
-    world.run_checked(lambda: score(own, None))
-    world.run_checked(lambda: score(shared, world.cp_group))
+    world.run_checked(lambda: score_all(local, None))
+    world.run_checked(lambda: score_all(shared, world.cp_group))
     progress.close()
-    rows = world.all_reduce_sum(found, "to add up what the texts cost").tolist()
-    return [_Score(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
+    rows = world.all_reduce_sum(scores, "to add up the scores of the texts").tolist()
+    return [_FileScore(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
 
 
 def _check_same(texts: list[_Text], digests: list[str]) -> None:
-    """Refuse texts that are not those of the first worker: they could not be divided.
+    """Check that this rank has the same texts as the main one, so that ranks can divide them.
 
     Raises:
-        ValueError: there are some.
+        ValueError: A text differs.
     """
     for text, expected in zip(texts, digests, strict=True):
-        if (found := digest_file(text.path)) != expected:
+        if (digest := digest_file(text.path)) != expected:
             raise ValueError(
-                f"{text.path}: every worker must see the same text: expected the checksum {expected}, got {found}"
+                f"{text.path}: every rank must see the same text: expected the checksum {expected}, got {digest}"
             )
 
 
-def _divided(sizes: list[int], count: int) -> list[int | None]:
-    """The worker that takes each text, the largest first to who has least; None: all share it."""
-    loads, places = [0] * count, list[int | None]([None] * len(sizes))
+def _assign_texts(sizes: list[int], world_size: int) -> list[int | None]:
+    """Assign texts to ranks, largest first, always to the least loaded; None means all ranks share the text."""
+    loads = [0] * world_size
+    ranks = list[int | None]([None] * len(sizes))
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        if count == 1 or sizes[number] * count <= sum(sizes):
-            places[number] = least = loads.index(min(loads))
-            loads[least] += sizes[number]
-    return places
+        if world_size == 1 or sizes[number] * world_size <= sum(sizes):
+            rank = loads.index(min(loads))
+            ranks[number] = rank
+            loads[rank] += sizes[number]
+    return ranks
 
 
-def _check_predicted(text: _Text, score: _Score, total: _Score) -> None:
+def _check_predicted(text: _Text, score: _FileScore, total: _FileScore) -> None:
     if not total.predicted:
-        raise ValueError(f"{_named(text.path)}: a text of at least two tokens is needed, got {score.tokens}")
+        raise ValueError(f"{_display_name(text.path)}: a text of at least two tokens is needed, got {score.tokens}")
 
 
-def _named(path: str) -> str:
+def _display_name(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
-def _texts(paths: list[str], several: bool) -> list[_Text]:
-    """The texts of files and directories.
+def _list_texts(paths: list[str], is_distributed: bool) -> list[_Text]:
+    """Return the texts of files and directories.
 
     Raises:
-        ValueError: there are none, or something that `several` workers cannot all read.
+        ValueError: There are none, or several ranks cannot all read one of them.
     """
-    files = [file for path in paths for file in _files_of(path)]
-    for path in files if several else ():
+    files = [file for path in paths for file in _list_files(path)]
+    for path in files if is_distributed else ():
         if path == "-" or not Path(path).is_file():
-            raise ValueError(f"{_named(path)}: several workers read files, and this is none; use one process")
+            raise ValueError(f"{_display_name(path)}: not a file, which several ranks could read; use one process")
     return [_Text(path, 0 if path == "-" else Path(path).stat().st_size) for path in files]
 
 
-def _files_of(path: str) -> list[str]:
-    """A file itself, or the files in a directory.
+def _list_files(path: str) -> list[str]:
+    """Return a file itself, or the files in a directory.
 
     Raises:
-        ValueError: it does not exist, or has a file that cannot be text.
+        ValueError: It does not exist, or has a file that cannot be text.
     """
     if path == "-":
         stdin_bytes("pass a file")
@@ -200,12 +210,12 @@ def _files_of(path: str) -> list[str]:
     files = [str(document.path) for document in list_files(path)]
     if not files:
         raise ValueError(f"{path}: no text files there")
-    _expected(files, check_unpacked)
+    _check_files(files, check_unpacked)
     return files
 
 
-def _expected(files: list[str], check: Callable[[Document, bytes], None]) -> str:
-    """Refuse files that a check refuses, all of them named; nothing to say where it refuses none."""
+def _check_files(files: list[str], check: Callable[[Document, bytes], None]) -> str:
+    """Check files, and raise one error that names every file with a problem; return an empty message otherwise."""
     problems = []
     for path in files:
         try:
@@ -217,16 +227,16 @@ def _expected(files: list[str], check: Callable[[Document, bytes], None]) -> str
     return ""
 
 
-def _print_table(rows: list[tuple[str, _Score]]) -> None:
-    """Print a line for each text, with its name at the end."""
+def _print_table(rows: list[tuple[str, _FileScore]]) -> None:
+    """Print one line per text, with its name at the end."""
     table = [("tokens", "bits per byte", "perplexity", ""), *((*score.cells(), name) for name, score in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     for row in table:
         print("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
 
 
-def _score(
-    where: str,
+def _score_file(
+    name: str,
     file: Any,
     model: MambaLM,
     tokenizer: Tokenizer,
@@ -234,31 +244,44 @@ def _score(
     progress: Progress,
     done: int,
     cp_group: ContextParallelGroup | None = None,
-) -> _Score:
-    """Score a text, after special tokens if asked for; `done` bytes of others have been scored before it.
+) -> _FileScore:
+    """Score a file.
 
-    With `cp_group` who share it, the nats are those of the part here.
+    Args:
+        name: Name of the file, for errors.
+        file: Open file.
+        model: Language model.
+        tokenizer: Tokenizer of the model.
+        special: Whether special tokens precede the text.
+        progress: Bar to advance.
+        done: Bytes of other files that were scored before.
+        cp_group: Ranks that share the text; the likelihood is then that of this rank's part.
     """
-    size, first_bytes, begin = 0, 0, True
-    leads = special and bool(tokenizer.encode("", add_special_tokens=True))  # a token without bytes stands before it
+    size = 0
+    first_bytes = 0  # of the first token, which is not predicted
+    is_begin = True
+    # A special token before the text is then the one that is not predicted, and has no bytes.
+    has_special = special and bool(tokenizer.encode("", add_special_tokens=True))
 
-    def pieces() -> Iterator[list[int]]:
-        nonlocal first_bytes, size, begin
-        for text in _blocks(where, file, tokenizer):
-            ids = tokenizer.encode(text, add_special_tokens=begin and special)
-            if begin and ids and not leads:
+    def encode_blocks() -> Iterator[list[int]]:
+        nonlocal first_bytes, size, is_begin
+        for text in _read_blocks(name, file, tokenizer):
+            ids = tokenizer.encode(text, add_special_tokens=is_begin and special)
+            if is_begin and ids and not has_special:
                 # A part of a character decodes to a replacement, which has other bytes than the text.
                 first_bytes = max(1, len(tokenizer.decode(ids[:1]).partition("\ufffd")[0].encode()))
-            size, begin = size + len(text.encode("utf-8", errors="surrogateescape")), begin and not ids
+            size += len(text.encode("utf-8", errors="surrogateescape"))
+            is_begin = is_begin and not ids
             yield ids
 
-    found = Likelihood(0.0, 0, 0)
-    for found in likelihood(model, pieces(), cp_group=cp_group):
-        progress.at(done + size, f"{_bits(found.nats, max(1, size)):.3f} bits per byte")
-    return _Score(found.read, found.predicted, size, max(1, size - first_bytes) if found.predicted else 0, found.nats)
+    score = TextScore(0.0, 0, 0)
+    for score in score_text(model, encode_blocks(), cp_group=cp_group):
+        progress.at(done + size, f"{_bits(score.nats, max(1, size)):.3f} bits per byte")
+    counted = max(1, size - first_bytes) if score.predicted else 0
+    return _FileScore(score.read, score.predicted, size, counted, score.nats)
 
 
-def _perplexity(score: _Score) -> float:
+def _perplexity(score: _FileScore) -> float:
     return math.exp(min(700.0, score.nats / score.predicted))
 
 
@@ -266,8 +289,8 @@ def _bits(nats: float, count: int) -> float:
     return nats / math.log(2) / count
 
 
-def _blocks(where: str, file: Any, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text in blocks that end after a newline if there is one, so that tokens are rarely cut."""
+def _read_blocks(name: str, file: Any, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text in blocks that end after a newline if there is one, so that tokens are rarely cut."""
     rest = b""
     while block := file.read(_BLOCK):
         block = rest + block
@@ -275,15 +298,15 @@ def _blocks(where: str, file: Any, tokenizer: Tokenizer) -> Iterator[str]:
         if cut == 0 and len(block) < 8 * _BLOCK:
             rest = block
             continue
-        cut = cut or _character_end(block)
+        cut = cut or _find_character_end(block)
         rest = block[cut:]
-        yield decode_text(where, block[:cut], tokenizer)
+        yield decode_text(name, block[:cut], tokenizer)
     if rest:
-        yield decode_text(where, rest, tokenizer)
+        yield decode_text(name, rest, tokenizer)
 
 
-def _character_end(block: bytes) -> int:
-    """The last place in the block where no UTF-8 character is cut."""
+def _find_character_end(block: bytes) -> int:
+    """Return the last offset in the block that cuts no UTF-8 character."""
     for back in range(1, 5):
         if block[-back] & 0b1100_0000 != 0b1000_0000:
             return len(block) - back

@@ -1,7 +1,4 @@
-"""`anymamba info`: this machine, or a model, without keeping its weights.
-
-§ What `anymamba info` says of a stack, and of models around one that do not generate text.
-"""
+"""`anymamba info`: a table that describes this machine, or a model without keeping its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from anymamba.checkpoints.empty_model import empty_model, parameter_count
 from anymamba.checkpoints.load import resolve_weight_format
 from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
 from anymamba.checkpoints.weight_files import describe_non_finite
-from anymamba.cli.common import DTYPES, readable_bytes
+from anymamba.cli.common import DTYPES, format_bytes
 from anymamba.core.io import read_json
 from anymamba.core.linear import matmul_library, multiplies_bfloat16
 from anymamba.core.registry import describe_kernels, missing_kernel
@@ -30,101 +27,102 @@ from anymamba.version import __version__
 _BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")
 
 
-def kind_of(directory: Path) -> type[SequenceModel] | None:
-    """The kind of model around a stack that a directory has; None for anything else."""
+def _find_model_type(directory: Path) -> type[SequenceModel] | None:
+    """Return the type of a model that is not a language model; None for anything else."""
     if not (directory / "config.json").is_file():
         return None
     return SequenceModel.BY_MODEL_TYPE.get(str(read_json(directory / "config.json").get("model_type")))
 
 
-def stack_rows(config: StackConfig) -> list[tuple[str, str]]:
-    """The shape of a stack and of its blocks."""
+def _describe_stack(config: StackConfig) -> list[tuple[str, str]]:
+    """Return rows for the shape of a stack and of its blocks."""
     shape = f"{config.n_layer} layers of width {config.d_model}"
     if config.mlp_width:
         shape += f", MLP {config.mlp_width}"
-    return [("shape", "; ".join([shape, *_composition(config)])), *_blocks(config)]
+    return [("shape", "; ".join([shape, *_describe_composition(config)])), *_describe_blocks(config)]
 
 
-def _composition(config: StackConfig) -> list[str]:
-    """What distinguishes a stack from layers that are passed through once, one after another."""
+def _describe_composition(config: StackConfig) -> list[str]:
+    """Return what distinguishes a stack from layers that run once each, in order."""
     ignored = [name for name in ("first", "last") if getattr(config, f"ignore_{name}_residual")]
-    places = len(config.class_tokens) + sum(map(len, config.layer_class_tokens))
-    said = {
+    class_tokens = len(config.class_tokens) + sum(map(len, config.layer_class_tokens))
+    features = {
         f"in both directions, merge {getattr(config, 'merge', '')}": isinstance(config, BidirectionalConfig),
-        f"{len(config.layer_order())} passes, {_schedule(config)}": _is_scheduled(config),
+        f"{len(config.layer_order())} passes, {_describe_schedule(config)}": _is_scheduled(config),
         f"{' and '.join(ignored)} residual ignored": bool(ignored),
         f"{config.streams} gated streams": bool(config.streams),
-        f"{places} class token{'s' * (places > 1)}": bool(places),
+        f"{class_tokens} class token{'s' * (class_tokens > 1)}": bool(class_tokens),
         f"dropout {config.dropout}": bool(config.dropout),
         f"gradients through the last {config.grad_horizon}": config.grad_horizon is not None,
     }
-    return [text for text, holds in said.items() if holds]
+    return [text for text, is_used in features.items() if is_used]
 
 
 def _is_scheduled(config: StackConfig) -> bool:
     return config.n_virtual is not None or not isinstance(config.schedule, str)
 
 
-def _schedule(config: StackConfig) -> str:
+def _describe_schedule(config: StackConfig) -> str:
     return config.schedule if isinstance(config.schedule, str) else f"layers {' '.join(map(str, config.schedule))}"
 
 
-def _blocks(config: StackConfig) -> list[tuple[str, str]]:
-    """A row for all blocks, or one for each layer if they differ."""
+def _describe_blocks(config: StackConfig) -> list[tuple[str, str]]:
+    """Return a row for all blocks, or one for each layer if they differ."""
     if not config.layer_cfgs:
-        return [("block", described_block(config.block_config()))]
+        return [("block", _describe_block(config.block_config()))]
     return [
-        (f"layer {i}", f"{config.family(i).__name__}, {described_block(config.block_config(i))}")
+        (f"layer {i}", f"{config.family(i).__name__}, {_describe_block(config.block_config(i))}")
         for i in range(config.n_layer)
     ]
 
 
-def described_block(block: Any) -> str:
-    """The sizes of a block, by name."""
+def _describe_block(block: Any) -> str:
+    """Return the sizes of a block, by name."""
     return ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))
 
 
-def sequence_model_rows(directory: Path, kind: type[SequenceModel]) -> list[tuple[str, str]]:
-    """What a model around a stack reads and answers."""
-    model = kind.from_pretrained(directory)
+def _describe_sequence_model(directory: Path, model_type: type[SequenceModel]) -> list[tuple[str, str]]:
+    """Return the rows of a model that is not a language model."""
+    model = model_type.from_pretrained(directory)
     c = model.config
     stack = c.stack_config()
     weights = sum(p.nbytes for p in model.parameters())
     dtype = next(model.parameters()).dtype
-    reads = f"tokens, {c.vocab_size} of them" if c.vocab_size is not None else f"{_numbers(c.input_size)} a step"
+    inputs = f"tokens below {c.vocab_size}" if c.vocab_size is not None else f"{_count_numbers(c.input_size)} per step"
     rows = [
-        ("model", f"{kind.__name__}, {stack.layer}, in {directory}"),
-        *_trained_for(directory),
-        *stack_rows(stack),
-        ("reads", reads),
+        ("model", f"{model_type.__name__}, {stack.layer}, in {directory}"),
+        *_describe_task(directory),
+        *_describe_stack(stack),
+        ("input", inputs),
         *([("class tokens", f"{len(c.class_tokens)} before the input")] if c.class_tokens else []),
-        ("answers", _answers(model)),
+        ("output", _describe_output(model)),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
-        ("stored as", f"{dtype}, {readable_bytes((directory / 'model.safetensors').stat().st_size)}"),
-        ("weights", readable_bytes(weights)),
+        ("stored as", f"{dtype}, {format_bytes((directory / 'model.safetensors').stat().st_size)}"),
+        ("weights", format_bytes(weights)),
     ]
     if isinstance(model, LatentModel) and not c.bidirectional:
-        rows.append(("state", f"{readable_bytes(model.init_cache(1).nbytes)} per sequence, at any length"))
+        rows.append(("state", f"{format_bytes(model.init_cache(1).nbytes)} per sequence, at any length"))
     return [*rows, ("values", describe_non_finite(model.state_dict().items()) or "all finite")]
 
 
-def _trained_for(directory: Path) -> list[tuple[str, str]]:
-    """What a run on files wrote beside the model, if one made it."""
+def _describe_task(directory: Path) -> list[tuple[str, str]]:
+    """Return what the model was trained for, if a run on files made it."""
     if not (directory / TASK_FILE).is_file():
         return []
     facts = read_json(directory / TASK_FILE)
     targets, columns = (" ".join(facts.get(name) or []) for name in ("targets", "columns"))
-    of, read = f" of {targets}" if targets else "", f", reading {columns}" if columns else ""
-    return [("trained for", f"{facts.get('task')}{of}{read}")]
+    of_targets = f" of {targets}" if targets else ""
+    from_columns = f", reading {columns}" if columns else ""
+    return [("trained for", f"{facts.get('task')}{of_targets}{from_columns}")]
 
 
-def _numbers(count: int | None) -> str:
+def _count_numbers(count: int | None) -> str:
     return "1 number" if count == 1 else f"{count} numbers"
 
 
-def _answers(model: SequenceModel) -> str:
+def _describe_output(model: SequenceModel) -> str:
     c = model.config
-    numbers = _numbers(c.output_size)
+    numbers = _count_numbers(c.output_size)
     if isinstance(model, MaskedLM):
         return "the token at each position, and an embedding of each sequence"
     if isinstance(model, LatentModel):
@@ -137,45 +135,45 @@ def _answers(model: SequenceModel) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a table."""
-    rows = _machine() if args.model is None else _model(args)
+    """Print the table."""
+    rows = _describe_machine() if args.model is None else _describe_model(args)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
 
 
-def _machine() -> list[tuple[str, str]]:
+def _describe_machine() -> list[tuple[str, str]]:
     return [
         ("anymamba", __version__),
         ("torch", torch.__version__),
         ("python", f"{platform.python_version()} on {platform.machine()}"),
         ("threads", str(torch.get_num_threads())),
         *_kernels(),
-        ("products", _products()),
+        ("matmul", _describe_matmul()),
         *_default_paths(),
     ]
 
 
-def _products() -> str:
-    """Which library multiplies float32 matrices on a CPU."""
+def _describe_matmul() -> str:
+    """Return which library multiplies float32 matrices on a CPU."""
     if matmul_library() == "torch":
-        return "torch's own"
-    return "by oneDNN: torch's own leaves AVX-512 unused on this processor"
+        return "torch"
+    return "oneDNN: torch does not use AVX-512 on this processor"
 
 
-def _narrow_products(format: str, dtype: torch.dtype) -> str:
-    """How prompts are multiplied with weights in a narrow format."""
+def _describe_quantized_matmul(format: str, dtype: torch.dtype) -> str:
+    """Return how prompts are multiplied with quantized weights."""
     if missing_kernel("quantized_linear", torch.empty(0, dtype=dtype), None, None, None, format, 0):
-        return "of weights widened to float32"
+        return "prompts in float32, with dequantized weights"
     if format != "bfloat16" or dtype != torch.bfloat16:
-        return "of prompts in float32, with some rows of the weights widened at a time"
+        return "prompts in float32, with some rows of the weights dequantized at a time"
     if multiplies_bfloat16():
-        return "of prompts in bfloat16, for which this processor has units"
-    return "of prompts in float32: no units for bfloat16 are known here"
+        return "prompts in bfloat16, for which this processor has instructions"
+    return "prompts in float32: this processor has no instructions for bfloat16"
 
 
 def _default_paths() -> list[tuple[str, str]]:
-    """Which algorithm computes the scan by default, by device and dtype."""
+    """Return the algorithm that computes the scan by default, by device and dtype."""
     devices = ["cpu"]
     devices += ["cuda"] if torch.cuda.is_available() else []
     devices += ["mps"] if torch.backends.mps.is_available() else []
@@ -196,40 +194,44 @@ def _kernels() -> list[tuple[str, str]]:
     return [("kernels" if len(descriptions) == 1 else f"kernels/{name}", d) for name, d in descriptions.items()]
 
 
-def _model(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if (kind := kind_of(Path(args.model))) is not None:
-        if given := [f"--{name}" for name in ("dtype", "weights", "block") if getattr(args, name)]:
-            raise ValueError(f"{args.model}: {' '.join(given)}: only for language models, got a {kind.__name__}")
-        return sequence_model_rows(Path(args.model), kind)
-    checkpoint, dtype = open_checkpoint(args.model, dict(args.block)), DTYPES.get(args.dtype)
-    config, stack = checkpoint.config, checkpoint.config.stack_config()
-    narrow = resolve_weight_format(checkpoint, args.weights, dtype)
-    model = empty_model(config, dtype or checkpoint.dtype, narrow)
+def _describe_model(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if (model_type := _find_model_type(Path(args.model))) is not None:
+        if options := [f"--{name}" for name in ("dtype", "weights", "block") if getattr(args, name)]:
+            raise ValueError(
+                f"{args.model}: {' '.join(options)}: for language models only, got a {model_type.__name__}"
+            )
+        return _describe_sequence_model(Path(args.model), model_type)
+    checkpoint = open_checkpoint(args.model, dict(args.block))
+    dtype = DTYPES.get(args.dtype)
+    config = checkpoint.config
+    stack = config.stack_config()
+    weight_format = resolve_weight_format(checkpoint, args.weights, dtype)
+    model = empty_model(config, dtype or checkpoint.dtype, weight_format)
     parameters = parameter_count(config)
     weights = sum(p.nbytes for p in model.parameters())
     state = model.init_cache(1).nbytes
     working = _working_bytes(model)
     stored = checkpoint.weights or checkpoint.dtype
-    kept = f"in {narrow}, computing in {model.dtype}" if narrow else f"in {model.dtype}"
+    in_memory = f"in {weight_format}, computing in {model.dtype}" if weight_format else f"in {model.dtype}"
     padding = config.padded_vocab_size - config.vocab_size
     return [
         ("model", f"{stack.layer}, {checkpoint.format.name} format, in {checkpoint.directory}"),
-        *stack_rows(stack),
+        *_describe_stack(stack),
         *([("activation", "not given in the config: heavy_tail or softplus")] if is_ambiguous(config) else []),
         ("vocabulary", f"{config.vocab_size:,}" + (f" (+ {padding} of padding)" if padding else "")),
         ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("parameters", f"{parameters:,}"),
-        ("stored as", f"{stored}, {readable_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
-        ("weights", f"{readable_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {kept}"),
-        ("state", f"{readable_bytes(state)} per sequence, at any length"),
-        ("memory", f"about {readable_bytes(weights + state + working)} to generate from one sequence"),
-        *([("products", _narrow_products(narrow, model.dtype))] if narrow else []),
+        ("stored as", f"{stored}, {format_bytes(sum(f.stat().st_size for f in checkpoint.files))}"),
+        ("weights", f"{format_bytes(weights)}, {8 * weights / parameters:.2f} bits each, {in_memory}"),
+        ("state", f"{format_bytes(state)} per sequence, at any length"),
+        ("memory", f"about {format_bytes(weights + state + working)} to generate from one sequence"),
+        *([("matmul", _describe_quantized_matmul(weight_format, model.dtype))] if weight_format else []),
         ("values", count_non_finite_values(checkpoint) or "all finite"),
     ]
 
 
 def _working_bytes(model: MambaLM) -> int:
-    """Roughly what a segment needs in a layer, as measured: a few times its widest tensors, and the logits."""
+    """Estimate the memory of a segment in a layer: a few times its largest tensors, as measured, and the logits."""
     mixer: Any = model.backbone.layers[0].mixer
     keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries for every head
     floats = 4 * mixer.in_proj.out_features + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())

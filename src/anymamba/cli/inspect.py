@@ -1,4 +1,4 @@
-"""`anymamba inspect`: a page that shows what a model does with a text."""
+"""`anymamba inspect`: an HTML page that shows what a model does with a text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 
 from anymamba.analysis.page import page
 from anymamba.analysis.report_data import report_data
-from anymamba.cli.common import decode_text, load, read_file, readable_bytes, stdin_bytes
+from anymamba.cli.common import check_at_least, decode_text, format_bytes, load, read_file, stdin_bytes
 from anymamba.core.io import atomic_write
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load, look, write the page."""
+    """Run the model over the text, and write the page."""
     target = Path(args.out)
-    if args.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+    check_at_least(args, 1, "tokens")
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ValueError(
             f"--out {args.out}: {'it is a directory' if target.is_dir() else 'there is no such directory'}"
@@ -36,4 +35,4 @@ def run(args: argparse.Namespace) -> None:
     with atomic_write(target) as temporary:
         temporary.write_bytes(content)
     cut = f", the first {args.tokens} of {len(ids)} tokens" if len(ids) > args.tokens else ""
-    print(f"{target}: {readable_bytes(len(content))}{cut}", file=sys.stderr)
+    print(f"{target}: {format_bytes(len(content))}{cut}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import subprocess
@@ -9,14 +10,29 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import NoReturn, TextIO
 
-from anymamba.cli.options import parse
+from anymamba.cli.options import add_convert, add_eval, add_generate, add_info, add_inspect, add_push
+from anymamba.cli.serve_options import add_bench_serve, add_serve
+from anymamba.cli.train_options import add_predict, add_train
+from anymamba.core.config_fields import check_known
 from anymamba.core.process import keep_freed_memory
+from anymamba.version import __version__
 
-# Each module has a function `run`, and is imported only when its command runs: torch takes seconds.
-_MODULES = {"eval": "evaluate", "bench-serve": "bench_serve"}
-_AMPLE = 2**32  # bytes of address space that surely suffice to import torch
+# The module and function of each command; imported only when it runs, because importing torch takes seconds.
+_COMMANDS = {
+    "train": "train.run_train",
+    "predict": "train.run_predict",
+    "generate": "generate.run",
+    "eval": "evaluate.run",
+    "inspect": "inspect.run",
+    "convert": "convert.run_convert",
+    "push": "convert.run_push",
+    "info": "info.run",
+    "serve": "serve.run_serve",
+    "bench-serve": "serve.run_bench_serve",
+}
+_ENOUGH_ADDRESS_SPACE = 2**32  # bytes that surely suffice to import torch
 _OUT_OF_MEMORY = (  # in messages of torch's allocators, of the system, of its loader, and of oneDNN
     "out of memory",
     "not enough memory",
@@ -31,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: without the program's name; those of the process if not given.
+        arguments: Arguments without the program's name; by default those of the process.
 
     Returns:
         The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when
@@ -42,59 +58,105 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             args = parse(sys.argv[1:] if arguments is None else arguments)
-            _check_room_for_torch()
-            import_module(f"anymamba.cli.{_MODULES.get(args.command, args.command)}").run(args)
+            _check_memory_for_torch()
+            module, _, function = _COMMANDS[args.command].partition(".")
+            getattr(import_module(f"anymamba.cli.{module}"), function)(args)
         except BrokenPipeError:
             # The reader of our output has gone. The interpreter must not fail when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             return 130
         except FloatingPointError as error:
-            if os.environ.get("RANK", "0") == "0":  # all workers of a run raise it
-                _say(str(error))
+            if os.environ.get("RANK", "0") == "0":  # all ranks of a run raise it
+                _print_error(str(error))
             return 1
         except Exception as error:
             if _is_out_of_memory(error):
-                _say(f"out of memory: {str(error) or type(error).__name__}")
+                _print_error(f"out of memory: {str(error) or type(error).__name__}")
             elif isinstance(error, ValueError | TypeError | OSError):
-                told = getattr(error, "is_shared", False) and os.environ.get("RANK", "0") != "0"
-                for line in [] if told else getattr(error, "lines", [str(error)]):  # several mistakes, one line each
-                    _say(line)
+                is_repeated = getattr(error, "is_shared", False) and os.environ.get("RANK", "0") != "0"
+                lines = getattr(error, "lines", [str(error)])  # several mistakes, one line each
+                for line in [] if is_repeated else lines:
+                    _print_error(line)
             else:
                 raise
             return 2
     return 0
 
 
-def _check_room_for_torch() -> None:
-    """Refuse to import torch under a limit that is too low: numpy and torch would end the process instead of raising.
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command and its options.
 
     Raises:
-        MemoryError: it is.
+        ValueError: There is no such command or option, or a value cannot be read.
+        SystemExit: Help or the version was requested, and is printed.
+    """
+    parser, commands = build_parser()
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name is not None:
+        check_known(name, commands, "", "command")
+    elif arguments:
+        check_known(arguments[0].partition("=")[0], parser._option_string_actions, "", "option")
+    args, unknown = parser.parse_known_args(arguments)
+    for argument in unknown:
+        if argument.startswith("-"):
+            known = [option for option in commands[args.command]._option_string_actions if option.startswith("--")]
+            otherwise = f"anymamba {args.command} --help lists the options"
+            check_known(argument.partition("=")[0], known, "", "option", otherwise)
+    if unknown:
+        raise ValueError(f"{unknown[0]}: unexpected argument")
+    return args
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser, and the parser of each command by name."""
+    parser = Parser(prog="anymamba", description="Mamba-1, Mamba-2 and Mamba-3 on any machine.")
+    parser.add_argument("--version", action="version", version=f"anymamba {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    for add in (add_train, add_predict, add_generate, add_eval, add_inspect, add_convert, add_push, add_info):
+        add(commands)
+    add_serve(commands)
+    add_bench_serve(commands)
+    return parser, dict(commands.choices)
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message that argparse would print below its usage."""
+        raise ValueError(f"{message} ({self.prog} --help lists the options)")
+
+
+def _check_memory_for_torch() -> None:
+    """Check that the process may use enough memory to import torch, which would end it instead of raising.
+
+    Raises:
+        MemoryError: The limit on address space is too low.
     """
     try:
         import resource
     except ImportError:  # Windows
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if "torch" in sys.modules or limit == resource.RLIM_INFINITY or limit >= _AMPLE:
+    if "torch" in sys.modules or limit == resource.RLIM_INFINITY or limit >= _ENOUGH_ADDRESS_SPACE:
         return
     if subprocess.run([sys.executable, "-c", "import numpy, torch"], capture_output=True).returncode:
         raise MemoryError(f"torch cannot be loaded within {limit / 2**20:,.0f} MiB (ulimit -v)")
 
 
-def _say(message: str) -> None:
-    """One line on stderr."""
+def _print_error(message: str) -> None:
+    """Print one line to stderr."""
     print(f"anymamba: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, says that memory ran out."""
+    """Return whether an error, or one that caused it, means that memory ran out."""
     if error is None:
         return False
-    known = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    known = known or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
-    return known or _is_out_of_memory(error.__cause__ or error.__context__)
+    is_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    is_memory = is_memory or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    return is_memory or _is_out_of_memory(error.__cause__ or error.__context__)
 
 
 def _show_warning(

@@ -1,26 +1,22 @@
-"""The options of `anymamba serve` and `anymamba bench-serve`; like all options, without torch."""
+"""The options of serve and bench-serve; like all options, without torch."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
+
+from anymamba.cli.options import INTEGER, NUMBER, add_model, parse_name_value
 
 KEY_VARIABLE = "ANYMAMBA_API_KEY"
 
 
-def add_serve(
-    commands: Any,
-    add_model: Callable[[argparse.ArgumentParser], None],
-    whole: Callable[[str], Any],
-    real: Callable[[str], Any],
-) -> None:
-    """MODEL, where to listen, who may send requests, and limits on them."""
+def add_serve(commands: Any) -> None:
+    """Add the options of `anymamba serve`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="serve a model over HTTP, with an OpenAI-compatible API and a chat page",
         description="Serve a model over HTTP: /v1/completions and /v1/chat/completions, for OpenAI's and other "
-        "clients, and a chat page at /. A conversation takes the same memory at any length, and no part of it is read "
+        "clients, and a chat page at /. A conversation needs the same memory at any length, and no part of it is read "
         "twice.",
     )
     add_model(parser)
@@ -29,10 +25,10 @@ def add_serve(
     )
     parser.add_argument(
         "--port",
-        type=whole,
+        type=INTEGER,
         default=8080,
         metavar="N",
-        help="port to listen on; 0: any free one (default: %(default)s)",
+        help="port to listen on; 0 for any free one (default: %(default)s)",
     )
     parser.add_argument("--name", help="model name that clients use (default: the directory's name)")
     parser.add_argument(
@@ -48,7 +44,7 @@ def add_serve(
         action="append",
         default=[],
         metavar="NAME",
-        help="further host name that requests may be addressed to; repeatable",
+        help="additional host name that requests may be addressed to; repeatable",
     )
     safety.add_argument(
         "--cors",
@@ -57,16 +53,16 @@ def add_serve(
         metavar="ORIGIN",
         help="site (https://...) whose pages may send requests; repeatable",
     )
-    states = parser.add_argument_group("kept states")
+    states = parser.add_argument_group("cached states")
     states.add_argument("--states", metavar="DIR", help="also keep states on disk, so that sessions survive a restart")
     states.add_argument(
-        "--state-memory", type=whole, default=1024, metavar="MIB", help="memory for states (default: %(default)s)"
+        "--state-memory", type=INTEGER, default=1024, metavar="MIB", help="memory for states (default: %(default)s)"
     )
     states.add_argument(
-        "--state-disk", type=whole, default=8192, metavar="MIB", help="disk space for states (default: %(default)s)"
+        "--state-disk", type=INTEGER, default=8192, metavar="MIB", help="disk space for states (default: %(default)s)"
     )
     work = parser.add_argument_group("scheduling")
-    work.add_argument("--rows", type=whole, default=64, metavar="N", help="most rows decoded together (default: 64)")
+    work.add_argument("--rows", type=INTEGER, default=64, metavar="N", help="rows decoded together (default: 64)")
     work.add_argument(
         "--together",
         action="store_true",
@@ -75,75 +71,81 @@ def add_serve(
         "on other requests",
     )
     work.add_argument(
-        "--segment-len", type=whole, default=256, metavar="N", help="prompt tokens per read (default: 256)"
+        "--segment-len", type=INTEGER, default=256, metavar="N", help="prompt tokens computed at once (default: 256)"
     )
     work.add_argument(
         "--stall",
-        type=real,
+        type=NUMBER,
         default=0.1,
         metavar="SECONDS",
         help="how long reading prompts may delay running replies (default: %(default)s)",
     )
-    _add_limits(parser, whole, real)
+    _add_limits(parser)
 
 
-def _add_limits(parser: argparse.ArgumentParser, whole: Callable[[str], Any], real: Callable[[str], Any]) -> None:
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     for name, kind, default, unit, text in (
-        ("max-body", whole, 4, "MIB", "largest body of a request"),
-        ("max-prompt", whole, 131_072, "N", "most tokens in a prompt"),
-        ("max-tokens", whole, 4096, "N", "most tokens in a reply"),
-        ("max-n", whole, 16, "N", "most replies to a request"),
-        ("max-requests", whole, 256, "N", "most requests at a time, including those that wait; others get status 429"),
-        ("max-connections", whole, 1024, "N", "most connections at a time"),
-        ("request-seconds", real, 600.0, "S", "time limit for a request, after which its reply ends"),
-        ("body-seconds", real, 10.0, "S", "time limit for a request to arrive"),
-        ("grace", real, 10.0, "S", "time for running requests to finish when the server is stopped"),
+        ("max-body", INTEGER, 4, "MIB", "largest body of a request"),
+        ("max-prompt", INTEGER, 131_072, "N", "largest number of tokens in a prompt"),
+        ("max-tokens", INTEGER, 4096, "N", "largest number of tokens in a reply"),
+        ("max-n", INTEGER, 16, "N", "largest number of replies to a request"),
+        (
+            "max-requests",
+            INTEGER,
+            256,
+            "N",
+            "largest number of open requests, waiting ones included; others get status 429",
+        ),
+        ("max-connections", INTEGER, 1024, "N", "largest number of connections"),
+        ("request-seconds", NUMBER, 600.0, "S", "time limit for a request, after which its reply ends"),
+        ("body-seconds", NUMBER, 10.0, "S", "time limit for a request to arrive"),
+        ("grace", NUMBER, 10.0, "S", "time for running requests to finish when the server is stopped"),
     ):
         limits.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text} (default: {default})")
 
 
-def add_bench_serve(
-    commands: Any, whole: Callable[[str], Any], real: Callable[[str], Any], option: Callable[[str], Any]
-) -> None:
-    """URL, the load, and where the figures go."""
+def add_bench_serve(commands: Any) -> None:
+    """Add the options of `anymamba bench-serve`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench-serve",
         help="send requests to a server and measure its latency and throughput",
         description="Send requests of random tokens to a server, and measure the time to the first token, the time "
         "between tokens and the throughput. It first prints what it will send. Without --rate, --concurrency requests "
-        "are open at any time (a closed loop). With --rate, so many requests are sent per second, however fast the "
-        "server answers (an open loop), and the time they wait counts.",
+        "are open at any time (a closed loop). With --rate, requests are sent at that rate, however fast the server "
+        "answers (an open loop), and their waiting time counts.",
     )
     parser.add_argument("url", metavar="URL", help="address of the server, such as http://127.0.0.1:8080")
     load = parser.add_argument_group("the load")
     load.add_argument(
-        "--requests", type=whole, metavar="N", help="number of requests (default: 64, or as many as --seconds allows)"
+        "--requests", type=INTEGER, metavar="N", help="number of requests (default: 64, or as many as --seconds allows)"
     )
-    load.add_argument("--seconds", type=real, metavar="S", help="time after which no more requests are sent")
+    load.add_argument("--seconds", type=NUMBER, metavar="S", help="time after which no more requests are sent")
     load.add_argument(
-        "--concurrency", type=whole, default=8, metavar="N", help="requests open at a time (default: %(default)s)"
+        "--concurrency", type=INTEGER, default=8, metavar="N", help="requests open at a time (default: %(default)s)"
     )
-    load.add_argument("--rate", type=real, metavar="R", help="requests per second, at random times")
+    load.add_argument("--rate", type=NUMBER, metavar="R", help="requests per second, at random times")
     for name, default, text in (("prompt", 128, "prompt"), ("output", 64, "reply")):
         load.add_argument(
             f"--{name}-tokens",
-            type=_range,
+            type=_parse_range,
             default=(default, default),
             metavar="N or N-M",
             help=f"tokens in each {text} (default: {default})",
         )
     load.add_argument(
-        "--seed", type=whole, default=0, metavar="N", help="random seed for prompts and times (default: %(default)s)"
+        "--seed", type=INTEGER, default=0, metavar="N", help="random seed for prompts and times (default: %(default)s)"
     )
     load.add_argument(
-        "--warm-up", type=whole, default=2, metavar="N", help="requests sent first and not counted (default: 2)"
+        "--warm-up", type=INTEGER, default=2, metavar="N", help="requests sent first and not counted (default: 2)"
     )
-    load.add_argument("--timeout", type=real, default=600.0, metavar="S", help="time limit of a request (default: 600)")
+    load.add_argument(
+        "--timeout", type=NUMBER, default=600.0, metavar="S", help="time limit of a request (default: 600)"
+    )
     load.add_argument("--model", metavar="NAME", help="model to request (default: the server's first)")
     load.add_argument(
         "--field",
-        type=option,
+        type=parse_name_value,
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -154,13 +156,13 @@ def add_bench_serve(
     parser.add_argument("--plot", metavar="FILE", help="plot the times to it (.png, .svg or .pdf; needs matplotlib)")
 
 
-def _range(text: str) -> tuple[int, int]:
-    """N or N-M, both above 0."""
+def _parse_range(text: str) -> tuple[int, int]:
+    """Parse N or N-M, both above 0."""
     low, dash, high = text.partition("-")
     try:
-        found = int(low), int(high if dash else low)
+        limits = (int(low), int(high if dash else low))
     except ValueError:
-        found = (0, 0)
-    if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, or two as in 100-200, got {text!r}")
-    return found
+        limits = (0, 0)
+    if not 1 <= limits[0] <= limits[1]:
+        raise argparse.ArgumentTypeError(f"expected an integer above 0, or two as in 100-200, got {text!r}")
+    return limits

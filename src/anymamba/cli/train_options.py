@@ -1,4 +1,4 @@
-"""The options of `anymamba train` and `anymamba predict`; like all options, without torch."""
+"""The options of train and predict; like all options, without torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from anymamba.cli.argtypes import WHOLE, one_of
+from anymamba.cli.options import INTEGER, choice_of
 from anymamba.core.config_fields import literal_choices, takes_list
 from anymamba.training.config.run_config import RunConfig, TrainingConfig
 from anymamba.training.config.tabular_config import KINDS, TabularConfig
 
 
 def add_train(commands: Any) -> None:
-    """CONFIG, --out, --resume, and an option for every field of the config."""
+    """Add the options of `anymamba train`: one for every field of the config, and a few more."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
         usage="anymamba train [CONFIG] [--out DIR | --resume DIR] [--plan] [--FIELD VALUE ...]",
@@ -31,7 +31,7 @@ def add_train(commands: Any) -> None:
     )
     parser.add_argument(
         "--task",
-        **one_of(("language", *KINDS)),
+        **choice_of(("language", *KINDS)),
         help="what to learn: to write text, or from tables, JSON lines and .npy files (default: language)",
     )
     _add_fields(parser.add_argument_group("fields of the config"), TrainingConfig, ())
@@ -40,13 +40,13 @@ def add_train(commands: Any) -> None:
 
 
 def _add_fields(fields: Any, config: type[RunConfig], known: Sequence[str]) -> None:
-    """An option for every field of a config, without those that are known."""
+    """Add an option for every field of a config, except `known` ones."""
     hints = config.hints()
     for name, field in config.fields_by_name().items():
         if name in known:
             continue
         allowed = ("true", "false") if bool in (hints[name], *get_args(hints[name])) else literal_choices(hints[name])
-        default = field.metadata.get("default") or _shown(field.default)
+        default = field.metadata.get("default") or _format_default(field.default)
         text = field.metadata["help"] + (f" (default: {default})" if default else "")
         several: dict[str, Any] = {"nargs": "+", "action": "extend"} if takes_list(hints[name]) else {}
         fields.add_argument(
@@ -58,8 +58,8 @@ def _add_fields(fields: Any, config: type[RunConfig], known: Sequence[str]) -> N
         )
 
 
-def _shown(value: Any) -> str:
-    """A default as the command line takes it, nothing for none."""
+def _format_default(value: Any) -> str:
+    """Return a default as the command line takes it; empty if there is none."""
     if value is None or callable(value) or not isinstance(value, str | int | float | tuple):
         return ""
     if isinstance(value, tuple):
@@ -68,7 +68,7 @@ def _shown(value: Any) -> str:
 
 
 def add_predict(commands: Any) -> None:
-    """MODEL, FILE, and where and how to write."""
+    """Add the options of `anymamba predict`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "predict",
         help="predict classes, numbers, forecasts or embeddings for the sequences of a file",
@@ -82,16 +82,16 @@ def add_predict(commands: Any) -> None:
     parser.add_argument("--out", metavar="FILE", help="where to write (default: stdout)")
     parser.add_argument(
         "--format",
-        **one_of(("jsonl", "csv")),
+        **choice_of(("jsonl", "csv")),
         help="format to write (default: jsonl, or csv if --out ends in .csv)",
     )
     parser.add_argument(
-        "--steps", type=WHOLE, default=1, metavar="N", help="steps of a forecast (default: %(default)s)"
+        "--steps", type=INTEGER, default=1, metavar="N", help="steps of a forecast (default: %(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=WHOLE, default=32, metavar="N", help="sequences computed together (default: %(default)s)"
+        "--batch-size", type=INTEGER, default=32, metavar="N", help="sequences computed together (default: %(default)s)"
     )
     parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
     parser.add_argument(
-        "--threads", type=WHOLE, metavar="N", help="CPU threads to compute with (default: torch's choice)"
+        "--threads", type=INTEGER, metavar="N", help="CPU threads to compute with (default: torch's choice)"
     )

@@ -1,7 +1,7 @@
-"""Let a text decide what a Mamba-3 checkpoint does not record: which activation its decay rates were trained with.
+"""Detect which activation a Mamba-3's decay rates were trained with, where the checkpoint does not record it.
 
-The wrong one changes every block by a fifth, and a trained model predicts worse with it. So a short text is scored with
-both, piece by piece, and the better one is taken if all pieces agree and the difference is clear.
+The wrong one changes the output of every block by a fifth, and a trained model predicts worse with it. So a few sample
+texts are scored with both, and the better one is used if all texts agree and the difference is clear.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from anymamba.generation.scoring import Likelihood, likelihood
+from anymamba.generation.scoring import TextScore, score_text
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.lm import MambaLM
 from anymamba.models.mamba3_activation import CHOICES, is_ambiguous, set_activation
 
-_CLEARLY = 0.01  # of the bits per byte
+_MIN_DIFFERENCE = 0.01  # relative difference in bits per byte that is clear
 
 # Several kinds of text, since it is unknown what the model was trained on.
 PROBE_TEXTS = (
@@ -39,56 +39,59 @@ PROBE_TEXTS = (
 
 
 class DetectionResult(NamedTuple):
-    """The evidence of a text.
+    """Scores of the sample texts.
 
     Attributes:
-        bits: bits per byte over all pieces, by activation.
-        taken: the activation that was chosen; empty if the pieces do not agree or the difference is not clear.
+        bits: Bits per byte over all texts, by activation.
+        activation: Activation that was detected; empty if the texts do not agree or the difference is not clear.
     """
 
     bits: dict[str, float]
-    taken: str
+    activation: str
 
     def __str__(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         first, second = sorted(self.bits, key=self.bits.__getitem__)
-        figures = f"{self.bits[first]:.3f} bits per byte of a short text, {self.bits[second]:.3f} with {second}"
-        if self.taken:
+        figures = f"{self.bits[first]:.3f} bits per byte of sample texts, {self.bits[second]:.3f} with {second}"
+        if self.activation:
             return (
                 f"the config does not name the activation of Mamba-3's decay rates: using {first} ({figures}); "
                 f"override with --block a_activation={second}"
             )
         return (
-            "the config does not name the activation of Mamba-3's decay rates, and a short text does not settle it "
-            f"({first}: {figures}); using heavy_tail, official since June 2026. Choose one with --block "
+            "the config does not name the activation of Mamba-3's decay rates, and scoring sample texts was "
+            f"inconclusive ({first}: {figures}); using heavy_tail, official since June 2026. Choose one with --block "
             "a_activation=softplus or heavy_tail"
         )
 
 
 def detect_activation(model: MambaLM, tokenizer: Tokenizer) -> DetectionResult | None:
-    """Choose the activation of an undecided model's decay rates; if the text does not settle it, leave it undecided.
+    """Detect and set the activation of a model whose config does not name it.
+
+    If the sample texts are inconclusive, the model gets the official activation, and its config still names none.
 
     Returns:
-        The evidence; None for a model that is not undecided.
+        The result; None for a model whose config names the activation.
     """
     if not is_ambiguous(model.config):
         return None
-    silent, scores = model.config, {}
+    original_config = model.config
+    scores = {}
     for activation in CHOICES:
         set_activation(model, activation)
-        scores[activation] = [_bits(model, tokenizer.encode(piece)) for piece in PROBE_TEXTS]
-    size = sum(len(piece.encode()) for piece in PROBE_TEXTS)
-    bits = {activation: sum(costs) / size for activation, costs in scores.items()}
+        scores[activation] = [_count_bits(model, tokenizer.encode(text)) for text in PROBE_TEXTS]
+    size = sum(len(text.encode()) for text in PROBE_TEXTS)
+    bits = {activation: sum(scores_of) / size for activation, scores_of in scores.items()}
     best, other = sorted(CHOICES, key=bits.__getitem__)
-    agree = all(mine < theirs for mine, theirs in zip(scores[best], scores[other], strict=True))
-    is_clear = agree and bits[other] - bits[best] > _CLEARLY * bits[best]
+    agree = all(better < worse for better, worse in zip(scores[best], scores[other], strict=True))
+    is_clear = agree and bits[other] - bits[best] > _MIN_DIFFERENCE * bits[best]
     set_activation(model, best if is_clear else CHOICES[0])
     if not is_clear:
-        model.config = silent
+        model.config = original_config
     return DetectionResult(bits, best if is_clear else "")
 
 
-def _bits(model: MambaLM, ids: list[int]) -> float:
-    """What a text costs."""
-    *_, last = Likelihood(0.0, 0, 0), *likelihood(model, [ids])
-    return last.nats / math.log(2)
+def _count_bits(model: MambaLM, ids: list[int]) -> float:
+    """Return the bits that the model needs for a text."""
+    *_, score = TextScore(0.0, 0, 0), *score_text(model, [ids])
+    return score.nats / math.log(2)

@@ -1,4 +1,4 @@
-"""How likely a model finds a text, streamed through fixed memory.
+"""How likely a model finds a text, computed segment by segment in a fixed amount of memory.
 
 Letters: t time, v vocabulary.
 """
@@ -18,14 +18,14 @@ from anymamba.models.lm import MambaLM
 from anymamba.models.loss import IGNORED_LABEL, cross_entropy_sum
 
 
-class Likelihood(NamedTuple):
-    """What a text has cost so far.
+class TextScore(NamedTuple):
+    """The score of a text so far.
 
     Attributes:
-        nats: negative log-likelihood of the tokens that were predicted; of those that were predicted here, where
-            several workers share the text.
-        predicted: how many these are: all but the first.
-        read: tokens the model has read.
+        nats: Negative log-likelihood of the predicted tokens; on a rank of a context-parallel group, of those that this
+            rank predicted.
+        predicted: Number of predicted tokens: all but the first.
+        read: Number of tokens that the model has read.
     """
 
     nats: float
@@ -33,90 +33,114 @@ class Likelihood(NamedTuple):
     read: int
 
 
+def score_text(
+    model: MambaLM,
+    tokens: Iterable[list[int]],
+    segment_len: int = SEGMENT_LEN,
+    cp_group: ContextParallelGroup | None = None,
+) -> Iterator[TextScore]:
+    """Score a text that arrives in chunks; memory depends neither on their number nor on the length of the text.
+
+    Args:
+        model: Language model.
+        tokens: Token ids of the text, in lists of any lengths.
+        segment_len: Number of tokens computed at once, on each rank.
+        cp_group: Ranks that share the text, each of which is given all tokens.
+
+    Yields:
+        The score so far, after each segment.
+    """
+    waiting: list[int] = []
+    total, predicted, read = 0.0, 0, 0
+    last_logits_1v, cache = None, None
+    segment_len *= 1 if cp_group is None else cp_group.size
+    for chunk, is_end in _mark_end(tokens):
+        # 1) Collect chunks until there is a segment, or the text has ended.
+        waiting += chunk
+        while len(waiting) >= segment_len or (is_end and waiting):
+            ids_t = torch.tensor(waiting[:segment_len], device=model.device)
+            waiting = waiting[segment_len:]
+            # 2) Score it, from the cache and the logits after the segment before it.
+            if cp_group is None:
+                nats, logits_1v, cache = _score_segment(model, ids_t, last_logits_1v, cache)
+            else:
+                nats, logits_1v, cache = _score_shared_segment(model, ids_t, last_logits_1v, cache, cp_group)
+            # 3) Add it up; the first token of a text is not predicted.
+            predicted += len(ids_t) - (last_logits_1v is None)
+            total += nats
+            read += len(ids_t)
+            last_logits_1v = logits_1v
+            yield TextScore(total, predicted, read)
+
+
 @torch.no_grad()
-def _segment_nats(
-    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None
+def _score_segment(
+    model: MambaLM, ids_t: Tensor, last_logits_1v: Tensor | None, cache: LMCache | None
 ) -> tuple[float, Tensor, LMCache]:
-    """The cost of one segment (t,), given the logits (1, v) and cache after the one before; the same after it."""
-    output = model(ids.unsqueeze(0), cache, labels=ids.unsqueeze(0), logits="last")
+    """Score one segment.
+
+    Args:
+        model: Language model.
+        ids_t: Token ids of the segment.
+        last_logits_1v: Logits after the segment before it.
+        cache: Cache after the segment before it.
+
+    Returns:
+        The negative log-likelihood, and the logits and cache after the segment.
+    """
+    output = model(ids_t.unsqueeze(0), cache, labels=ids_t.unsqueeze(0), logits="last")
     assert output.logits is not None
     assert output.nats is not None
-    first = 0.0 if before is None else cross_entropy_sum(before, ids[:1]).item()
+    first = 0.0 if last_logits_1v is None else cross_entropy_sum(last_logits_1v, ids_t[:1]).item()
     return first + output.nats.item(), output.logits[:, 0], output.cache
 
 
 @torch.no_grad()
-def _shared_nats(
-    model: MambaLM, ids: Tensor, before: Tensor | None, cache: LMCache | None, cp_group: ContextParallelGroup
+def _score_shared_segment(
+    model: MambaLM,
+    ids_t: Tensor,
+    last_logits_1v: Tensor | None,
+    cache: LMCache | None,
+    cp_group: ContextParallelGroup,
 ) -> tuple[float, Tensor, LMCache]:
-    """`_segment_nats` of one segment, a part of it on each worker: the cost of the part here, the cache of the whole.
+    """Score one segment, a part of it on each rank; arguments and results are those of `_score_segment`.
 
-    The last worker has the logits after it, and predicts the first token of the next.
+    The likelihood is that of this rank's part, the cache that of the whole segment. Only the last rank has the logits
+    after the segment, and predicts the first token of the next.
     """
     is_last = cp_group.cp_rank + 1 == cp_group.size
-    if len(ids) // cp_group.size < _least_part(model):
-        nats, before, cache = _segment_nats(model, ids, before, cache)
-        return nats if is_last else 0.0, before, cache
-    begin, end = cp_group.part_bounds(len(ids))
-    targets = ids.roll(-1)
-    targets[-1] = IGNORED_LABEL
+    # A short segment is computed on every rank, and counted by the last.
+    if len(ids_t) // cp_group.size < _min_part_len(model):
+        nats, logits_1v, cache = _score_segment(model, ids_t, last_logits_1v, cache)
+        return nats if is_last else 0.0, logits_1v, cache
+    begin, end = cp_group.part_bounds(len(ids_t))
+    targets_t = ids_t.roll(-1)
+    targets_t[-1] = IGNORED_LABEL
     output = model(
-        ids[begin:end].unsqueeze(0),
+        ids_t[begin:end].unsqueeze(0),
         cache,
-        targets=targets[begin:end].unsqueeze(0),
+        targets=targets_t[begin:end].unsqueeze(0),
         logits="last",
         context=SequencePart(cp_group, cp_group.cp_rank > 0, not is_last),
     )
     assert output.logits is not None
     assert output.nats is not None
-    first = cross_entropy_sum(before, ids[:1]).item() if is_last and before is not None else 0.0
-    here = torch.tensor([is_last], device=model.device)
-    after = output.cache.with_tensors(cp_group.broadcast_rows(x, here) for x in output.cache.leaves())
-    return first + output.nats.item(), output.logits[:, 0], after
+    first = 0.0
+    if is_last and last_logits_1v is not None:
+        first = cross_entropy_sum(last_logits_1v, ids_t[:1]).item()
+    is_source = torch.tensor([is_last], device=model.device)
+    cache = output.cache.with_tensors(cp_group.broadcast_rows(x, is_source) for x in output.cache.leaves())
+    return first + output.nats.item(), output.logits[:, 0], cache
 
 
-def _least_part(model: MambaLM) -> int:
-    """Tokens that a worker's part of a segment must have."""
+def _min_part_len(model: MambaLM) -> int:
+    """Return the least number of tokens of a segment that a rank can compute: those of a convolution's window."""
     layers: Any = model.backbone.layers
     return max(getattr(layer.mixer.config, "d_conv", 1) for layer in layers)
 
 
-def likelihood(
-    model: MambaLM,
-    tokens: Iterable[list[int]],
-    segment_len: int = SEGMENT_LEN,
-    cp_group: ContextParallelGroup | None = None,
-) -> Iterator[Likelihood]:
-    """Score a text that comes in pieces; memory depends neither on their number nor on their total length.
-
-    Args:
-        model: the language model.
-        tokens: pieces of one text, each a list of token ids.
-        segment_len: tokens that are computed at once, on each worker.
-        cp_group: workers that share the text, all of which are given all of its tokens.
-
-    Yields:
-        The cost so far, after each segment.
-    """
-    waiting: list[int] = []
-    total, predicted, read = 0.0, 0, 0
-    before, cache = None, None
-    segment_len *= 1 if cp_group is None else cp_group.size
-    for piece, last in _with_end(tokens):
-        waiting += piece
-        while len(waiting) >= segment_len or (last and waiting):
-            ids = torch.tensor(waiting[:segment_len], device=model.device)
-            waiting = waiting[segment_len:]
-            predicted += len(ids) - (before is None)
-            if cp_group is None:
-                nats, before, cache = _segment_nats(model, ids, before, cache)
-            else:
-                nats, before, cache = _shared_nats(model, ids, before, cache, cp_group)
-            total, read = total + nats, read + len(ids)
-            yield Likelihood(total, predicted, read)
-
-
-def _with_end(pieces: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
-    for piece in pieces:
-        yield piece, False
+def _mark_end(chunks: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
+    """Yield chunks with False, and then an empty one with True."""
+    for chunk in chunks:
+        yield chunk, False
     yield [], True

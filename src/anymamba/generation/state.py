@@ -1,4 +1,4 @@
-"""The state of a generation, as a value: keep it, branch it, save it, continue in another process.
+"""The state of a generation as a value: keep it, branch it, save it, continue it in another process.
 
 Letters: b batch, v vocabulary.
 """
@@ -24,17 +24,17 @@ class _GenerationStateFields(NamedTuple):
 
 
 class GenerationState(_GenerationStateFields, ModelState):
-    """Everything the next token depends on, after all tokens so far.
+    """Everything that the next token depends on, after all tokens so far.
 
     It is never changed in place. To go back some tokens, keep the state from before them; to branch, select a row
     several times: the branches then draw differently.
 
     Attributes:
-        cache: of the model.
-        logits: of the next token, (b, v).
-        seen: True for tokens that occurred, for the repetition penalty, (b, v), on the CPU.
-        keys: each row's identity for sampling, (b,), on the CPU.
-        counts: how many tokens each row has drawn, (b,), on the CPU.
+        cache: Cache of the model.
+        logits: Logits of the next token (b, v).
+        seen: True for tokens that have occurred, for the repetition penalty (b, v), on the CPU.
+        keys: Key of each row, from which its random numbers follow (b,), on the CPU.
+        counts: Number of tokens that each row has drawn (b,), on the CPU.
     """
 
     __slots__ = ()
@@ -42,10 +42,12 @@ class GenerationState(_GenerationStateFields, ModelState):
 
     @classmethod
     def like(cls, model: MambaLM) -> GenerationState:
-        """The state of a fresh start with one row; its logits mean nothing."""
+        """Return the zero state of one row; its logits are undefined."""
         width = model.config.padded_vocab_size
-        logits, none = torch.empty(1, width, dtype=model.dtype, device=model.device), torch.zeros(1, dtype=torch.int64)
-        return cls(model.init_cache(1), logits, torch.zeros(1, width, dtype=torch.bool), none, none)
+        logits = torch.empty(1, width, dtype=model.dtype, device=model.device)
+        seen = torch.zeros(1, width, dtype=torch.bool)
+        zero = torch.zeros(1, dtype=torch.int64)
+        return cls(model.init_cache(1), logits, seen, zero, zero)
 
     def describe_problem(self) -> str:
         """Return what is wrong: values or a row's largest logit that are not finite, or a negative count."""

@@ -1,4 +1,4 @@
-"""Chat templates are other people's programs: they run in a separate process, which can be ended.
+"""A separate process for chat templates, which are other people's programs.
 
 `template_sandbox_worker.py` is that process: jinja2's sandbox, with limits on time, memory and length.
 """
@@ -16,73 +16,71 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MOST_CHARACTERS = 2**24  # of a template's text
-MOST_BYTES = 2**29  # of the process's memory
-MOST_SECONDS = 2.0  # of processor time
-_MOST_WAITING = 60.0  # seconds of wall time, where processor time is not limited
+MAX_CHARACTERS = 2**24  # of a template's text
+MAX_BYTES = 2**29  # of the process's memory
+MAX_SECONDS = 2.0  # of processor time
+_MAX_WAIT = 60.0  # seconds of wall time, where processor time is not limited
 _WORKER = Path(__file__).with_name("template_sandbox_worker.py")
 # The standard library and installed packages come first: no file of the current directory can replace them.
-_START = (
+_START_CODE = (
     "import json, runpy, sys; sys.path += [p for p in json.loads(sys.argv[2]) if p not in sys.path]; "
     "runpy.run_path(sys.argv[1], run_name='__main__')"
 )
 
 
-class Renderer:
-    """Renders templates in a child process, which starts with the first one, and again after one that broke the limits.
+class TemplateRenderer:
+    """A child process that renders templates, one at a time.
 
-    Threads take turns.
+    It starts with the first template, and again after one that exceeded the limits.
     """
 
-    def __init__(
-        self, characters: int = MOST_CHARACTERS, memory: int = MOST_BYTES, seconds: float = MOST_SECONDS
-    ) -> None:
+    def __init__(self, characters: int = MAX_CHARACTERS, memory: int = MAX_BYTES, seconds: float = MAX_SECONDS) -> None:
         """Set the limits; nothing is started yet."""
         self._limits = {"characters": characters, "bytes": memory, "seconds": seconds}
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, values: dict[str, Any]) -> str:
-        """The text of a template.
+        """Return the text of a template.
 
         Args:
-            template: its source.
-            values: what it may use by name: plain data, as JSON has it.
+            template: Source of the template.
+            values: Variables of the template by name: plain data, as JSON has it.
 
         Raises:
-            ValueError: it is not a template, refuses the values, fails, or needs too much time or memory.
+            ValueError: It is not a template, rejects the values, fails, or needs too much time or memory.
         """
         request = json.dumps({"template": template, "values": values}).encode() + b"\n"
         with self._lock:
-            reply = self._ask(request)
-            found: dict[str, Any] = json.loads(reply) if reply.endswith(b"\n") else {"ended": True}
-            if found.get("ended"):
+            line = self._send(request)
+            reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"ended": True}
+            if reply.get("ended"):
                 code = self._end(patience=5.0)
-                found.setdefault("problem", self._last_words(code))
-        if "problem" in found:
-            raise ValueError(found["problem"])
-        return str(found["text"])
+                reply.setdefault("problem", self._explain_exit(code))
+        if "problem" in reply:
+            raise ValueError(reply["problem"])
+        return str(reply["text"])
 
     def close(self) -> None:
         """End the child, if there is one."""
         with self._lock:
             self._end()
 
-    def _ask(self, request: bytes) -> bytes:
-        """The line that the child replies with, or less if it ended."""
+    def _send(self, request: bytes) -> bytes:
+        """Send a request; return the line that the child replies with, or less if it ended."""
         if self._child is not None and self._child.poll() is not None:
             self._end()
         child = self._child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
-        timer = threading.Timer(_MOST_WAITING, child.kill)
+        timer = threading.Timer(_MAX_WAIT, child.kill)
         timer.start()
         try:
             with suppress(BrokenPipeError):
                 child.stdin.write(request)
                 child.stdin.flush()
             return child.stdout.readline()
-        except BaseException:  # an interrupt: the reply still to come would be taken for the next one
+        except BaseException:  # an interrupt: the pending reply would be read as the next one
             self._end()
             raise
         finally:
@@ -90,7 +88,7 @@ class Renderer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, str(_WORKER), json.dumps(sys.path), json.dumps(self._limits)],
+            [sys.executable, "-I", "-c", _START_CODE, str(_WORKER), json.dumps(sys.path), json.dumps(self._limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -98,8 +96,9 @@ class Renderer:
         )
 
     def _end(self, patience: float = 0.0) -> int:
-        """Wait for the child to end, or end it; its exit code."""
-        child, self._child = self._child, None
+        """Wait for the child to end, or end it; return its exit code."""
+        child = self._child
+        self._child = None
         if child is None:
             return 0
         try:
@@ -113,27 +112,27 @@ class Renderer:
                     pipe.close()
         return code
 
-    def _last_words(self, code: int) -> str:
-        """Why a child ended without a reply."""
+    def _explain_exit(self, code: int) -> str:
+        """Return why a child ended without a reply."""
         seconds = self._limits["seconds"]
         if code == -getattr(signal, "SIGPROF", 0):
-            return f"it takes more than {seconds:g} s"
+            return f"it needs more than {seconds:g} s"
         return f"it ended the process that it ran in (exit code {code}): too much time or memory"
 
 
-_shared = Renderer()
+_shared = TemplateRenderer()
 
 
-def renderer() -> Renderer:
-    """The renderer that this process shares."""
+def shared_renderer() -> TemplateRenderer:
+    """Return the renderer that all threads of this process share."""
     return _shared
 
 
-def _renew() -> None:
+def _replace_shared() -> None:
     global _shared
-    _shared = Renderer()
+    _shared = TemplateRenderer()
 
 
 atexit.register(lambda: _shared.close())
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)  # the parent's child is not ours
+    os.register_at_fork(after_in_child=_replace_shared)  # the renderer belongs to the parent
