@@ -229,7 +229,7 @@ def test_what_cannot_be_done_is_one_clear_error(unchecked):
     conv = official("causal_conv1d.causal_conv1d_fn")
     with pytest.raises(ValueError, match='activation must be None, "silu" or "swish", got \'gelu\''):
         conv(x, torch.randn(2, 4), activation="gelu")
-    with pytest.raises(ValueError, match="seq_idx excludes initial_states"):
+    with pytest.raises(ValueError, match="seq_idx cannot be combined with initial_states"):
         conv(x, torch.randn(2, 4), seq_idx=torch.zeros(1, 3, dtype=torch.int32), return_final_states=True)
     with pytest.raises(ValueError, match=r"seq_idx must have shape \(b=1, t=3\), got \(1, 4\)"):
         conv(x, torch.randn(2, 4), seq_idx=torch.zeros(1, 4, dtype=torch.int32))

@@ -12,7 +12,7 @@ _USAGE = "usage: python -m anymamba.compat (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the arguments name, with the remaining ones as its own; exit code 2 for a mistake in them."""
+    """Run the script or module that the arguments name, with the remaining ones as its own; return the exit code."""
     is_module, names = arguments[:1] == ["-m"], arguments[1:] if arguments[:1] == ["-m"] else arguments
     if not names or names[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if names else sys.stderr)

@@ -1,4 +1,4 @@
-"""The functions of `causal_conv1d` by their names, arguments and layouts.
+"""The functions of `causal_conv1d`, with the official names, arguments and layouts.
 
 Letters: b batch, d channels, l time, w width of the convolution, s length of a state.
 """
@@ -25,29 +25,29 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """The causal depthwise convolution of a sequence.
+    """Compute the causal depthwise convolution of a sequence.
 
     Args:
-        x: inputs, (b, d, l).
-        weight: (d, w).
-        bias: (d,), or none.
-        seq_idx: which sequence of its row a token belongs to, (b, l); a negative number is padding, whose outputs are
-            zero. It excludes states.
-        initial_states: the inputs before the first, (b, d, w - 1).
-        return_final_states: also return the last inputs, (b, d, w - 1).
-        final_states_out: a tensor to write them to.
-        activation: "silu" or "swish" after the convolution, or none.
+        x: Inputs, (b, d, l).
+        weight: Weights, (d, w).
+        bias: Bias, (d,), or None.
+        seq_idx: Sequence that each token of a row belongs to, (b, l); a negative number is padding, whose outputs are
+            zero. It cannot be combined with states.
+        initial_states: Inputs before the first, (b, d, w - 1).
+        return_final_states: Whether to also return the last inputs, (b, d, w - 1).
+        final_states_out: Tensor to write them to.
+        activation: Activation after the convolution: "silu", "swish" or None.
 
     Raises:
-        ValueError: another activation, or `seq_idx` with states.
+        ValueError: Another activation, or `seq_idx` with states.
     """
     _check_activation("causal_conv1d_fn", activation)
     w = weight.shape[1]
     if seq_idx is not None and (initial_states is not None or return_final_states):
-        raise ValueError("causal_conv1d_fn: seq_idx excludes initial_states and return_final_states")
+        raise ValueError("causal_conv1d_fn: seq_idx cannot be combined with initial_states or return_final_states")
     before = x.new_zeros(*x.shape[:2], w - 1) if initial_states is None else initial_states.to(x.dtype)
     if seq_idx is None:
-        y, window = _convolved(x, before, weight, bias, activation)
+        y, window = _convolve(x, before, weight, bias, activation)
         if not return_final_states:
             return y
         if final_states_out is not None:
@@ -56,7 +56,7 @@ def causal_conv1d_fn(
         return y, window
     b, _, t = x.shape
     packing = Packing.of("causal_conv1d_fn", seq_idx, b, t)
-    y_1td = _packed(in_one_row(x.transpose(1, 2)), packing.cu_seqlens, weight, bias, activation)
+    y_1td = _convolve_packed(in_one_row(x.transpose(1, 2)), packing.cu_seqlens, weight, bias, activation)
     y = y_1td.squeeze(0).unflatten(0, (b, t)).transpose(1, 2)
     return y.masked_fill((seq_idx < 0).unsqueeze(1), 0)
 
@@ -66,10 +66,10 @@ def _check_activation(where: str, activation: str | None) -> None:
         raise ValueError(f'{where}: activation must be None, "silu" or "swish", got {activation!r}')
 
 
-def _convolved(
+def _convolve(
     x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    """The outputs (b, d, l) of inputs that follow those in `before` (b, d, w - 1), and the last w - 1 inputs."""
+    """Return the outputs (b, d, l) of inputs that follow `before` (b, d, w - 1), and the last w - 1 inputs."""
     w = weight.shape[1]
     if activation is None:
         all_bdx = torch.cat([before, x], dim=2)
@@ -79,14 +79,17 @@ def _convolved(
     return y_btd.transpose(1, 2), window[:, :, 1:]
 
 
-def _packed(x: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Sequences packed into one row, (1, t, d) -> (1, t, d), each from a fresh start."""
+def _convolve_packed(
+    x: Tensor, cu_seqlens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Convolve sequences packed into one row, (1, t, d) -> (1, t, d), each from zeros."""
     if activation is not None:
         windows = x.new_zeros(cu_seqlens.shape[0] - 1, *weight.shape)
         return causal_conv(x, windows, weight, bias, cu_seqlens=cu_seqlens)[0]
     before = x.new_zeros(1, weight.shape[0], weight.shape[1] - 1)
-    pieces = x.transpose(1, 2).split(cu_seqlens.diff().tolist(), dim=2)
-    return torch.cat([_convolved(piece, before, weight, bias, None)[0] for piece in pieces], dim=2).transpose(1, 2)
+    sequences = x.transpose(1, 2).split(cu_seqlens.diff().tolist(), dim=2)
+    outputs = [_convolve(sequence, before, weight, bias, None)[0] for sequence in sequences]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def causal_conv1d_update(
@@ -98,19 +101,20 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The convolution of one token or several, from a state that is changed in place.
+    """Convolve one or several tokens, from a state that is changed in place.
 
     Args:
-        x: inputs, (b, d) or (b, d, l).
-        conv_state: the last inputs, (b, d, s) with s at least w - 1, newest last.
-        weight: (d, w).
-        bias: (d,), or none.
-        activation: "silu" or "swish" after the convolution, or none; True is "silu".
-        cache_seqlens: (b,); the state is then a ring, in which a row's next input belongs at this place modulo s.
-        conv_state_indices: which row of the state a row continues from, (b,).
+        x: Inputs, (b, d) or (b, d, l).
+        conv_state: Last inputs, (b, d, s) with s at least w - 1, newest last.
+        weight: Weights, (d, w).
+        bias: Bias, (d,), or None.
+        activation: Activation after the convolution: "silu" or True, "swish", or None or False.
+        cache_seqlens: Number of inputs of each row so far, (b,). If it is given, the state is a ring buffer, in which
+            the next input is stored at this number modulo s.
+        conv_state_indices: Row of the state that each row continues from, (b,).
 
     Raises:
-        ValueError: another activation, or a state that is too short.
+        ValueError: Another activation, or a state that is too short.
     """
     if isinstance(activation, bool):
         activation = "silu" if activation else None
@@ -127,9 +131,9 @@ def causal_conv1d_update(
     else:
         taps = torch.arange(1 - w, 0, device=x.device) + cache_seqlens.long().unsqueeze(1)
         before = state.gather(2, (taps % size).unsqueeze(1).expand(-1, d, -1))
-        places = torch.arange(steps, device=x.device) + cache_seqlens.long().unsqueeze(1)
-        new = state.scatter(2, (places % size).unsqueeze(1).expand(-1, d, -1), x_bdl.to(state.dtype))
-    y, _ = _convolved(x_bdl, before.to(x.dtype), weight, bias, activation)
+        slots = torch.arange(steps, device=x.device) + cache_seqlens.long().unsqueeze(1)
+        new = state.scatter(2, (slots % size).unsqueeze(1).expand(-1, d, -1), x_bdl.to(state.dtype))
+    y, _ = _convolve(x_bdl, before.to(x.dtype), weight, bias, activation)
     with torch.no_grad():
         if conv_state_indices is None:
             conv_state.copy_(new)
@@ -139,9 +143,9 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last inputs of each packed sequence: x (t, d) -> (sequences, d, state_len), zeros before a first input."""
+    """Return the last inputs of each packed sequence, (t, d) -> (sequences, d, state_len), zeros before its first."""
     back = torch.arange(-state_len, 0, device=x.device)
-    places = cu_seqlens[1:].long().unsqueeze(1) + back
-    is_real = places >= cu_seqlens[:-1].long().unsqueeze(1)
-    states = x[places.clamp(min=0)].masked_fill(~is_real.unsqueeze(-1), 0)
+    index = cu_seqlens[1:].long().unsqueeze(1) + back
+    is_real = index >= cu_seqlens[:-1].long().unsqueeze(1)
+    states = x[index.clamp(min=0)].masked_fill(~is_real.unsqueeze(-1), 0)
     return states.transpose(1, 2)

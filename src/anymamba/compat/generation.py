@@ -1,4 +1,4 @@
-"""The official way to generate: states in `InferenceParams`, and `generate` on anything that takes them.
+"""Official generation: states in `InferenceParams`, and `generate` on any model that takes them.
 
 Letters: b batch, t time, v vocabulary.
 """
@@ -18,7 +18,7 @@ from anymamba.generation.sampling import Sampling, sample_tokens
 
 @dataclass
 class InferenceParams:
-    """The states of all layers, and how far their sequences are."""
+    """States of all layers, and the offset of their sequences."""
 
     max_seqlen: int
     max_batch_size: int
@@ -28,19 +28,21 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Start again: at offset 0 the kept states are overwritten."""
-        self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
+        """Start again at offset 0, where states are overwritten."""
+        self.max_seqlen = max_seqlen
+        self.max_batch_size = max_batch_size
+        self.seqlen_offset = 0
         if self.lengths_per_sample is not None:
             self.lengths_per_sample.zero_()
 
 
 @dataclass
 class DecoderOutput:
-    """What was generated.
+    """Generated sequences.
 
     Attributes:
-        sequences: prompts and new tokens, (b, t).
-        scores: the logits that each new token was chosen from, each (b, v), if asked for.
+        sequences: Prompts and new tokens, (b, t).
+        scores: Logits that each new token was sampled from, each (b, v), if requested.
     """
 
     sequences: Tensor
@@ -48,14 +50,14 @@ class DecoderOutput:
 
 
 def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.0, temperature: float = 1.0) -> Tensor:
-    """Choose a token for each row of logits (b, v): the likeliest for `top_k` = 1, else drawn by torch's generator.
+    """Sample a token for each row of logits (b, v), the likeliest for `top_k` = 1, with torch's global generator.
 
     Args:
-        logits: (b, v).
-        top_k: draw from this many; 0: from all.
-        top_p: draw from the likeliest that together reach this probability; 0: from all.
-        min_p: draw from those at least this many times as likely as the likeliest.
-        temperature: the logits are divided by it.
+        logits: Logits, (b, v).
+        top_k: Number of likeliest tokens to sample from; 0 for all.
+        top_p: Probability that the likeliest tokens, from which one is sampled, must reach together; 0 for all.
+        min_p: Least probability of a token to sample, relative to the likeliest one.
+        temperature: Number that the logits are divided by.
     """
     if top_k == 1:
         return logits.argmax(-1)
@@ -66,7 +68,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.
 def modify_logit_for_repetition_penalty(
     logits: Tensor, prev_output_tokens: Tensor, repetition_penalty: float = 1.0
 ) -> Tensor:
-    """Make tokens (b, t) that a row had before less likely: divide their logits, or multiply those below zero."""
+    """Make the previous tokens (b, t) of a row less likely: divide positive logits, multiply negative ones."""
     if repetition_penalty == 1:
         return logits
     score = logits.gather(1, prev_output_tokens)
@@ -95,25 +97,25 @@ def decode(
     """Continue prompts (b, t) until they are `max_length` long, or all rows have reached `eos_token_id`.
 
     Args:
-        input_ids: prompts.
-        model: takes `(ids, position_ids=, inference_params=, num_last_tokens=)` and returns `.logits`.
-        max_length: tokens of a sequence, including its prompt.
-        top_k: as for `sample`, like the next three.
-        top_p: of likely tokens.
-        min_p: of likely tokens.
-        temperature: of draws.
-        repetition_penalty: above 1, makes tokens that a row had before less likely.
-        eos_token_id: ends a text.
-        teacher_outputs: tokens that are taken instead of chosen ones, (b, t).
-        vocab_size: how many of the logits count.
-        cg: of the official package: capture a graph. Our models compile their steps without asking.
-        enable_timing: print how long it took.
-        output_scores: keep the logits.
-        streamer: `put` is called with every tensor of tokens, `end` at the end.
+        input_ids: Prompts.
+        model: Model that takes `(ids, position_ids=, inference_params=, num_last_tokens=)` and returns `.logits`.
+        max_length: Length of a sequence, including its prompt.
+        top_k: Number of likeliest tokens to sample from, as in `sample`.
+        top_p: Probability of the tokens to sample from, as in `sample`.
+        min_p: Least relative probability, as in `sample`.
+        temperature: Temperature, as in `sample`.
+        repetition_penalty: Factor above 1 that makes the previous tokens of a row less likely.
+        eos_token_id: Token that ends a sequence.
+        teacher_outputs: Tokens that replace the sampled ones, (b, t).
+        vocab_size: Number of logits that are used.
+        cg: Option of the official package to capture a CUDA graph; it has no effect here.
+        enable_timing: Whether to print the elapsed time.
+        output_scores: Whether to keep the logits.
+        streamer: Object whose `put` is called with every tensor of tokens, and `end` at the end.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     forced = 0 if teacher_outputs is None else teacher_outputs.shape[1]
-    step = getattr(model, "_stepper", _stepper)(model, max_length, input_ids.shape[0])
+    step = getattr(model, "_make_step", make_step)(model, max_length, input_ids.shape[0])
     scores: list[Tensor] = []
     sequences, latest = input_ids, input_ids
     if streamer is not None:
@@ -123,9 +125,9 @@ def decode(
         logits = logits if vocab_size is None else logits[..., :vocab_size]
         if output_scores:
             scores.append(logits.clone())
-        at = sequences.shape[1]
-        if teacher_outputs is not None and at < forced:
-            latest = teacher_outputs[:, at : at + 1]
+        length = sequences.shape[1]
+        if teacher_outputs is not None and length < forced:
+            latest = teacher_outputs[:, length : length + 1]
         else:
             penalized = modify_logit_for_repetition_penalty(logits, sequences, repetition_penalty)
             latest = sample(penalized, top_k, top_p, min_p, temperature).unsqueeze(1)
@@ -137,17 +139,17 @@ def decode(
     if streamer is not None:
         streamer.end()
     if enable_timing:
-        print(f"Prompt processing + decoding time: {(time.perf_counter() - began) * 1000:.0f}ms")
+        print(f"Prompt processing + decoding time: {(time.perf_counter() - start_time) * 1000:.0f}ms")
     return DecoderOutput(sequences, tuple(scores) if output_scores else None)
 
 
-def _stepper(model: Any, max_length: int, batch_size: int) -> Callable[[Tensor], Tensor]:
-    """Runs a model over the next tokens (b, t) of its sequences; returns the logits (b, v) after the last."""
+def make_step(model: Any, max_length: int, batch_size: int) -> Callable[[Tensor], Tensor]:
+    """Return a function from the next tokens (b, t) of all sequences to the logits (b, v) after the last."""
     params = InferenceParams(max_seqlen=max_length, max_batch_size=batch_size)
 
     def step(ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) + params.seqlen_offset
-        output = model(ids, position_ids=places, inference_params=params, num_last_tokens=1)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) + params.seqlen_offset
+        output = model(ids, position_ids=positions, inference_params=params, num_last_tokens=1)
         params.seqlen_offset += ids.shape[1]
         return output.logits[:, -1]
 
@@ -155,12 +157,12 @@ def _stepper(model: Any, max_length: int, batch_size: int) -> Callable[[Tensor],
 
 
 class GenerationMixin:
-    """`generate` for a model that takes `inference_params`."""
+    """Mixin with `generate`, for a model that takes `inference_params`."""
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The states of a fresh start, defined by the model."""
+        """Return the states of an empty cache; the model defines it."""
         raise NotImplementedError
 
     def generate(
@@ -175,7 +177,7 @@ class GenerationMixin:
         output_scores: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """`decode`: the sequences, or with `return_dict_in_generate` all of its output."""
+        """Return the sequences of `decode`, or with `return_dict_in_generate` all of its output."""
         options = (max_length, top_k, top_p, min_p, temperature)
         output = decode(input_ids, self, *options, output_scores=output_scores, **kwargs)
         return output if return_dict_in_generate else output.sequences

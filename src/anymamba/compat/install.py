@@ -1,7 +1,4 @@
-"""Put the stand-in where `import mamba_ssm` and `import causal_conv1d` look, and take it away again.
-
-§ The official names that the stand-in has: its modules, and what each of them holds.
-"""
+"""Make `import mamba_ssm` and `import causal_conv1d` find the stand-in: a table of its modules, and an importer."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "mamba_ssm.ops.triton.layer_norm": _FUSED_NORMS,
     "mamba_ssm.ops.triton.layernorm": _FUSED_NORMS,  # its former name
     "mamba_ssm.modules": {},
-    "mamba_ssm.modules.mamba_simple": {"Mamba": mixers.Mamba, "Block": residual_block.Block},  # Block: its former place
+    "mamba_ssm.modules.mamba_simple": {"Mamba": mixers.Mamba, "Block": residual_block.Block},  # Block was here once
     "mamba_ssm.modules.mamba2": {"Mamba2": mixers.Mamba2},
     "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mixers.Mamba2Simple},
     "mamba_ssm.modules.mamba3": {"Mamba3": mixers.Mamba3},
@@ -108,54 +105,49 @@ TABLE: dict[str, dict[str, Any]] = {
     "causal_conv1d.causal_conv1d_varlen": _CONV_VARLEN,
 }
 
-
 PACKAGES = ("mamba_ssm", "causal_conv1d")
 VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0"}  # the packages whose functions these are
-_OURS = "__anymamba__"
+_MARKER = "__anymamba__"
 
 
-class NotStandingIn(NotImplementedError, ImportError):  # noqa: N818
-    """Something of the official packages that the stand-in does not have, asked for by an import."""
+class _ModuleNotProvidedError(NotImplementedError, ImportError):
+    """Import of an official module that the stand-in does not provide."""
 
 
-class _NoSuchName(NotImplementedError, AttributeError):  # noqa: N818
-    """The same, asked for as an attribute."""
+class _NameNotProvidedError(NotImplementedError, AttributeError):
+    """Access to an official name that the stand-in does not provide."""
 
 
-def _missing(kind: type[Exception], name: str) -> NoReturn:
+def _raise_missing(kind: type[Exception], name: str) -> NoReturn:
     raise kind(f"{name}: anymamba's stand-in has no such module or name (docs/compat.md lists what there is)")
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the modules of `names.TABLE`, and raises for others."""
+    """Importer that creates the modules of `TABLE`, and raises for other modules of the two packages."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname.partition(".")[0] not in PACKAGES:
             return None
-        from anymamba.compat.install import TABLE
-
         if fullname not in TABLE:
-            _missing(NotStandingIn, fullname)
+            _raise_missing(_ModuleNotProvidedError, fullname)
         return ModuleSpec(fullname, self, is_package=True)  # so that a missing name is looked for as a submodule
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        from anymamba.compat.install import TABLE
-
         name = module.__name__
         vars(module).update(TABLE[name])
-        setattr(module, _OURS, True)
+        setattr(module, _MARKER, True)
         module.__version__ = VERSIONS[name.partition(".")[0]]  # type: ignore[attr-defined]
         module.__doc__ = f"anymamba's stand-in for {name}."
 
-        def missing(attribute: str) -> NoReturn:
+        def raise_missing(attribute: str) -> NoReturn:
             if attribute.startswith("__"):
                 raise AttributeError(attribute)
-            _missing(_NoSuchName, f"{name}.{attribute}")
+            _raise_missing(_NameNotProvidedError, f"{name}.{attribute}")
 
-        module.__getattr__ = missing  # type: ignore[method-assign]
+        module.__getattr__ = raise_missing  # type: ignore[method-assign]
 
 
 _finder = _Finder()
@@ -165,7 +157,7 @@ def install() -> None:
     """Make later imports of `mamba_ssm` and `causal_conv1d` find the stand-in.
 
     Raises:
-        RuntimeError: one of them is installed, or was imported before. Then nothing is changed.
+        RuntimeError: One of them is installed, or was imported before. Nothing is changed then.
     """
     if _finder in sys.meta_path:
         return
@@ -178,19 +170,20 @@ def install() -> None:
             )
     sys.meta_path.append(_finder)
     # transformers' modules look for the packages once, when they are imported.
-    early = [n for n, module in sys.modules.items() if n.startswith("transformers.models.") and _is_mixer(module)]
+    mixers_before = [
+        n for n, module in sys.modules.items() if n.startswith("transformers.models.") and _is_mixer(module)
+    ]
     for package in PACKAGES:
         for name in _modules_of(package):
             importlib.import_module(name)
-    if early:
+    if mixers_before:
         warnings.warn(
-            f"anymamba.compat.install: {', '.join(sorted(early))} were imported earlier and do not use it", stacklevel=2
+            f"anymamba.compat.install: {', '.join(sorted(mixers_before))} were imported earlier and do not use it",
+            stacklevel=2,
         )
 
 
 def _modules_of(package: str) -> list[str]:
-    from anymamba.compat.install import TABLE
-
     return [name for name in TABLE if name.partition(".")[0] == package]
 
 
@@ -203,5 +196,5 @@ def uninstall() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name in [n for n, module in sys.modules.items() if n.partition(".")[0] in PACKAGES]:
-        if getattr(sys.modules[name], _OURS, False):
+        if getattr(sys.modules[name], _MARKER, False):
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""The official language model, built from the official parts; ours generates its tokens, on the same parameters."""
+"""The official language model, built from the official parts. Our model, on the same parameters, generates for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from anymamba.checkpoints.empty_model import empty_model
 from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import resolve_source
-from anymamba.compat.generation import GenerationMixin, _stepper
+from anymamba.compat.generation import GenerationMixin, make_step
 from anymamba.compat.mixers import Mamba, Mamba2, Mamba3
 from anymamba.compat.norms import RMSNorm
 from anymamba.compat.residual_block import Block, GatedMLP, fused_add_and_norm
@@ -32,7 +32,7 @@ _MIXERS: dict[str, Callable[..., Any]] = {"Mamba1": Mamba, "Mamba2": Mamba2, "Ma
 
 @dataclass
 class MambaConfig:
-    """The official configuration of a language model."""
+    """Official configuration of a language model."""
 
     d_model: int = 2560
     d_intermediate: int = 0
@@ -49,10 +49,10 @@ class MambaConfig:
 
 
 class CausalLMOutput(NamedTuple):
-    """What the official model returns.
+    """Output of the official model.
 
     Attributes:
-        logits: (b, t, v).
+        logits: Logits, (b, t, v).
     """
 
     logits: Tensor
@@ -72,11 +72,11 @@ def create_block(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Block:
-    """A residual layer around the block that `ssm_cfg["layer"]` names, Mamba-1 if it names none.
+    """Return a residual layer around the block that `ssm_cfg["layer"]` names, Mamba-1 if it names none.
 
     Raises:
-        NotImplementedError: it is an attention layer.
-        ValueError: there is no such block.
+        NotImplementedError: The layer is an attention layer.
+        ValueError: There is no such block.
     """
     if layer_idx in (attn_layer_idx or []):
         raise NotImplementedError("mamba_ssm.modules.mha.MHA: there are no attention layers")
@@ -94,7 +94,7 @@ def create_block(
 
 
 class MixerModel(nn.Module):
-    """Embedding, residual layers and the last norm. Its initial values are those of `anymamba.MambaLM`."""
+    """Embedding, residual layers and the last norm, with the initial values of `anymamba.MambaLM`."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class MixerModel(nn.Module):
         if initializer_cfg:
             raise NotImplementedError("mamba_ssm.models.mixer_seq_simple.MixerModel with an initializer_cfg")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
+        self.residual_in_fp32 = residual_in_fp32
+        self.fused_add_norm = fused_add_norm
         self.embedding = nn.Embedding(vocab_size, d_model, **factory)
         layer = partial(create_block, d_model, d_intermediate, ssm_cfg, attn_layer_idx, attn_cfg, norm_epsilon)
         switches = (rms_norm, residual_in_fp32, fused_add_norm)
@@ -134,12 +135,12 @@ class MixerModel(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Any]:
-        """The states of a fresh start by layer."""
+        """Return the states of an empty cache, by layer."""
         make = (batch_size, max_seqlen)
         return {i: layer.allocate_inference_cache(*make, dtype=dtype, **kwargs) for i, layer in enumerate(self.layers)}  # type: ignore[operator]
 
     def forward(self, input_ids: Tensor, inference_params: Any = None, **mixer_kwargs: Any) -> Tensor:
-        """Ids (b, t) -> hidden states (b, t, d)."""
+        """Map ids (b, t) to hidden states (b, t, d)."""
         hidden, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, inference_params=inference_params, **mixer_kwargs)
@@ -150,7 +151,7 @@ class MixerModel(nn.Module):
 
 
 class MambaLMHeadModel(nn.Module, GenerationMixin):
-    """The official language model, with the official names of its parts and parameters."""
+    """Official language model, with the official names of its parts and parameters."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         """Create and initialize the parameters."""
         super().__init__()
         self.config = config
-        padded = _ours(config).padded_vocab_size
+        padded = _as_our_config(config).padded_vocab_size
         self.backbone = MixerModel(
             d_model=config.d_model,
             n_layer=config.n_layer,
@@ -182,14 +183,14 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the head the embedding, if the config says so."""
+        """Make the head share its weight with the embedding, if the config says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Any]:
-        """The states of a fresh start by layer."""
+        """Return the states of an empty cache, by layer."""
         return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
@@ -200,7 +201,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         num_last_tokens: int = 0,
         **mixer_kwargs: Any,
     ) -> CausalLMOutput:
-        """The logits of each token, or of the last `num_last_tokens`; `position_ids` do not matter."""
+        """Return the logits of each token, or of the last `num_last_tokens`; `position_ids` have no effect."""
         hidden = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden = hidden[:, -num_last_tokens:]
@@ -214,7 +215,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> MambaLMHeadModel:
-        """Load a checkpoint in any of our formats, a directory or a hub id."""
+        """Load a checkpoint in any supported format, from a directory or a hub id."""
         loaded = load_model(pretrained_model_name, dtype=dtype, device=device or "cpu")
         values = {f.name: getattr(loaded.config, f.name) for f in dataclasses.fields(MambaConfig)}
         model = cls(MambaConfig(**values), device="meta", dtype=loaded.dtype, **kwargs)
@@ -223,47 +224,58 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         return model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write config.json and model.safetensors, which the official package reads too."""
-        self._lm().save_pretrained(save_directory)
+        """Write config.json and model.safetensors, which the official package reads, too."""
+        self._as_mamba_lm().save_pretrained(save_directory)
 
-    def _lm(self) -> MambaLM:
-        """Our model on the parameters of this one."""
-        model = empty_model(_ours(self.config), self.backbone.embedding.weight.dtype)
+    def _as_mamba_lm(self) -> MambaLM:
+        """Return our model on the parameters of this one."""
+        model = empty_model(_as_our_config(self.config), self.backbone.embedding.weight.dtype)
         model.load_state_dict(self.state_dict(keep_vars=True), assign=True)
         model.tie_weights()
         return model.eval()
 
     @staticmethod
-    def _stepper(model: MambaLMHeadModel, max_length: int, batch_size: int) -> Callable[[Tensor], Tensor]:
-        """As for any model; with our compiled step if no module was changed or hooked."""
-        if not _is_plain(model):
-            return _stepper(model, max_length, batch_size)
-        decoder, cache = Decoder(model._lm()), None
+    def _make_step(model: MambaLMHeadModel, max_length: int, batch_size: int) -> Callable[[Tensor], Tensor]:
+        """Return a function as `make_step` does, with our compiled step if no module was changed or hooked."""
+        if not _is_unmodified(model):
+            return make_step(model, max_length, batch_size)
+        decoder, cache = Decoder(model._as_mamba_lm()), None
 
         def step(ids: Tensor) -> Tensor:
             nonlocal cache
             if cache is not None and ids.shape[1] == 1:
                 logits, cache = decoder.step(ids[:, 0], cache, in_place=True)
                 return logits
-            for piece in ids.split(SEGMENT_LEN, dim=1):
-                output = decoder.model(piece, cache, logits="last")
+            for segment in ids.split(SEGMENT_LEN, dim=1):
+                output = decoder.model(segment, cache, logits="last")
                 cache = output.cache
             return output.logits[:, 0]
 
         return step
 
 
-def _ours(config: MambaConfig) -> MambaLMConfig:
+def _as_our_config(config: MambaConfig) -> MambaLMConfig:
     return MambaLMConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
 
 
-_PLAIN = (MambaLMHeadModel, MixerModel, Block, GatedMLP, RMSNorm, nn.LayerNorm, nn.ModuleList, Mamba, Mamba2, Mamba3)
+_KNOWN_MODULES = (
+    MambaLMHeadModel,
+    MixerModel,
+    Block,
+    GatedMLP,
+    RMSNorm,
+    nn.LayerNorm,
+    nn.ModuleList,
+    Mamba,
+    Mamba2,
+    Mamba3,
+)
 
 
-def _is_plain(model: MambaLMHeadModel) -> bool:
-    """Whether the model computes what its parameters say: modules of our own outside of blocks, and no hooks."""
+def _is_unmodified(model: MambaLMHeadModel) -> bool:
+    """Return whether the model computes what its parameters define: known modules outside of blocks, and no hooks."""
     inner = tuple(module for layer in model.backbone.layers for module in layer.mixer.modules())  # type: ignore[union-attr]
-    known = (*_PLAIN, nn.Linear, nn.Embedding)
+    known = (*_KNOWN_MODULES, nn.Linear, nn.Embedding)
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return False
@@ -277,7 +289,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def load_config_hf(model_name: str) -> dict[str, Any]:
-    """The config.json of a directory or hub id."""
+    """Return the config.json of a directory or hub id."""
     values: dict[str, Any] = json.loads((Path(resolve_source(model_name)) / "config.json").read_text(encoding="utf-8"))
     return values
 
@@ -285,5 +297,5 @@ def load_config_hf(model_name: str) -> dict[str, Any]:
 def load_state_dict_hf(
     model_name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The parameters of a checkpoint in any of our formats, by the official names."""
+    """Return the parameters of a checkpoint in any supported format, by official name."""
     return dict(load_model(model_name, dtype=dtype, device=device or "cpu").state_dict())

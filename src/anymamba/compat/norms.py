@@ -1,4 +1,4 @@
-"""The official norms: gated ones (`layernorm_gated`) and those fused with a residual (`layer_norm`)."""
+"""The official norms: gated ones (`layernorm_gated`), and those fused with a residual add (`layer_norm`)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def layernorm_fn(
     norm_before_gate: bool = True,
     is_rms_norm: bool = False,
 ) -> Tensor:
-    """Norm x (..., d) over groups of channels, and gate it by `silu(z)` before or after.
+    """Normalize x (..., d) over groups of channels, and gate it by `silu(z)` before or after.
 
     Args:
-        x: inputs.
-        weight: (d,).
-        bias: (d,), or None; added before a gate that follows.
-        z: gates in the shape of x, or none.
-        eps: added to the variance or mean square.
-        group_size: channels that are normed together; all if not given.
-        norm_before_gate: the order of the two.
-        is_rms_norm: leave the mean in.
+        x: Inputs.
+        weight: Weight, (d,).
+        bias: Bias, (d,), or None; added before a gate that follows.
+        z: Gates in the shape of x, or None.
+        eps: Number added to the variance or mean square.
+        group_size: Number of channels that are normalized together; all if not given.
+        norm_before_gate: Whether the norm comes before the gate.
+        is_rms_norm: Whether to normalize without subtracting the mean.
     """
     z = None if z is None else z.to(x.dtype)
     if is_rms_norm and bias is None:
@@ -58,12 +58,12 @@ def rmsnorm_fn(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """`layernorm_fn` with the mean left in."""
+    """Return `layernorm_fn` without subtracting the mean."""
     return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
 
 
 class GatedLayerNorm(nn.Module):
-    """`layernorm_fn` with its parameters."""
+    """Module of `layernorm_fn`, with its parameters."""
 
     IS_RMS = False
 
@@ -78,18 +78,20 @@ class GatedLayerNorm(nn.Module):
     ) -> None:
         """Create the weight, all ones, and unless it is an RMS norm the bias, all zeros."""
         super().__init__()
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.eps = eps
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.bias = None if self.IS_RMS else nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Norm `x` and gate it by `z`, if there is one."""
+        """Normalize `x` and gate it by `z`, if given."""
         options = (self.eps, self.group_size, self.norm_before_gate, self.IS_RMS)
         return layernorm_fn(x, self.weight, self.bias, z, *options)
 
 
 class RMSNormGated(GatedLayerNorm):
-    """`rmsnorm_fn` with its parameter."""
+    """Module of `rmsnorm_fn`, with its parameter."""
 
     IS_RMS = True
 
@@ -110,26 +112,26 @@ def layer_norm_fn(
     is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
 ) -> Any:
-    """Norm x + x1 + residual, and return that sum too if `prenorm`.
+    """Normalize x + x1 + residual, and return that sum, too, if `prenorm`.
 
     Args:
-        x: (..., d).
-        weight: (d,).
-        bias: (d,), or none.
-        residual: added to x, or none.
-        x1: added as well, or none.
-        weight1: of a second norm of the same sum, or none.
-        bias1: of that norm.
-        eps: added to the variance or mean square.
-        dropout_p: probability that an entry of x, or of x1, is dropped.
-        rowscale: factors of x, one per row.
-        prenorm: also return the sum.
-        residual_in_fp32: return it in float32 if there was no residual.
-        is_rms_norm: leave the mean in.
-        return_dropout_mask: not supported.
+        x: Inputs, (..., d).
+        weight: Weight, (d,).
+        bias: Bias, (d,), or None.
+        residual: Residual to add, or None.
+        x1: Second input to add, or None.
+        weight1: Weight of a second norm of the same sum, or None.
+        bias1: Bias of the second norm.
+        eps: Number added to the variance or mean square.
+        dropout_p: Probability that an entry of x, or of x1, is dropped.
+        rowscale: Factors of x, one per row.
+        prenorm: Whether to also return the sum.
+        residual_in_fp32: Whether to return the sum in float32 if there was no residual.
+        is_rms_norm: Whether to normalize without subtracting the mean.
+        return_dropout_mask: Option that is not supported.
 
     Raises:
-        NotImplementedError: for `return_dropout_mask`.
+        NotImplementedError: `return_dropout_mask` was given.
     """
     if return_dropout_mask:
         raise NotImplementedError("mamba_ssm.ops.triton.layer_norm.layer_norm_fn with return_dropout_mask")
@@ -140,11 +142,11 @@ def layer_norm_fn(
         total = total + (F.dropout(x1.to(wide), dropout_p) if dropout_p else x1.to(wide))
     if residual is not None:
         total = total + residual.to(wide)
-    kept = residual.dtype if residual is not None else wide if residual_in_fp32 else x.dtype
+    sum_dtype = residual.dtype if residual is not None else wide if residual_in_fp32 else x.dtype
     norms = [(weight, bias)] if weight1 is None else [(weight, bias), (weight1, bias1)]
     results = [layernorm_fn(total, w.to(wide), b, eps=eps, is_rms_norm=is_rms_norm).to(x.dtype) for w, b in norms]
     if prenorm:
-        results.append(total.to(kept))
+        results.append(total.to(sum_dtype))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -163,13 +165,13 @@ def rms_norm_fn(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Any:
-    """`layer_norm_fn` with the mean left in."""
+    """Return `layer_norm_fn` without subtracting the mean."""
     options = (eps, dropout_p, rowscale, prenorm, residual_in_fp32, True, return_dropout_mask)
     return layer_norm_fn(x, weight, bias, residual, x1, weight1, bias1, *options)
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm_fn` with its parameter."""
+    """Module of `rms_norm_fn`, with its parameter."""
 
     def __init__(
         self,
@@ -181,14 +183,15 @@ class RMSNorm(nn.Module):
     ) -> None:
         """Create the weight, all ones."""
         super().__init__()
-        self.eps, self.dropout_p = eps, dropout_p
+        self.eps = eps
+        self.dropout_p = dropout_p
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.bias = None
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
-        """Norm x + residual, and return that sum too if `prenorm`."""
+        """Normalize x + residual, and return that sum, too, if `prenorm`."""
         return rms_norm_fn(
             x,
             self.weight,

@@ -14,7 +14,7 @@ from anymamba.core.linear import apply_linear
 
 
 class GatedMLP(nn.Module):
-    """`fc2(y activation(gate))` with `[y, gate] = fc1(x)`."""
+    """Gated MLP `fc2(y activation(gate))` with `[y, gate] = fc1(x)`."""
 
     def __init__(
         self,
@@ -27,25 +27,25 @@ class GatedMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create two projections, their inner width 8/3 of the outer one if not given, rounded up to a multiple."""
+        """Create two projections. The inner width is 8/3 of the outer one if not given, rounded up to a multiple."""
         super().__init__()
-        wanted = int(8 * in_features / 3) if hidden_features is None else hidden_features
-        width = -(-wanted // multiple_of) * multiple_of
+        hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        width = -(-hidden // multiple_of) * multiple_of
         out = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, 2 * width, bias=bias, device=device, dtype=dtype)
         self.activation = activation
         self.fc2 = nn.Linear(width, out, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Map (..., in) to (..., out)."""
         y, gate = apply_linear(self.fc1, x).chunk(2, dim=-1)
         return apply_linear(self.fc2, y * self.activation(gate))
 
 
 class Block(nn.Module):
-    """Add to the residual stream, norm, mix; and the same with an MLP, unless that is `nn.Identity`.
+    """Residual layer: add to the residual stream, normalize, mix; the same with an MLP, unless that is `nn.Identity`.
 
-    Its output and the residual stream stay apart: the next layer adds them.
+    The output and the residual stream are returned separately; the next layer adds them.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Block(nn.Module):
     ) -> None:
         """Create the parts, each from its class and `dim`."""
         super().__init__()
-        self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
+        self.residual_in_fp32 = residual_in_fp32
+        self.fused_add_norm = fused_add_norm
         self.norm = norm_cls(dim)
         self.mixer = mixer_cls(dim)
         self.mlp = None
@@ -72,7 +73,7 @@ class Block(nn.Module):
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None = None, inference_params: Any = None, **mixer_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """(b, t, d) and the residual stream before it -> the same after it."""
+        """Return the output (b, t, d) and the residual stream, from those of the previous layer."""
         hidden_states, residual = self._add_and_norm(self.norm, hidden_states, residual)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
@@ -91,12 +92,12 @@ class Block(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The mixer's."""
+        """Return the states of an empty cache of the mixer."""
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
 def fused_add_and_norm(norm: Any, hidden: Tensor, residual: Tensor | None, prenorm: bool, in_fp32: bool) -> Any:
-    """`layer_norm_fn` with the parameters of a norm, in the dtype of its weight."""
+    """Return `layer_norm_fn` with the parameters of a norm, in the dtype of its weight."""
     return layer_norm_fn(
         hidden.to(norm.weight.dtype),
         norm.weight,

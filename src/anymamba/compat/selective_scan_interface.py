@@ -1,4 +1,4 @@
-"""The official scans of Mamba-1 by their names, arguments and layouts, on `selective_scan`.
+"""The official scans of Mamba-1, with the official names, arguments and layouts, on `selective_scan`.
 
 Letters: b batch, l time, d channels, g groups, n state, r rank of dt.
 """
@@ -32,23 +32,23 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Any:
-    """Mamba-1's scan: `anymamba.selective_scan` in the official layout.
+    """Compute the scan of Mamba-1: `anymamba.selective_scan` in the official layout.
 
     Args:
-        u: inputs, (b, d, l).
-        delta: step sizes, (b, d, l).
-        A: decay rates, (d, n), never positive.
-        B: (d, n), the same for all tokens; (b, n, l); or (b, g, n, l), one for each group of channels.
-        C: as B.
-        D: skip weights, (d,).
-        z: gates, (b, d, l).
-        delta_bias: added to the step sizes, (d,).
-        delta_softplus: step sizes are the softplus of that. Without it, they must not be negative.
-        return_last_state: also return the state after the last step, (b, d, n).
+        u: Inputs, (b, d, l).
+        delta: Step sizes, (b, d, l).
+        A: Decay rates, (d, n), never positive.
+        B: Input projections: (d, n), the same for all tokens; (b, n, l); or (b, g, n, l), one per group of channels.
+        C: Output projections, in a layout of B.
+        D: Skip weights, (d,).
+        z: Gates, (b, d, l).
+        delta_bias: Number added to the step sizes, (d,).
+        delta_softplus: Whether step sizes are the softplus of that sum. Otherwise, they must not be negative.
+        return_last_state: Whether to also return the state after the last step, (b, d, n).
 
     Raises:
         NotImplementedError: A is complex.
-        ValueError: shapes or values that do not fit.
+        ValueError: A shape or value is invalid.
     """
     if A.is_complex():
         raise NotImplementedError("mamba_ssm.selective_scan_fn with a complex A: only real ones are supported")
@@ -65,7 +65,7 @@ def selective_scan_fn(
 
 
 def raw_steps(where: str, delta: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """(..., d) -> numbers whose softplus is the step sizes, which our scans take."""
+    """Return numbers (..., d) whose softplus is the step sizes, which our scans take."""
     raw = delta if bias is None else delta + bias.to(delta.dtype)
     if softplus:
         return raw
@@ -79,7 +79,7 @@ def raw_steps(where: str, delta: Tensor, bias: Tensor | None, softplus: bool) ->
 def _per_group(
     x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, z: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """B and C (b, n, l) or (b, g, n, l): one scan for each group of channels."""
+    """Scan with B and C (b, n, l) or (b, g, n, l): one scan per group of channels."""
     groups = max(b.shape[1] if b.ndim == 4 else 1, c.shape[1] if c.ndim == 4 else 1)
     if x.shape[2] % groups:
         raise ValueError(f"selective_scan_fn: {groups} groups must divide the {x.shape[2]} channels")
@@ -103,7 +103,7 @@ def _per_group(
 
 
 def _by_channel(x: Tensor, u: Tensor) -> Tensor:
-    """B or C in any form as (1 or b, 1 or l, d, n)."""
+    """Return B or C in any layout as (1 or b, 1 or l, d, n)."""
     if x.ndim == 2:
         return x[None, None]
     if x.ndim == 3:
@@ -114,7 +114,7 @@ def _by_channel(x: Tensor, u: Tensor) -> Tensor:
 def _per_channel(
     x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, skip: Tensor | None, z: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """B or C differ from channel to channel: every state of a channel becomes a channel with one state."""
+    """Scan with one B or C per channel: every state of a channel becomes a channel with one state."""
     d, n = rates.shape
     wide = rates.dtype
     each = (x.to(wide).unsqueeze(-1) * b.to(wide)).flatten(2)
@@ -151,10 +151,10 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
-    """A Mamba-1 block after its first projection: xz (b, 2 d, l) -> (b, l, out).
+    """Compute a Mamba-1 block after its first projection, xz (b, 2 d, l) -> (b, l, out).
 
-    B and C are projected from the inputs unless they are given. Where there are weights for them, dt, B and C pass RMS
-    norms. `checkpoint_lvl` does not change results.
+    B and C are projected from the inputs unless they are given. dt, B and C are RMS-normalized if weights for that are
+    given. `checkpoint_lvl` does not change results.
     """
     x_bdl, z_bdl = xz.chunk(2, dim=1)
     x_bdl = causal_conv1d_fn(x_bdl, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
@@ -163,18 +163,18 @@ def mamba_inner_fn(
     dt_blr, rest = selected[..., :rank], selected[..., rank:]
     if B is None:
         B, rest = rest[..., :n], rest[..., n:]
-        B = _normed(B if B_proj_bias is None else B + B_proj_bias.to(B.dtype), b_rms_weight, b_c_dt_rms_eps)
+        B = _normalize(B if B_proj_bias is None else B + B_proj_bias.to(B.dtype), b_rms_weight, b_c_dt_rms_eps)
         B = B.transpose(1, 2)
     if C is None:
         C = rest[..., -n:]
-        C = _normed(C if C_proj_bias is None else C + C_proj_bias.to(C.dtype), c_rms_weight, b_c_dt_rms_eps)
+        C = _normalize(C if C_proj_bias is None else C + C_proj_bias.to(C.dtype), c_rms_weight, b_c_dt_rms_eps)
         C = C.transpose(1, 2)
-    delta_bld = F.linear(_normed(dt_blr, dt_rms_weight, b_c_dt_rms_eps), delta_proj_weight)
+    delta_bld = F.linear(_normalize(dt_blr, dt_rms_weight, b_c_dt_rms_eps), delta_proj_weight)
     y_bdl = selective_scan_fn(x_bdl, delta_bld.transpose(1, 2), A, B, C, D, z_bdl, delta_bias, delta_softplus)
     return F.linear(y_bdl.transpose(1, 2), out_proj_weight, _cast(out_proj_bias, out_proj_weight))
 
 
-def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     # Some callers pass a weight of ones that is longer than what is normed.
     return x if weight is None else rms_norm(x, weight[: x.shape[-1]], eps=eps)
 

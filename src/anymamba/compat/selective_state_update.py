@@ -1,4 +1,4 @@
-"""`selective_state_update`: one token of Mamba-1 or Mamba-2, from a state that is changed in place.
+"""The official `selective_state_update`: one token of Mamba-1 or Mamba-2, from a state that is changed in place.
 
 Letters: b batch, h heads, p head width, g groups, n state.
 """
@@ -28,20 +28,20 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """Take one step: `state` changes in place, and the outputs are returned.
+    """Run one step: update `state` in place, and return the outputs.
 
     Args:
-        state: (b, d, n), or (b, h, p, n).
-        x: inputs, (b, d), or (b, h, p).
-        dt: step sizes, as x.
-        A: decay rates, (d, n), or (h, p, n), never positive.
-        B: (b, n), or (b, g, n).
-        C: as B.
-        D: skip weights, (d,), or (h, p).
-        z: gates, as x.
-        dt_bias: added to the step sizes, as D.
-        dt_softplus: step sizes are the softplus of that. Without it, they must not be negative.
-        state_batch_indices: which row of `state` a row continues from, (b,).
+        state: State, (b, d, n) or (b, h, p, n).
+        x: Inputs, (b, d) or (b, h, p).
+        dt: Step sizes, in the shape of x.
+        A: Decay rates, (d, n) or (h, p, n), never positive.
+        B: Input projections, (b, n) or (b, g, n).
+        C: Output projections, in the shape of B.
+        D: Skip weights, (d,) or (h, p).
+        z: Gates, in the shape of x.
+        dt_bias: Number added to the step sizes, in the shape of D.
+        dt_softplus: Whether step sizes are the softplus of that sum. Otherwise, they must not be negative.
+        state_batch_indices: Row of `state` that each row continues from, (b,).
 
     A, dt and dt_bias with one number per head (expanded, with strides of zero) take Mamba-2's faster path.
     """
@@ -74,7 +74,7 @@ def _by_head(
     bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One decay per head: a sequence of one step."""
+    """Run a step with one decay per head: a sequence of one token."""
     dt_b1h = dt[:, None, :, 0]
     offset = dt.new_zeros(dt.shape[1]) if bias is None else bias[:, 0]
     sizes = step_sizes(dt_b1h, offset) if softplus else dt_b1h + offset.to(dt.dtype)
@@ -95,7 +95,7 @@ def _by_channel(
     bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A decay for every state of every channel; the heads of a group share B and C."""
+    """Run a step with one decay per state and channel; the heads of a group share B and C."""
     (h, p), groups = x.shape[1:], b.shape[1]
     if h % groups:
         raise ValueError(f"selective_state_update: {groups} groups must divide the {h} heads")

@@ -1,4 +1,4 @@
-"""Sequences that share a row: from the official `seq_idx` to boundaries of sequences packed into one row.
+"""Sequences that share a row: from the official `seq_idx` to the boundaries of sequences packed into one row.
 
 Letters: b batch, t time, z sequences.
 """
@@ -10,14 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anymamba.core.layout import cu_seqlens_from_seq_idx
+
 
 class Packing(NamedTuple):
-    """The rows of a batch laid end to end, and cut where a row begins or its sequence changes.
+    """Rows of a batch joined end to end, and cut where a row begins or its sequence changes.
 
     Attributes:
-        cu_seqlens: the cuts, (z + 1,), from 0 to b t.
-        first: the first sequence of each row, (b,).
-        last: the last sequence of each row, (b,).
+        cu_seqlens: Boundaries of the sequences, (z + 1,), from 0 to b t.
+        first: First sequence of each row, (b,).
+        last: Last sequence of each row, (b,).
     """
 
     cu_seqlens: Tensor
@@ -26,29 +28,25 @@ class Packing(NamedTuple):
 
     @staticmethod
     def of(where: str, seq_idx: Tensor, b: int, t: int) -> Packing:
-        """Read `seq_idx` (b, t), a number for each token that changes where the next sequence begins.
+        """Return the packing of `seq_idx` (b, t), which changes where the next sequence begins.
 
         Raises:
-            ValueError: another shape.
+            ValueError: Another shape, or a dtype that is not an integer one.
         """
-        if seq_idx.shape != (b, t):
-            raise ValueError(f"{where}: seq_idx must have shape (b={b}, t={t}), got {tuple(seq_idx.shape)}")
-        begins = torch.ones(b, t, dtype=torch.bool, device=seq_idx.device)
-        begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        cuts = begins.flatten().nonzero().squeeze(1)
-        ends = torch.arange(1, b + 1, device=seq_idx.device) * t
-        upto = torch.searchsorted(cuts, ends)  # sequences that begin before the end of each row
-        first = torch.cat([upto.new_zeros(1), upto[:-1]])
-        return Packing(torch.cat([cuts, ends[-1:]]), first, upto - 1)
+        cu_seqlens = cu_seqlens_from_seq_idx(where, seq_idx, b, t, seq_idx.device)
+        row_ends = torch.arange(1, b + 1, device=seq_idx.device) * t
+        end = torch.searchsorted(cu_seqlens, row_ends)  # sequences that begin before the end of each row
+        first = torch.cat([end.new_zeros(1), end[:-1]])
+        return Packing(cu_seqlens, first, end - 1)
 
     def states(self, initial: Tensor | None) -> Tensor | None:
-        """(b, ...) -> (z, ...): a row's state starts its first sequence; the others start from zeros."""
+        """Return (b, ...) as (z, ...): the first sequence of a row starts from its state, the others from zeros."""
         if initial is None:
             return None
-        fresh = initial.new_zeros((self.cu_seqlens.shape[0] - 1, *initial.shape[1:]))
-        return fresh.index_copy(0, self.first, initial)
+        zeros = initial.new_zeros((self.cu_seqlens.shape[0] - 1, *initial.shape[1:]))
+        return zeros.index_copy(0, self.first, initial)
 
 
 def in_one_row(x: Tensor) -> Tensor:
-    """(b, t, ...) -> (1, b t, ...)."""
+    """Return (b, t, ...) as (1, b t, ...)."""
     return x.flatten(0, 1).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""The official scans of Mamba-2 by their names, arguments and layouts, on `ssd`.
+"""The official scans of Mamba-2, with the official names, arguments and layouts, on `ssd`.
 
 Letters: b batch, l time, d channels, h heads, p head width, g groups, n state.
 """
@@ -39,33 +39,33 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Mamba-2's scan: `anymamba.ssd` after bias, softplus and limits of the step sizes, and before the gate.
+    """Compute the scan of Mamba-2: `anymamba.ssd` after bias, softplus and limits of the step sizes, then the gate.
 
     Args:
-        x: inputs, (b, l, h, p).
-        dt: step sizes, (b, l, h).
-        A: decay rates, (h,), never positive.
-        B: input projections, (b, l, g, n).
-        C: output projections, (b, l, g, n).
-        chunk_size: of the official kernels. Ours choose their own, which does not change results.
-        D: skip weights, (h,) or (h, p).
-        z: gates, (b, l, h, p).
-        dt_bias: added to the step sizes, (h,).
-        initial_states: of each row, (b, h, p, n).
-        seq_idx: which sequence of its row a token belongs to, (b, l). Each starts from zeros, the first of a row from
-            its initial state.
-        cu_seqlens: boundaries of the sequences of one row, for their states.
-        dt_softplus: step sizes are the softplus of dt + dt_bias.
-        dt_limit: step sizes are clamped to it.
-        return_final_states: also return the state after the last step of each row, (b, h, p, n).
-        return_varlen_states: also return the state after each sequence of `cu_seqlens`.
-        state_dtype: of the states returned.
+        x: Inputs, (b, l, h, p).
+        dt: Step sizes, (b, l, h).
+        A: Decay rates, (h,), never positive.
+        B: Input projections, (b, l, g, n).
+        C: Output projections, (b, l, g, n).
+        chunk_size: Chunk length of the official kernels; ours choose their own, which does not change results.
+        D: Skip weights, (h,) or (h, p).
+        z: Gates, (b, l, h, p).
+        dt_bias: Number added to the step sizes, (h,).
+        initial_states: Initial state of each row, (b, h, p, n).
+        seq_idx: Sequence that each token of a row belongs to, (b, l). The first of a row starts from its initial state,
+            the others from zeros.
+        cu_seqlens: Boundaries of the sequences of one row, for their states.
+        dt_softplus: Whether step sizes are the softplus of dt + dt_bias.
+        dt_limit: Limits of the step sizes.
+        return_final_states: Whether to also return the state after the last step of each row, (b, h, p, n).
+        return_varlen_states: Whether to also return the state after each sequence of `cu_seqlens`.
+        state_dtype: Dtype of the returned states.
 
     Returns:
         y, or y and the requested states, those of rows first.
     """
     where = "mamba_chunk_scan_combined"
-    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
+    dt = _activate_step_sizes(dt, dt_bias, dt_softplus, dt_limit)
     y, final, bounds, finals = _chunk_scan(where, x, dt, A, B, C, D, initial_states, seq_idx)
     results = [y if z is None else rank_gate(y.unsqueeze(2), z.to(y.dtype))]
     if return_final_states:
@@ -84,7 +84,7 @@ def mamba_chunk_scan_combined(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: Any) -> Tensor:
+def _activate_step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: Any) -> Tensor:
     if softplus:
         zero = dt.new_zeros(dt.shape[-1], dtype=torch.float32) if bias is None else bias
         return step_sizes(dt, zero, dt_limit=tuple(limit))
@@ -103,7 +103,7 @@ def _chunk_scan(
     initial: Tensor | None,
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """y, the state of each row, and where rows hold several sequences their boundaries and states."""
+    """Return y, the state of each row, and if rows hold several sequences their boundaries and states."""
     dt = dt.to(state_dtype(x.dtype))
     a, b, c = a.to(dt.dtype), b.to(x.dtype), c.to(x.dtype)
     initial = None if initial is None else initial.to(dt.dtype)
@@ -140,29 +140,29 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A Mamba-2 block after its first projection: zxbcdt (b, l, ...) -> (b, l, channels or out).
+    """Compute a Mamba-2 block after its first projection, zxbcdt (b, l, ...) -> (b, l, channels or out).
 
     Args:
-        zxbcdt: gates, convolved channels and step sizes; before them, where it is wider, gates and values of an MLP.
-        conv1d_weight: (h p + 2 g n, w).
-        conv1d_bias: (h p + 2 g n,), or none.
-        dt_bias: (h,).
-        A: (h,).
-        D: (h,), with `headdim`, or (h, p).
-        chunk_size: as for `mamba_chunk_scan_combined`, like the next four.
-        initial_states: of each row.
-        seq_idx: which sequence of its row a token belongs to.
-        dt_limit: of the step sizes.
-        return_final_states: also return the states.
-        activation: of the convolution.
-        rmsnorm_weight: of the gated norm, over groups; without one, the outputs are gated only.
-        rmsnorm_eps: of that norm.
-        outproj_weight: of the last projection; None for none.
-        outproj_bias: of that projection.
-        headdim: p, if D has one entry per head.
-        ngroups: g.
-        norm_before_gate: the order of the two.
-        state_dtype: of the states returned.
+        zxbcdt: Gates, convolved channels and step sizes; if it is wider, gates and values of an MLP before them.
+        conv1d_weight: Weights of the convolution, (h p + 2 g n, w).
+        conv1d_bias: Bias of the convolution, (h p + 2 g n,), or None.
+        dt_bias: Number added to the step sizes, (h,).
+        A: Decay rates, (h,), never positive.
+        D: Skip weights, (h, p), or (h,) with `headdim`.
+        chunk_size: Chunk length of the official kernels; it does not change results.
+        initial_states: Initial state of each row, (b, h, p, n).
+        seq_idx: Sequence that each token of a row belongs to, (b, l).
+        dt_limit: Limits of the step sizes.
+        return_final_states: Whether to also return the states.
+        activation: Activation after the convolution.
+        rmsnorm_weight: Weight of the gated norm over groups; None to gate without a norm.
+        rmsnorm_eps: Number that the norm adds to the mean square.
+        outproj_weight: Weight of the last projection, or None.
+        outproj_bias: Bias of the last projection.
+        headdim: Head width p, if D has one entry per head.
+        ngroups: Number of groups g.
+        norm_before_gate: Whether the norm comes before the gate.
+        state_dtype: Dtype of the returned states.
     """
     if D.ndim == 1 and headdim is None:
         raise ValueError("mamba_split_conv1d_scan_combined: headdim must be given if D has one entry per head")
