@@ -86,15 +86,15 @@ def test_a_reply_streams_in_and_its_text_is_never_markup(page, words):
     assert any(word in reply for word in ("<b>", "<script>", "&amp;"))
     assert page.run("document.querySelectorAll('article b, article i, article script').length") == 0
     assert page.run("document.title") == "words"
-    facts = page.run("document.querySelector('article.assistant .facts').textContent")
-    assert "60 tokens" in facts
-    assert "tokens/s" in facts
+    stats = page.run("document.querySelector('article.assistant .stats').textContent")
+    assert "60 tokens" in stats
+    assert "tokens/s" in stats
     assert "for " in page.run("document.getElementById('memory').textContent")
     say(page, "and then it was winter", 40)
     done(page, 4)
     # The reply is found, although the template adds a space that the model did not write.
-    facts = page.run("[...document.querySelectorAll('article.assistant .facts')][1].textContent")
-    assert "read 7, remembered 67" in facts
+    stats = page.run("[...document.querySelectorAll('article.assistant .stats')][1].textContent")
+    assert "read 7, remembered 67" in stats
     shot(page, "light")
     page.click("#theme")
     assert page.run("document.documentElement.dataset.theme") == "dark"
@@ -112,7 +112,7 @@ def test_a_reply_can_be_stopped_by_keyboard_and_its_row_is_free(page, words):
     page.until("document.querySelector('article.assistant .text').textContent.length > 20")
     page.press("Escape", 27)
     done(page, 2)
-    assert "stopped" in page.run("document.querySelector('article.assistant .facts').textContent")
+    assert "stopped" in page.run("document.querySelector('article.assistant .stats').textContent")
     page.until("fetch('/health').then((r) => r.json()).then((h) => h.running === 0)")
 
 
@@ -123,7 +123,7 @@ def test_trying_again_and_branching_begin_from_kept_states(page, words):
     read = words.metrics()["anymamba_read_tokens_total"]
     page.run("document.getElementById('seed').value = '6'")
     page.click("article.assistant [title='Write this reply again']")
-    page.until("document.querySelector('article.assistant .place')?.textContent === '2 of 2'")
+    page.until("document.querySelector('article.assistant .position')?.textContent === '2 of 2'")
     done(page, 2)
     assert words.metrics()["anymamba_read_tokens_total"] == read
     second = texts(page)[1]
@@ -135,7 +135,7 @@ def test_trying_again_and_branching_begin_from_kept_states(page, words):
     page.run("document.activeElement.select()")
     page.type("a cold night on the road")
     page.press("Enter", 13)
-    page.until("document.querySelector('article.user .place')?.textContent === '2 of 2'")
+    page.until("document.querySelector('article.user .position')?.textContent === '2 of 2'")
     done(page, 2)
     assert texts(page)[0] == "a cold night on the road"
     shot(page, "branch")

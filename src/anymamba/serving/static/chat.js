@@ -1,20 +1,20 @@
-// A conversation as a tree, and the stream of a reply. Nothing here touches the page.
+// The conversation as a tree, and the stream of a reply; independent of the page.
 
-// Every message is a node; its children are the ways in which the conversation continued, one of them chosen.
+// Each message is a node. Its children are the versions of the next message, one of which is chosen.
 export class Conversation {
   constructor() {
     this.root = { role: null, text: "", parent: null, children: [], chosen: -1 };
   }
 
-  // The messages along the chosen way.
+  // Return the messages of the chosen branch.
   path() {
-    const found = [];
-    for (let node = this.root; node.chosen >= 0;) found.push((node = node.children[node.chosen]));
-    return found;
+    const nodes = [];
+    for (let node = this.root; node.chosen >= 0;) nodes.push((node = node.children[node.chosen]));
+    return nodes;
   }
 
   add(parent, role, text) {
-    const node = { role, text, parent, children: [], chosen: -1, facts: null, problem: "" };
+    const node = { role, text, parent, children: [], chosen: -1, stats: null, problem: "" };
     parent.children.push(node);
     parent.chosen = parent.children.length - 1;
     return node;
@@ -30,11 +30,11 @@ export class Conversation {
     if (next >= 0 && next < parent.children.length) parent.chosen = next;
   }
 
-  // What the server is sent to reply after `node`.
+  // Return the messages up to `node`, as the server expects them.
   messages(node, system) {
-    const found = [];
-    for (; node.parent; node = node.parent) found.unshift({ role: node.role, content: node.text });
-    return system ? [{ role: "system", content: system }, ...found] : found;
+    const messages = [];
+    for (; node.parent; node = node.parent) messages.unshift({ role: node.role, content: node.text });
+    return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
 }
 
@@ -59,11 +59,11 @@ export async function ask(path, key, options = {}) {
   let message = `The server answered with status ${response.status}.`;
   try {
     message = (await response.json()).error.message;
-  } catch { /* not JSON: the status will do */ }
+  } catch { /* not JSON: the status is all there is */ }
   throw new ServerError(response.status, message);
 }
 
-// Ask for a reply; `onText` gets its pieces. Gives the number of tokens once it is complete.
+// Request a reply and pass its text to `onText` as it arrives; return the token counts at the end.
 export async function reply(body, key, signal, onText) {
   const response = await ask("/v1/chat/completions", key, {
     method: "POST",
@@ -72,13 +72,14 @@ export async function reply(body, key, signal, onText) {
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "", usage = null;
+  let buffer = "";
+  let usage = null;
   for (;;) {
     const { value, done } = await reader.read();
     if (done) break;
-    held += value;
-    const events = held.split("\n\n");
-    held = events.pop();
+    buffer += value;
+    const events = buffer.split("\n\n");
+    buffer = events.pop();
     for (const event of events) {
       if (!event.startsWith("data: ") || event === "data: [DONE]") continue;
       const chunk = JSON.parse(event.slice(6));

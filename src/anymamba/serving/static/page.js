@@ -3,14 +3,14 @@ import { Conversation, ServerError, ask, reply } from "/static/chat.js";
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty",
   "max_tokens", "seed"];
-const KEPT = [...NUMBERS, "system", "stop"];
+const SAVED_SETTINGS = [...NUMBERS, "system", "stop"];
 
 let conversation = new Conversation();
 let running = null; // { node, controller } of the reply that is being written
 let stateBytes = 0;
-const shown = new Map(); // node -> its article
+const articles = new Map(); // article of each node
 
-// What the browser keeps: settings for good, the server's key while the tab is open.
+// Settings stay in the browser for good, the server's key while the tab is open.
 const store = {
   get(name, where = localStorage) { try { return where.getItem(`anymamba.${name}`); } catch { return null; } },
   set(name, value, where = localStorage) { try { where.setItem(`anymamba.${name}`, value); } catch { /* private mode */ } },
@@ -33,7 +33,7 @@ function bytes(n) {
   return `${i ? n.toFixed(1) : n} ${units[i]}`;
 }
 
-// What the server keeps of the conversation, once it is known; a phone has no room for the rest.
+// Show the memory of the conversation on the server; phones hide the rest of the text.
 function showMemory(rest) {
   if (!stateBytes) return;
   $("memory").replaceChildren(bytes(stateBytes), make("span", "rest", ` ${rest}`));
@@ -55,24 +55,25 @@ function make(tag, className, text) {
 }
 
 function button(text, label, onclick, disabled = false) {
-  const made = make("button", "", text);
-  made.type = "button";
-  made.title = label;
-  made.setAttribute("aria-label", label);
-  made.disabled = disabled;
-  made.addEventListener("click", onclick);
-  return made;
+  const element = make("button", "", text);
+  element.type = "button";
+  element.title = label;
+  element.setAttribute("aria-label", label);
+  element.disabled = disabled;
+  element.addEventListener("click", onclick);
+  return element;
 }
 
 function tools(node) {
   const row = make("div", "tools");
-  const siblings = node.parent.children, place = siblings.indexOf(node);
+  const siblings = node.parent.children;
+  const position = siblings.indexOf(node);
   const busy = running !== null;
   if (siblings.length > 1) {
     row.append(
-      button("‹", "Previous version", () => choose(node, -1), busy || place === 0),
-      make("span", "place", `${place + 1} of ${siblings.length}`),
-      button("›", "Next version", () => choose(node, 1), busy || place === siblings.length - 1),
+      button("‹", "Previous version", () => choose(node, -1), busy || position === 0),
+      make("span", "position", `${position + 1} of ${siblings.length}`),
+      button("›", "Next version", () => choose(node, 1), busy || position === siblings.length - 1),
     );
   }
   if (node.role === "user") row.append(button("Edit", "Edit this message and continue from there", () => edit(node), busy));
@@ -80,28 +81,28 @@ function tools(node) {
     row.append(button("Try again", "Write this reply again", () => write(node.parent), busy));
     row.append(button("Copy", "Copy this reply", () => navigator.clipboard?.writeText(node.text)));
   }
-  if (node.facts) row.append(make("span", "facts", node.facts));
+  if (node.stats) row.append(make("span", "stats", node.stats));
   return row;
 }
 
 function article(node) {
-  const made = make("article", node.role);
-  made.setAttribute("aria-label", node.role === "user" ? "You" : "Model");
-  made.append(make("div", "text", node.text));
-  if (node.problem) made.append(make("div", "problem", node.problem));
-  if (running?.node === node) made.classList.add("writing");
-  else made.append(tools(node));
-  return made;
+  const element = make("article", node.role);
+  element.setAttribute("aria-label", node.role === "user" ? "You" : "Model");
+  element.append(make("div", "text", node.text));
+  if (node.problem) element.append(make("div", "problem", node.problem));
+  if (running?.node === node) element.classList.add("writing");
+  else element.append(tools(node));
+  return element;
 }
 
 function draw() {
   const path = conversation.path();
   $("empty").hidden = path.length > 0;
-  shown.clear();
+  articles.clear();
   $("messages").replaceChildren($("empty"), ...path.map((node) => {
-    const made = article(node);
-    shown.set(node, made);
-    return made;
+    const element = article(node);
+    articles.set(node, element);
+    return element;
   }));
   $("send").hidden = running !== null;
   $("stop-now").hidden = running === null;
@@ -122,7 +123,7 @@ function choose(node, by) {
 }
 
 function edit(node) {
-  const place = shown.get(node);
+  const element = articles.get(node);
   const box = make("textarea");
   box.value = node.text;
   box.rows = Math.min(12, node.text.split("\n").length + 1);
@@ -137,11 +138,11 @@ function edit(node) {
     if (event.key === "Escape") draw();
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
   });
-  place.replaceChildren(box, row);
+  element.replaceChildren(box, row);
   box.focus();
 }
 
-// Let the model write a reply after `parent`, beside those that are there.
+// Let the model write another reply to `parent`.
 async function write(parent) {
   if (running) return;
   notice("");
@@ -160,7 +161,7 @@ async function write(parent) {
       tokens += count;
       const follow = atEnd();
       node.text += text;
-      if (text) shown.get(node)?.querySelector(".text").append(text);
+      if (text) articles.get(node)?.querySelector(".text").append(text);
       $("status").textContent = tokens ? `${tokens} tokens, ${speed().toFixed(1)} tokens/s` : "Reading ...";
       if (follow) toEnd();
     });
@@ -170,14 +171,14 @@ async function write(parent) {
       if (error instanceof ServerError && error.status === 401) openSettings(true, "key");
     }
   }
-  const facts = [];
-  if (tokens) facts.push(`${tokens} tokens`, `${speed().toFixed(1)} tokens/s`, `first after ${((first - began) / 1000).toFixed(2)} s`);
+  const stats = [];
+  if (tokens) stats.push(`${tokens} tokens`, `${speed().toFixed(1)} tokens/s`, `first after ${((first - began) / 1000).toFixed(2)} s`);
   if (usage) {
-    const known = usage.prompt_tokens_details.cached_tokens;
-    facts.push(`read ${usage.prompt_tokens - known}, remembered ${known}`);
+    const cached = usage.prompt_tokens_details.cached_tokens;
+    stats.push(`read ${usage.prompt_tokens - cached}, remembered ${cached}`);
     showMemory(`for ${(usage.total_tokens).toLocaleString("en")} tokens`);
-  } else if (controller.signal.aborted) facts.push("stopped");
-  node.facts = facts.join(" · ");
+  } else if (controller.signal.aborted) stats.push("stopped");
+  node.stats = stats.join(" · ");
   running = null;
   $("status").textContent = "";
   const follow = atEnd();
@@ -197,7 +198,7 @@ function send(event) {
   $("input").value = "";
   grow();
   const last = conversation.last();
-  // After a question without an answer, a new one takes its place.
+  // A new question replaces one that got no reply.
   write(conversation.add(last.role === "user" ? last.parent : last, "user", text));
 }
 
@@ -235,7 +236,7 @@ $("theme").addEventListener("click", () => {
   setTheme(theme);
   store.set("theme", theme);
 });
-for (const name of KEPT) {
+for (const name of SAVED_SETTINGS) {
   const value = store.get(name);
   if (value !== null) $(name).value = value;
   $(name).addEventListener("change", () => store.set(name, $(name).value));
