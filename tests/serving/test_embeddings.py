@@ -62,7 +62,7 @@ def test_base64_is_little_endian_float32(embedder):
         ({"input": ""}, "input", "none of them empty"),
         ({"input": ["a", []]}, "input", "input must be a string"),
         ({"input": [257]}, "input", "between 0 and 256, got 257"),
-        ({"input": "x" * 501}, "input", "may have at most 500 tokens, got 501"),
+        ({"input": "x" * 501}, "input", "may have at most 500 tokens, got at least 501"),
         ({"input": ["x"] * 2049}, "input", "up to 2,048"),
         ({"input": "x", "dimensions": 8}, "dimensions", "must be 16 or left out, got 8"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "float or base64"),

@@ -153,7 +153,7 @@ class TestTheOfficialClient:
             client.completions.create(model="gpt", prompt="x")
         with pytest.raises(openai.BadRequestError, match="did you mean temperature"):
             client.completions.create(model="tiny", prompt="x", extra_body={"temperatur": 1})
-        with pytest.raises(openai.BadRequestError, match="may have at most 4096 tokens, got 5000"):
+        with pytest.raises(openai.BadRequestError, match="may have at most 4096 tokens, got at least 5000"):
             client.completions.create(model="tiny", prompt="x" * 5000)
 
 

@@ -107,6 +107,8 @@ def _make_text_service(args: argparse.Namespace, directory: Path, limits: Limits
         engine={"rows": args.rows, "segment_len": args.segment_len, "stall": args.stall, "together": args.together},
     )
     notes = [f"{service.name}: {format_bytes(service.state_bytes)} per conversation, whatever its length"]
+    if service.unfinished_files:
+        notes.append(f"removed {service.unfinished_files} unfinished files of servers that were killed")
     if template.is_plain:
         notes.append("the model has no chat template: conversations are written as User: ... Assistant: ...")
     return service, notes

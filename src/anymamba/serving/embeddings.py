@@ -22,6 +22,7 @@ from anymamba.models.sequence.masked_lm import MaskedLM
 from anymamba.serving.api.errors import ApiError, invalid_value, too_many_requests
 from anymamba.serving.api.requests import Limits, check_fields, is_valid_unicode, preview
 from anymamba.serving.metrics import Metrics
+from anymamba.serving.prompts import tokenize_prompt
 from anymamba.serving.routes import PROMETHEUS, ModelRoutes, cancel_on_disconnect, json_response, read_request
 from anymamba.version import __version__
 
@@ -194,7 +195,8 @@ class EmbeddingService:
     def _embed_texts(
         self, request: EmbeddingRequest, deadline: float, is_cancelled: Callable[[], bool]
     ) -> tuple[list[Tensor], int]:
-        texts = [self._tokenize(text) for text in request.texts]
+        max_tokens = self.limits.max_prompt_tokens
+        texts = [tokenize_prompt(self.tokenizer, text, "input", max_tokens) for text in request.texts]
         vectors = []
         for ids in texts:
             if is_cancelled():
@@ -205,15 +207,6 @@ class EmbeddingService:
             vectors.append(vector_1d[0].to("cpu", torch.float32))
             self.tokens_read += len(ids)
         return vectors, sum(map(len, texts))
-
-    def _tokenize(self, text: str | list[int]) -> list[int]:
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
-        if not ids:
-            raise invalid_value("input", "each text in input must have at least one token, got none")
-        if len(ids) > self.limits.max_prompt_tokens:
-            message = f"each text in input may have at most {self.limits.max_prompt_tokens} tokens, got {len(ids)}"
-            raise ApiError(400, message, param="input", code="context_length_exceeded")
-        return ids
 
 
 def _encode_vector(vector_d: Tensor, encoding: str) -> list[float] | str:

@@ -6,15 +6,54 @@ text that is appended to a session. Each offers the callbacks of a job; `finaliz
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 from anymamba.generation.state import GenerationState
-from anymamba.generation.tokenizers import Tokenizer
+from anymamba.generation.tokenizers import Tokenizer, min_tokens
+from anymamba.serving.api.errors import ApiError, invalid_value
 from anymamba.serving.scheduler.continuation import Continuation, PrefillStart
 from anymamba.serving.sessions import SessionLease, SessionStore
 from anymamba.serving.state_cache import Key, StateCache, ids_key, text_key
+
+
+def tokenize_prompt(
+    tokenizer: Tokenizer, prompt: str | list[int], param: str, max_tokens: int, *, may_be_empty: bool = False
+) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        prompt: Text, or token ids.
+        param: Name of the field, for errors.
+        max_tokens: Largest number of tokens. A text that cannot have so few is rejected without being tokenized.
+        may_be_empty: True if no tokens are valid.
+
+    Raises:
+        ApiError: There are too many tokens or none, or the tokenizer fails.
+    """
+    if isinstance(prompt, str):
+        if (at_least := min_tokens(tokenizer, prompt)) > max_tokens:
+            raise _prompt_too_long(param, max_tokens, f"at least {at_least}")
+        try:
+            ids = tokenizer.encode(prompt)
+        except ValueError as error:
+            print(f"anymamba: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+            raise ApiError(500, f"the tokenizer fails on {param}", param=param, code="tokenizer_failed") from error
+    else:
+        ids = prompt
+    if not ids and not may_be_empty:
+        raise invalid_value(param, f"{param} must have at least one token, got none")
+    if len(ids) > max_tokens:
+        raise _prompt_too_long(param, max_tokens, str(len(ids)))
+    return ids
+
+
+def _prompt_too_long(param: str, max_tokens: int, count: str) -> ApiError:
+    message = f"{param} may have at most {max_tokens} tokens, got {count}"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 class Prompt:
@@ -150,6 +189,7 @@ class ChatPrompt(Prompt):
         self._sessions = sessions
         self._lease = lease
         self._ends: list[tuple[Continuation, GenerationState]] = []
+        self._rests: dict[int, list[int]] = {}  # tokens of the text from a byte on
         self._is_exact = True
         self._tokens = len(ids)
 
@@ -162,13 +202,22 @@ class ChatPrompt(Prompt):
         previous = self._find_previous_turn() if start.ids else None
         if previous is not None:
             state, tokens, length = previous
-            rest = self._text.encode()[length:].decode()
-            ids = self._tokenizer.encode(rest) if rest else []
+            ids = self._tokenize_rest(length)
             if len(ids) < len(start.ids):
                 start = PrefillStart(state, ids, tokens)
                 self._is_exact = False
         self._tokens = start.cached_tokens + len(start.ids)
         return start
+
+    def _tokenize_rest(self, begin: int) -> list[int]:
+        """Tokenize the text after so many bytes.
+
+        The service searches before the engine does, so that the engine's thread need not tokenize the same text again.
+        """
+        if begin not in self._rests:
+            rest = self._text.encode()[begin:].decode()
+            self._rests[begin] = self._tokenizer.encode(rest) if rest else []
+        return self._rests[begin]
 
     def _find_previous_turn(self) -> tuple[GenerationState, int, int] | None:
         """Return the state of the longest prefix of the text, its tokens, and the prefix's length in bytes."""

@@ -99,6 +99,7 @@ class Routes:
             "anymamba_state_hits_total": cache.hits,
             "anymamba_state_misses_total": cache.misses,
             "anymamba_state_evictions_total": cache.evictions,
+            "anymamba_unfinished_files_total": service.unfinished_files,
         }
         gauges = {f"anymamba_rows_{name}": float(value) for name, value in engine.load.items()}
         gauges |= {
@@ -163,14 +164,15 @@ class Routes:
     async def _respond_complete(
         self, http_request: Request, events: AsyncGenerator[Any, None], builder: ResponseBuilder
     ) -> Response:
-        async def collect() -> dict[str, Any]:
+        async def collect() -> Response:
             async with aclosing(events):
                 async for prompt, event in events:
                     builder.add(prompt, event)
-            return builder.complete()
+            # Log-probabilities of a long prompt take a while to format, which would block the event loop.
+            return await asyncio.to_thread(lambda: json_response(builder.complete()))
 
-        body = await cancel_on_disconnect(http_request, collect(), self._service.metrics)
-        return Response(status_code=_CLIENT_CLOSED) if body is None else json_response(body)
+        response: Response | None = await cancel_on_disconnect(http_request, collect(), self._service.metrics)
+        return Response(status_code=_CLIENT_CLOSED) if response is None else response
 
     async def _stream_events(
         self,

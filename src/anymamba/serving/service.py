@@ -6,16 +6,17 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, runtime_checkable
 
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
 from anymamba.models.lm import MambaLM
-from anymamba.serving.api.errors import ApiError, invalid_value, too_many_requests
+from anymamba.serving.api.errors import ApiError, internal_error, invalid_value, too_many_requests
 from anymamba.serving.api.requests import GenerationRequest, Limits
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt
+from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, tokenize_prompt
 from anymamba.serving.scheduler.continuation import (
     ContinuationOptions,
     Event,
@@ -29,6 +30,8 @@ from anymamba.serving.scheduler.continuation import (
 from anymamba.serving.scheduler.engine import Engine, prompt_key
 from anymamba.serving.sessions import SessionError, SessionLease, SessionStore
 from anymamba.serving.state_cache import StateCache
+
+_LONG_PROMPT = 2**16  # characters
 
 
 @runtime_checkable
@@ -87,12 +90,20 @@ class Service:
         self._end_tokens = frozenset(select_end_tokens(tokenizer, model.config.vocab_size))
         self._engine_options = engine or {}
         self._engine: Engine | None = None
+        # Few threads, so that many long prompts at once neither fill the memory nor delay short ones.
+        self._short_executor = ThreadPoolExecutor(2, "prompts")
+        self._long_executor = ThreadPoolExecutor(1, "long-prompts")
 
     @property
     def engine(self) -> Engine:
         """The engine of a started service."""
         assert self._engine is not None, "the service has been started"
         return self._engine
+
+    @property
+    def unfinished_files(self) -> int:
+        """Number of temporary files of killed servers that were removed."""
+        return sum(files.unfinished_files for files in (self.cache.files, self.sessions.files) if files is not None)
 
     def start(self) -> None:
         """Start the engine, whose events are delivered to the running event loop."""
@@ -112,6 +123,8 @@ class Service:
         """Stop the engine, and write cached states to disk for at most `seconds`."""
         if self._engine is not None:
             self._engine.close()
+        self._short_executor.shutdown(cancel_futures=True)
+        self._long_executor.shutdown(cancel_futures=True)
         self.cache.close(seconds)
 
     @staticmethod
@@ -137,7 +150,9 @@ class Service:
                 if request.session is not None:
                     lease = self.sessions.acquire(request.session)
                 # 2) Tokenize the prompts and look up their states, outside of the event loop.
-                prompts, lengths = await asyncio.to_thread(self._prepare_prompts, request, lease)
+                executor = self._long_executor if _count_chars(request) > _LONG_PROMPT else self._short_executor
+                loop = asyncio.get_running_loop()
+                prompts, lengths = await loop.run_in_executor(executor, self._prepare_prompts, request, lease)
             # 3) Submit one job per prompt.
             queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
             deadline = start_time + self.limits.request_seconds
@@ -164,6 +179,7 @@ class Service:
                 raise _job_error(event.error)
             if isinstance(event, PromptDone):
                 self.metrics.count("anymamba_reused_tokens_total", event.cached_tokens)
+                event = event._replace(prompt_ids=prompts[i].ids)
             elif isinstance(event, TokenEvent):
                 now = time.monotonic()
                 previous = token_times.get((i, event.choice))
@@ -225,13 +241,8 @@ class Service:
             raise invalid_value("messages", message) from error
 
     def _tokenize(self, prompt: str | list[int], param: str, *, may_be_empty: bool = False) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not ids and not may_be_empty:
-            raise invalid_value(param, f"{param} must have at least one token, got none")
-        if len(ids) > self.limits.max_prompt_tokens:
-            message = f"{param} may have at most {self.limits.max_prompt_tokens} tokens, got {len(ids)}"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return ids
+        max_tokens = self.limits.max_prompt_tokens
+        return tokenize_prompt(self.tokenizer, prompt, param, max_tokens, may_be_empty=may_be_empty)
 
     def _make_jobs(
         self,
@@ -269,6 +280,11 @@ class Service:
         return jobs
 
 
+def _count_chars(request: GenerationRequest) -> int:
+    texts = request.prompts if request.messages is None else [message["content"] for message in request.messages]
+    return sum(map(len, texts))
+
+
 def _emitter(queue: asyncio.Queue[tuple[int, Event]], prompt: int) -> Callable[[Event], None]:
     return lambda event: queue.put_nowait((prompt, event))
 
@@ -298,4 +314,7 @@ def _job_error(error: BaseException) -> BaseException:
         return ApiError(408, str(error), code="timeout")
     if isinstance(error, ShuttingDown):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
+    if isinstance(error, ValueError):  # caused by data: logits that are not finite, or tokens that cannot be decoded
+        print(f"anymamba: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+        return internal_error()
     return error

@@ -20,14 +20,8 @@ from anymamba.serving.api.errors import ApiError, invalid_value
 
 # Fields of the API that have no effect here.
 _IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "safety_identifier",
-    "prompt_cache_key",
-    "service_tier",
-    "prompt_cache_retention",
-}
+    "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "prompt_cache_retention",
+}  # fmt: skip
 # Fields of the API that are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""), "response_format": (None, {"type": "text"}), "tools": (None, []), "functions": (None, []),
@@ -68,9 +62,8 @@ def check_fields(body: dict[str, Any], known: set[str], model: str) -> None:
             hint = suggest(name[:80], known)
             raise ApiError(400, f"unknown field {preview(name)}{hint}", param=name[:80], code="unknown_parameter")
         if name in _NEUTRAL and not any(value == ok and type(value) is type(ok) for ok in _NEUTRAL[name]):
-            raise ApiError(
-                400, f"{name} is not supported, got {preview(value)}", param=name, code="unsupported_parameter"
-            )
+            message = f"{name} is not supported, got {preview(value)}"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
     requested_model = body.get("model", model)
     if requested_model is not None and not isinstance(requested_model, str):
         raise invalid_value("model", f"model must be a name, got {preview(requested_model)}")
@@ -293,9 +286,8 @@ def _read_common_fields(body: dict[str, Any], limits: Limits, vocab_size: int) -
     include_usage = False
     if options is not None:
         if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
-            raise invalid_value(
-                "stream_options", f"stream_options must be an object with include_usage, got {preview(options)}"
-            )
+            expected = "an object with include_usage"
+            raise invalid_value("stream_options", f"stream_options must be {expected}, got {preview(options)}")
         if not stream:
             raise invalid_value("stream_options", "stream_options requires stream: true")
         include_usage = read_bool(options, "include_usage")
@@ -341,15 +333,13 @@ def _read_logit_bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] 
     if table is None or table == {}:
         return None
     if not isinstance(table, dict) or len(table) > 1024:
-        raise invalid_value(
-            "logit_bias", f"logit_bias must be an object with up to 1,024 token ids, got {preview(table)}"
-        )
+        expected = "an object with up to 1,024 token ids"
+        raise invalid_value("logit_bias", f"logit_bias must be {expected}, got {preview(table)}")
     bias = {}
     for token in table:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
-            raise invalid_value(
-                "logit_bias", f"the keys of logit_bias must be token ids below {vocab_size}, got {preview(token)}"
-            )
+            expected = f"token ids below {vocab_size}"
+            raise invalid_value("logit_bias", f"the keys of logit_bias must be {expected}, got {preview(token)}")
         bias[int(token)] = read_number(table, token, 0.0, -100.0, 100.0)
     return bias
 
@@ -357,13 +347,10 @@ def _read_logit_bias(body: dict[str, Any], vocab_size: int) -> dict[int, float] 
 def _read_stop_texts(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    is_short_list = isinstance(stops, list) and len(stops) <= 16
-    if not is_short_list or not all(
-        isinstance(text, str) and 0 < len(text) <= 1024 and is_valid_unicode(text) for text in stops
-    ):
-        raise invalid_value(
-            "stop", f"stop must be a string of 1 to 1,024 characters, or a list of up to 16, got {preview(stop)}"
-        )
+    is_list = isinstance(stops, list) and len(stops) <= 16
+    if not is_list or not all(isinstance(x, str) and 0 < len(x) <= 1024 and is_valid_unicode(x) for x in stops):
+        expected = "a string of 1 to 1,024 characters, or a list of up to 16"
+        raise invalid_value("stop", f"stop must be {expected}, got {preview(stop)}")
     return tuple(stops)
 
 
@@ -375,9 +362,8 @@ def _read_prompts(body: dict[str, Any], limits: Limits, vocab_size: int) -> Any:
     are_texts = all(isinstance(text, str) and is_valid_unicode(text) for text in prompts)
     are_ids = all(isinstance(ids, list) and ids and all(type(i) is int for i in ids) for ids in prompts)
     if not prompts or not (are_texts or are_ids):
-        raise invalid_value(
-            "prompt", f"prompt must be a string, token ids, or a list of either, got {preview(body.get('prompt'))}"
-        )
+        expected = "a string, token ids, or a list of either"
+        raise invalid_value("prompt", f"prompt must be {expected}, got {preview(prompt)}")
     if len(prompts) > limits.max_choices:
         raise invalid_value("prompt", f"prompt may be a list of at most {limits.max_choices}, got {len(prompts)}")
     if are_ids and not are_texts:
@@ -397,15 +383,18 @@ def _read_messages(body: dict[str, Any]) -> list[dict[str, str]]:
 def _read_message(location: str, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not set(message) <= {"role", "content", "name", "refusal"}:
         raise invalid_value(location, f"{location} must be an object with role and content, got {preview(message)}")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise invalid_value(
-            f"{location}.role", f"{location}.role must be one of {', '.join(_ROLES)}, got {preview(role)}"
-        )
+        param = f"{location}.role"
+        raise invalid_value(param, f"{param} must be one of {', '.join(_ROLES)}, got {preview(role)}")
+    content = message.get("content")
+    text = content
     if isinstance(content, list):
-        if not all(isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content):
-            raise invalid_value(f"{location}.content", f"{location}.content must be text, got {preview(content)}")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or not is_valid_unicode(content):
-        raise invalid_value(f"{location}.content", f"{location}.content must be text, got {preview(content)}")
-    return {"role": "system" if role == "developer" else role, "content": content}
+        is_text = all(
+            isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content
+        )
+        text = "".join(part["text"] for part in content) if is_text else None
+    if not isinstance(text, str) or not is_valid_unicode(text):
+        param = f"{location}.content"
+        raise invalid_value(param, f"{param} must be text, got {preview(content)}")
+    return {"role": "system" if role == "developer" else role, "content": text}

@@ -79,8 +79,8 @@ class ResponseBuilder:
             return None
         choice = self._choices[i]
         text_or_ids = self._request.prompts[prompt]
-        choice.text = text_or_ids if isinstance(text_or_ids, str) else self._tokenizer.decode(text_or_ids)
-        choice.tokens = self._tokenizer.encode(text_or_ids) if isinstance(text_or_ids, str) else list(text_or_ids)
+        choice.tokens = list(event.prompt_ids)
+        choice.text = text_or_ids if isinstance(text_or_ids, str) else self._tokenizer.decode(choice.tokens)
         choice.scores = list(event.prompt_scores)
         self._echoed_tokens += len(choice.tokens)
         return self._make_chunk(i, choice.text, choice.tokens, choice.scores)

@@ -53,11 +53,13 @@ class PromptDone(NamedTuple):
         new_tokens: Number of tokens that were read.
         cached_tokens: Number of tokens that a cached state had read before.
         prompt_scores: Scores of each token of the prompt, if requested.
+        prompt_ids: Tokens of the prompt; filled in by the service.
     """
 
     new_tokens: int
     cached_tokens: int
     prompt_scores: list[list[TokenScore]]
+    prompt_ids: Sequence[int] = ()
 
 
 class TokenEvent(NamedTuple):

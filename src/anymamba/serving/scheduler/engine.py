@@ -121,7 +121,7 @@ class Engine:
         while self._wait_for_work():
             try:
                 self._run_round()
-            except BaseException as error:  # noqa: PERF203  # it may concern any job, so all fail; new ones are accepted
+            except BaseException as error:  # noqa: PERF203  # any job may be the cause, so all fail; the thread goes on
                 traceback.print_exc(file=sys.stderr)
                 self._fail_all(error)
         self._fail_all(ShuttingDown("the server is shutting down"))

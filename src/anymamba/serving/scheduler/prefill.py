@@ -89,7 +89,7 @@ class PrefillQueue:
         prompt = self._select_next()
         try:
             state = self._read_segment(prompt)
-        except BaseException as error:  # a tokenizer's panic is not an Exception
+        except Exception as error:
             self._outbox.add(prompt.job, JobFailed(error))
             self._prompts.remove(prompt)
             return True
