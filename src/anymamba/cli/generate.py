@@ -1,8 +1,7 @@
-"""`anymamba generate`: a prompt in, text out as it is made; or a file of prompts in, JSON lines out.
+"""`anymamba generate`: a prompt in, text out as it is written; or a file of prompts in, JSON lines out.
 
-§ One text of `anymamba generate`: it grows turn by turn, as plain text or as a conversation.
-
-§ `anymamba generate --prompts`: a file of prompts in, a line of JSON out for each.
+One text is a `Session`, or a `Conversation` in a chat template: it grows turn by turn. A file of prompts goes through
+`Pipeline.batches`, one line of JSON per completion.
 """
 
 from __future__ import annotations
@@ -20,21 +19,60 @@ import torch
 
 from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
 from anymamba.core.process import catch_signals
-from anymamba.generation import GenerationState, TokenStream, stream
-from anymamba.generation.chat import ChatTemplate
-from anymamba.generation.completion import Completion, CompletionBuilder
-from anymamba.generation.pipeline import Pipeline, check_texts
-from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
+from anymamba.generation import ChatTemplate, Completion, GenerationState, Pipeline, Tokenizer, TokenStream, stream
+from anymamba.generation.completion import CompletionBuilder
+from anymamba.generation.pipeline import check_texts
+from anymamba.generation.tokenizers import select_end_tokens
 from anymamba.models.lm import MambaLM
+
+_JSON_SUFFIXES = (".jsonl", ".ndjson")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load the model, generate, print; at the end save the state if requested."""
+    # 1) Check the arguments before the model is loaded.
+    check_texts("--stop", args.stop)
+    if sys.stdout is None:
+        raise ValueError("stdout is closed: there is nowhere to write to")
+    if args.prompts is not None:
+        _complete_file(args)
+        return
+    if args.save_state and not Path(args.save_state).absolute().parent.is_dir():
+        raise ValueError(f"--save-state {args.save_state}: there is no such directory")
+    # 2) Load the model, and the state from which to continue.
+    model, tokenizer = load(args)
+    template = chat_template(args, tokenizer)
+    state = GenerationState.load(args.load_state, model) if args.load_state else None
+    if state is not None and state.batch_size != 1:
+        raise ValueError(f"{args.load_state}: expected the state of one sequence, got {state.batch_size}")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if template is None:
+        session = Session(args, model, tokenizer, state)
+    else:
+        session = Conversation(args, model, tokenizer, template)
+    # 3) One turn per prompt. Ctrl-C ends a turn after a whole token; without further turns, it ends the command.
+    try:
+        for prompt in _read_prompts(args, tokenizer, session.HELP):
+            session.take_turn(prompt)
+            if session.was_interrupted and not args.interactive:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if session.is_intact:
+            session.report()
+        raise
+    finally:
+        if args.save_state and session.state is not None:
+            session.state.save(args.save_state, model)
+    session.report()
 
 
 class Session:
     """A text that grows turn by turn: a prompt is read, a continuation printed.
 
     Attributes:
-        state: after the last turn, if it is needed.
-        interrupted: Ctrl-C ended the last turn.
-        whole: no turn was cut off within a token.
+        state: State after the last turn, if it will be needed.
+        was_interrupted: Whether Ctrl-C ended the last turn.
+        is_intact: Whether no turn was cut off within a token.
     """
 
     HELP: ClassVar[str] = (
@@ -44,27 +82,35 @@ class Session:
     def __init__(
         self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, state: GenerationState | None = None
     ) -> None:
-        """Begin, or continue from a state."""
-        self.args, self.model, self.tokenizer, self.state = args, model, tokenizer, state
-        self.ends = [] if args.ignore_end else select_end_tokens(tokenizer, model.config.vocab_size)
-        self.stops: list[str] = args.stop
-        self.read = self.written = 0
-        self.reading = self.writing = 0.0
-        self.interrupted, self.whole = False, True
+        """Begin a text, or continue one from a state."""
+        self.args = args
+        self.model = model
+        self.tokenizer = tokenizer
+        self.state = state
+        self.was_interrupted = False
+        self.is_intact = True
+        self._end_tokens = [] if args.ignore_end else select_end_tokens(tokenizer, model.config.vocab_size)
+        self._stop_texts: list[str] = args.stop
+        self._tokens_read = 0
+        self._tokens_written = 0
+        self._seconds_reading = 0.0
+        self._seconds_writing = 0.0
 
-    def turn(self, prompt: str) -> None:
+    def take_turn(self, prompt: str) -> None:
         """Read the prompt and print the continuation; an interrupt ends the turn after a whole token."""
-        first = self.state is None
-        ids = self.tokenizer.encode(prompt, add_special_tokens=first and self.args.special_tokens)
-        if not ids and first:
+        is_first = self.state is None
+        ids = self.tokenizer.encode(prompt, add_special_tokens=is_first and self.args.special_tokens)
+        if not ids and is_first:
             if self.args.interactive:
                 return
             raise ValueError("the prompt is empty: pass --prompt, --file, or a text on stdin")
-        self._continue(ids)
+        self._continue_with(ids)
 
-    def _continue(self, ids: list[int]) -> tuple[list[int], str]:
-        """Read tokens after the state and print the continuation; it is returned as tokens and as text."""
-        began, self.whole = perf_counter(), False
+    def _continue_with(self, ids: list[int]) -> CompletionBuilder:
+        """Read tokens after the state, and print the continuation."""
+        # 1) Read the prompt.
+        began = perf_counter()
+        self.is_intact = False
         tokens = stream(
             self.model,
             torch.tensor([ids]) if ids else None,
@@ -75,49 +121,50 @@ class Session:
             min_p=self.args.min_p,
             repetition_penalty=self.args.repetition_penalty,
             seed=self.args.seed,
-            stop=self.ends,
+            stop=self._end_tokens,
             cache=self.state,
         )
-        self.read += len(ids)
-        self.reading += perf_counter() - began
+        self._tokens_read += len(ids)
+        self._seconds_reading += perf_counter() - began
+        # 2) Write. A process that handles or ignores Ctrl-C in its own way keeps doing so.
         began = perf_counter()
-        # A process that handles or ignores Ctrl-C in its own way is left alone.
-        own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        with catch_signals(*(() if own else (signal.SIGINT,))) as interrupted:
+        builder = CompletionBuilder(self.tokenizer, end_tokens=self._end_tokens, stop_texts=self._stop_texts)
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with catch_signals(*((signal.SIGINT,) if is_default else ())) as was_interrupted:
             try:
-                written = self._print(tokens, interrupted)
-            except OSError:  # the reader of our output has gone, but the state is whole
-                self._keep(tokens)
+                self._print(tokens, builder, was_interrupted)
+            except OSError:  # nobody reads our output any more, but the state is intact
+                self._keep_state(tokens)
                 raise
             else:
-                self._keep(tokens)
-                self.whole = True
+                self._keep_state(tokens)
+                self.is_intact = True
             finally:
-                self.writing += perf_counter() - began
+                self._seconds_writing += perf_counter() - began
                 print(flush=True)
-            self.interrupted = interrupted()
-        return written
+            self.was_interrupted = was_interrupted()
+        return builder
 
-    def _keep(self, tokens: TokenStream) -> None:
+    def _print(self, tokens: TokenStream, builder: CompletionBuilder, was_interrupted: Callable[[], bool]) -> None:
+        for (token,) in tokens:
+            assert token is not None
+            self._tokens_written += 1
+            print(builder.add(token), end="", flush=True)
+            if builder.reason is not None or was_interrupted():
+                break
+        print(builder.finish(), end="", flush=True)
+
+    def _keep_state(self, tokens: TokenStream) -> None:
         if self.args.interactive or self.args.save_state:
             self.state = tokens.state
 
-    def _print(self, tokens: TokenStream, interrupted: Callable[[], bool]) -> tuple[list[int], str]:
-        builder = CompletionBuilder(self.tokenizer, end_tokens=self.ends, stop_texts=self.stops)
-        for (token,) in tokens:
-            assert token is not None
-            self.written += 1
-            print(builder.add(token), end="", flush=True)
-            if builder.reason is not None or interrupted():
-                break
-        print(builder.finish(), end="", flush=True)
-        return builder.tokens, builder.text
-
     def report(self) -> None:
-        """Tokens per second, to stderr."""
+        """Print tokens per second to stderr."""
+        read_speed = self._tokens_read / max(self._seconds_reading, 1e-9)
+        write_speed = self._tokens_written / max(self._seconds_writing, 1e-9)
         print(
-            f"read {self.read} tokens at {self.read / max(self.reading, 1e-9):.1f}/s, "
-            f"wrote {self.written} at {self.written / max(self.writing, 1e-9):.1f} tokens/s",
+            f"read {self._tokens_read} tokens at {read_speed:.1f}/s, "
+            f"wrote {self._tokens_written} at {write_speed:.1f} tokens/s",
             file=sys.stderr,
         )
 
@@ -126,7 +173,7 @@ class Conversation(Session):
     """Messages in a chat template.
 
     The model always reads the tokens of the whole conversation as the template writes it. If they begin with everything
-    that the state has seen, only the rest is read. If not, because a template rewrites old messages or a reply is
+    that the state has read, only the rest is read. Otherwise, because a template rewrites old messages or a reply is
     tokenized differently, all of them are read again.
     """
 
@@ -135,11 +182,12 @@ class Conversation(Session):
     def __init__(self, args: argparse.Namespace, model: MambaLM, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         """Begin with the system's message, if there is one."""
         super().__init__(args, model, tokenizer)
-        self.template, self.stops = template, [*args.stop, *template.stop]
+        self.template = template
         self.messages: list[dict[str, Any]] = system_message(args)
-        self._seen: list[int] = []  # the tokens that the state has read
+        self._stop_texts = [*args.stop, *template.stop]
+        self._read_ids: list[int] = []  # the tokens that the state has read
 
-    def turn(self, prompt: str) -> None:
+    def take_turn(self, prompt: str) -> None:
         """Answer a message."""
         if not prompt.strip():
             if self.args.interactive:
@@ -147,33 +195,30 @@ class Conversation(Session):
             raise ValueError("the message is empty: pass --prompt, --file, or a text on stdin")
         self.messages.append({"role": "user", "content": prompt})
         ids = self.tokenizer.encode(self.template.render(self.messages))
-        known = len(self._seen)
-        if self.state is None or len(ids) <= known or ids[:known] != self._seen:
-            self.state, known = None, 0
-        new, text = self._continue(ids[known:])
-        self._seen = [*ids, *new]
-        self.messages.append({"role": "assistant", "content": text.strip()})
+        known = len(self._read_ids)
+        if self.state is None or len(ids) <= known or ids[:known] != self._read_ids:
+            self.state = None
+            known = 0
+        reply = self._continue_with(ids[known:])
+        self._read_ids = [*ids, *reply.tokens]
+        self.messages.append({"role": "assistant", "content": reply.text.strip()})
 
 
-_LINES = (".jsonl", ".ndjson")
-
-
-def answer_file(args: argparse.Namespace) -> None:
+def _complete_file(args: argparse.Namespace) -> None:
     """Continue all prompts of a file, in batches; a prompt's line is printed when its batch is done, in order."""
     for name in ("load_state", "save_state"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} belongs to one text, and cannot be used with --prompts")
-    if sys.stdout is None:
-        raise ValueError("stdout is closed: there is nowhere to write to")
     content = stdin_bytes("pass a file").read() if args.prompts == "-" else read_file(args.prompts)
     model, tokenizer = load(args)
-    entries = _entries("stdin" if args.prompts == "-" else args.prompts, content, tokenizer)
+    entries = _parse_entries("stdin" if args.prompts == "-" else args.prompts, content, tokenizer)
     # A lone surrogate, from bytes that are not text, stays what it is in JSON.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    prompts, template = [entry["prompt"] for entry in entries], chat_template(args, tokenizer)
+    prompts = [entry["prompt"] for entry in entries]
+    template = chat_template(args, tokenizer)
     if template is not None:
         prompts = [template.render([*system_message(args), {"role": "user", "content": text}]) for text in prompts]
-    printed = _Answers(entries)
+    printer = _CompletionPrinter(entries)
     try:
         for batch in Pipeline(model, tokenizer).batches(
             prompts,
@@ -191,52 +236,59 @@ def answer_file(args: argparse.Namespace) -> None:
             repetition_penalty=args.repetition_penalty,
             seed=args.seed,
         ):
-            printed.add(batch)
+            printer.add(batch)
     except KeyboardInterrupt:
-        printed.report()
+        printer.report()
         raise
-    printed.report()
+    printer.report()
 
 
-class _Answers:
+class _CompletionPrinter:
     """Prints completions in the order of the prompts."""
 
     def __init__(self, entries: list[dict[str, Any]]) -> None:
-        self._entries, self._waiting, self._printed = entries, dict[int, list[Completion]](), 0
-        self._progress, self._began, self._tokens = Progress(len(entries)), perf_counter(), 0
+        self._entries = entries
+        self._waiting: dict[int, list[Completion]] = {}
+        self._printed = 0
+        self._progress = Progress(len(entries))
+        self._began = perf_counter()
+        self._tokens = 0
 
     def add(self, batch: list[tuple[int, list[Completion]]]) -> None:
-        """Print the completions whose turn it is: a prompt waits for those before it."""
+        """Add a batch; print every prompt for which no earlier one is missing."""
         self._waiting.update(batch)
-        self._tokens += sum(len(completion.tokens) for _, found in batch for completion in found)
+        self._tokens += sum(len(completion.tokens) for _, completions in batch for completion in completions)
         while self._printed in self._waiting:
             for completion in self._waiting.pop(self._printed):
-                values = {**self._entries[self._printed], **_described(completion)}
-                print(json.dumps(values, ensure_ascii=False), flush=True)
+                line = {**self._entries[self._printed], **_to_json(completion)}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
             self._printed += 1
         self._progress.at(self._printed)
 
     def report(self) -> None:
-        """Print how many prompts were done, and how fast, to stderr."""
+        """Print to stderr how many prompts were done, and how fast."""
         self._progress.close()
         speed = self._tokens / max(perf_counter() - self._began, 1e-9)
         print(f"{self._printed} of {len(self._entries)} prompts, {speed:.1f} new tokens/s", file=sys.stderr)
 
 
-def _entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The prompts of a file: its lines that are not empty, or the objects of JSON lines.
+def _parse_entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the prompts of a file: its lines that are not empty, or the objects of JSON lines.
 
     Raises:
-        ValueError: lines that are not prompts; all of them are named.
+        ValueError: Lines that are not prompts; all of them are named.
     """
     lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
-    is_json = where.endswith(_LINES) or (where == "stdin" and content.lstrip()[:1] == b"{")
-    entries, problems = [], []
+    is_json = where.endswith(_JSON_SUFFIXES) or (where == "stdin" and content.lstrip()[:1] == b"{")
+    entries = []
+    problems = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            entries.append(_entry(line) if is_json else {"prompt": decode_text(f"line {number}", line, tokenizer)})
+            entries.append(
+                _parse_object(line) if is_json else {"prompt": decode_text(f"line {number}", line, tokenizer)}
+            )
         except ValueError as error:
             problems.append(f"line {number}: {error}" if is_json else str(error))
     if problems:
@@ -246,66 +298,32 @@ def _entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str,
     return entries
 
 
-def _entry(line: bytes) -> dict[str, Any]:
+def _parse_object(line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
         raise ValueError(f"not readable JSON ({error})") from error
-    prompt = value.get("prompt") if isinstance(value, dict) else None
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f'expected an object with a text "prompt", got {str(value)[:60]}')
-    return dict(value)
+        raise ValueError(f'expected an object with a text "prompt", got {str(entry)[:60]}')
+    return dict(entry)
 
 
-def _described(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON."""
-    values = completion._asdict()
+def _to_json(completion: Completion) -> dict[str, Any]:
+    """Return a completion as JSON."""
+    fields = completion._asdict()
     for name in ("choices", "alternatives"):
-        if values[name] is None:
-            del values[name]
-    if "choices" in values:
-        values["choices"] = [choice._asdict() for choice in values["choices"]]
-    if "alternatives" in values:
-        values["alternatives"] = [[choice._asdict() for choice in found] for found in values["alternatives"]]
-    return values
+        if fields[name] is None:
+            del fields[name]
+    if "choices" in fields:
+        fields["choices"] = [choice._asdict() for choice in fields["choices"]]
+    if "alternatives" in fields:
+        fields["alternatives"] = [[choice._asdict() for choice in choices] for choices in fields["alternatives"]]
+    return fields
 
 
-def run(args: argparse.Namespace) -> None:
-    """Load, generate, print; at the end save the state if asked to."""
-    check_texts("--stop", args.stop)
-    if args.prompts is not None:
-        answer_file(args)
-        return
-    if args.save_state and not Path(args.save_state).absolute().parent.is_dir():
-        raise ValueError(f"--save-state {args.save_state}: there is no such directory")
-    if sys.stdout is None:
-        raise ValueError("stdout is closed: there is nowhere to write to")
-    model, tokenizer = load(args)
-    template = chat_template(args, tokenizer)
-    state = GenerationState.load(args.load_state, model) if args.load_state else None
-    if state is not None and state.batch_size != 1:
-        raise ValueError(f"{args.load_state}: expected the state of one sequence, got {state.batch_size}")
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    if template is None:
-        session = Session(args, model, tokenizer, state)
-    else:
-        session = Conversation(args, model, tokenizer, template)
-    try:
-        for prompt in _prompts(args, tokenizer, session.HELP):
-            session.turn(prompt)
-            if session.interrupted and not args.interactive:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        if session.whole:
-            session.report()
-        raise
-    finally:
-        if args.save_state and session.state is not None:
-            session.state.save(args.save_state, model)
-    session.report()
-
-
-def _prompts(args: argparse.Namespace, tokenizer: Tokenizer, help: str) -> Iterator[str]:
+def _read_prompts(args: argparse.Namespace, tokenizer: Tokenizer, help: str) -> Iterator[str]:
+    """Yield the prompt that the arguments give, or one per line of stdin."""
     if args.interactive:
         is_terminal = stdin_bytes().isatty()
         if is_terminal:
@@ -316,7 +334,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer, help: str) -> Itera
             line = stdin_bytes().readline()
             if not line:
                 return
-            yield decode_text("stdin", _without_newline(line), tokenizer)
+            yield decode_text("stdin", _strip_newline(line), tokenizer)
     elif args.prompt is not None:
         yield decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
     elif args.file is not None:
@@ -324,9 +342,9 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer, help: str) -> Itera
     elif args.load_state and stdin_bytes().isatty():
         yield ""
     else:
-        yield decode_text("stdin", _without_newline(stdin_bytes().read()), tokenizer)
+        yield decode_text("stdin", _strip_newline(stdin_bytes().read()), tokenizer)
 
 
-def _without_newline(text: bytes) -> bytes:
-    """The text as it was meant: terminals and `echo` end it with a newline."""
+def _strip_newline(text: bytes) -> bytes:
+    """Return the text without the newline with which terminals and `echo` end it."""
     return text.removesuffix(b"\n").removesuffix(b"\r") if text.endswith(b"\n") else text
