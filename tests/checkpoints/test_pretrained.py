@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import MambaLM
-from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
+from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint
 from anymamba.checkpoints.weight_files import count_non_finite, open_weight_file
 from anymamba.core.io import read_json
 from tests.models.cases import FAMILIES, GOLDEN, LM_GOLDENS, codestral_lm, golden, small_lm
@@ -188,7 +188,7 @@ def test_sharded_weights_are_read(directory, suffix):
     with pytest.raises(ValueError, match=f"the shard {file} is missing"):
         MambaLM.from_pretrained(directory)
     index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    with pytest.raises(ValueError, match=r"must be a file beside the index, got '\.\./outside.safetensors'"):
+    with pytest.raises(ValueError, match=r"must be a file next to the index, got '\.\./outside.safetensors'"):
         MambaLM.from_pretrained(directory)
 
 
@@ -250,7 +250,7 @@ def test_loading_in_fewer_bits_takes_the_memory_of_the_narrow_weights_once(forma
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])
 @pytest.mark.parametrize("rows", [1, 7, 1000])
-def test_the_parts_of_a_tensor_are_its_rows(directory, suffix, rows):
+def test_a_tensor_is_read_some_rows_at_a_time(directory, suffix, rows):
     file = directory / "model.safetensors"
     tensors = load_file(file)
     if suffix != "safetensors":
@@ -258,7 +258,7 @@ def test_the_parts_of_a_tensor_are_its_rows(directory, suffix, rows):
         torch.save(tensors, file, _use_new_zipfile_serialization=suffix == "bin")
     name = next(name for name, x in tensors.items() if x.ndim == 2)
     with open_weight_file(file) as opened:
-        parts = [part.clone() for part in opened.parts(name, torch.float64, None, rows)]
+        parts = [part.clone() for part in opened.read_rows(name, torch.float64, None, rows)]
     assert [len(part) for part in parts[:-1]] == [rows] * (len(parts) - 1)
     assert torch.equal(torch.cat(parts), tensors[name].double())
 
@@ -271,7 +271,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
         with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
             file.read(last, dtype, mapped=False)
         with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
-            list(file.parts(last, dtype, None, 2))
+            list(file.read_rows(last, dtype, None, 2))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])
@@ -369,13 +369,13 @@ class TestNonFinite:
         assert len(caught) == 1
         assert not torch.isfinite(model.backbone.norm_f.weight[3])
         MambaLM.from_pretrained(directory, mapped=True)  # nobody reads those
-        assert "2 tensors hold values" in count_non_finite_values(open_checkpoint(directory))
+        assert "2 tensors hold values" in describe_non_finite_tensors(open_checkpoint(directory))
 
     def test_a_number_that_is_too_large_for_the_asked_dtype_is_told_of(self, directory):
         tensors = load_file(directory / "model.safetensors")
         tensors["backbone.norm_f.weight"][3] = 1e6
         save_file(tensors, directory / "model.safetensors")
-        assert count_non_finite_values(open_checkpoint(directory)) == ""
+        assert describe_non_finite_tensors(open_checkpoint(directory)) == ""
         with pytest.warns(UserWarning, match=r"1 tensor holds .* first backbone.norm_f.weight \(1 of 32\)"):
             MambaLM.from_pretrained(directory, dtype=torch.float16)
 
@@ -528,7 +528,7 @@ class TestDamage:
         (directory / "model.safetensors").unlink()
         for save in (torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))):
             save({"a": Bomb()}, directory / "pytorch_model.bin")
-            self.refused(directory, "pytorch_model.bin: refused, because it holds more than tensors")
+            self.refused(directory, "pytorch_model.bin: rejected, because it holds more than tensors")
         assert not (directory / "exploded").exists()
 
     def test_a_torch_file_that_is_none(self, directory):

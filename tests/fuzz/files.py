@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anymamba import GenerationState, LMCache, MambaLM
-from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
+from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint
 from anymamba.core.io import digest_file
 from anymamba.generation.tokenizers import FileTokenizer
 from anymamba.training.api import resume
@@ -38,7 +38,7 @@ def open_model(directory):
         model = MambaLM.from_pretrained(directory, mapped=mapped)
         with torch.no_grad():
             model(torch.arange(5).unsqueeze(0) % model.config.vocab_size)
-    count_non_finite_values(open_checkpoint(directory))
+    describe_non_finite_tensors(open_checkpoint(directory))
 
 
 def open_tokenizer(directory):

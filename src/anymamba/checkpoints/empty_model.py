@@ -1,7 +1,7 @@
-"""A model whose parameters hold nothing yet, made in milliseconds.
+"""A model whose parameters have no values yet, made in milliseconds, and the tensors that a config asks for.
 
-Memory that is never written is never taken, so parameters are allocated and their initialization is left out: nothing
-is drawn from torch's generator. (On the meta device arithmetic loads a second or two of symbolic mathematics.)
+The system takes no memory for what is never written, so parameters are allocated and their initialization is skipped:
+nothing is drawn from torch's generator. (On the meta device, arithmetic loads a second or two of symbolic mathematics.)
 """
 
 from __future__ import annotations
@@ -19,36 +19,48 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
 from anymamba.quantization.quantize import replace_linears
 
-_FILLS = frozenset({"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"})
-_DRAWS = frozenset({"rand", "randn"})
-_MAKERS = frozenset({"empty", "zeros", "ones", "full", *_DRAWS})
+_FILL_FUNCTIONS = frozenset(
+    {"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"}
+)
+_DRAW_FUNCTIONS = frozenset({"rand", "randn"})
+_FACTORIES = frozenset({"empty", "zeros", "ones", "full", *_DRAW_FUNCTIONS})
 _FIRST_LAYER = "backbone.layers.0."
 
 
 class SkipInitialization(TorchFunctionMode):
-    """Skips operations that fill or draw a tensor, and refuses one of more than `most` elements before it is made."""
+    """A mode that skips operations which fill or draw a tensor, and limits the size of tensors before they exist."""
 
-    def __init__(self, most: int | None) -> None:
-        """Set the limit; None: no limit."""
+    def __init__(self, max_numel: int | None) -> None:
+        """Set the limit.
+
+        Args:
+            max_numel: Largest number of elements of a tensor; None: no limit.
+        """
         super().__init__()
-        self._most = most
+        self._max_numel = max_numel
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` unless it only fills its first argument."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _FILLS:
+        if name in _FILL_FUNCTIONS:
             return args[0] if args else kwargs["tensor"]
-        if self._most is not None and (size := _elements(name, args, kwargs)) > self._most:
-            raise ValueError(f"it asks for a tensor of {_rounded(size)} numbers, more than the files hold in all")
-        return (torch.empty if name in _DRAWS else func)(*args, **kwargs)
+        if self._max_numel is not None and (numel := _count_allocated(name, args, kwargs)) > self._max_numel:
+            raise ValueError(f"it asks for a tensor of {_format_count(numel)} numbers, more than the files hold in all")
+        return (torch.empty if name in _DRAW_FUNCTIONS else func)(*args, **kwargs)
 
 
 def empty_model(
     config: MambaLMConfig, dtype: torch.dtype | None = None, weights: WeightFormat | None = None
 ) -> MambaLM:
-    """The model of `config` with parameters of undefined values, on the CPU, its `weights` in a narrow format."""
+    """Create a model with parameters of undefined values, on the CPU.
+
+    Args:
+        config: Config of the model.
+        dtype: Dtype of the parameters.
+        weights: Format of quantized weights; None for plain ones.
+    """
     with SkipInitialization(None):
         model = MambaLM(config, device="cpu", dtype=dtype)
         if weights is not None:
@@ -56,22 +68,27 @@ def empty_model(
         return model
 
 
-class Expected(NamedTuple):
-    """A tensor that a model has: its shape, and its dtype unless any will do."""
+class ExpectedTensor(NamedTuple):
+    """A tensor that a model has: its shape, and its dtype unless any floating-point one will do."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
 
 
 def expected_tensors(
-    config: MambaLMConfig, most: int | None = None, weights: WeightFormat | None = None
-) -> dict[str, Expected]:
-    """The tensors of `config`'s model by their names; one layer is built for all, if they are alike.
+    config: MambaLMConfig, max_numel: int | None = None, weights: WeightFormat | None = None
+) -> dict[str, ExpectedTensor]:
+    """Return the tensors of `config`'s model by their names; one layer is built for all if they are alike.
+
+    Args:
+        config: Config of the model.
+        max_numel: Largest number of elements of a tensor; None: no limit.
+        weights: Format of quantized weights; None for plain ones.
 
     Raises:
-        ValueError: one of them has more than `most` elements.
+        ValueError: A tensor with more elements.
     """
-    with SkipInitialization(most):
+    with SkipInitialization(max_numel):
         model = MambaLM(config if config.stack else dataclasses.replace(config, n_layer=1), device="cpu")
     if weights is not None:
         replace_linears(model, weights)
@@ -81,11 +98,11 @@ def expected_tensors(
         if isinstance(module, QuantizedWeight)
         for part, (_, dtype) in module.layout().items()
     }
-    found = {name: Expected(tuple(x.shape), dtypes.get(name)) for name, x in model.state_dict().items()}
+    built = {name: ExpectedTensor(tuple(x.shape), dtypes.get(name)) for name, x in model.state_dict().items()}
     if config.stack:
-        return found
-    tensors: dict[str, Expected] = {}
-    for name, expected in found.items():
+        return built
+    tensors: dict[str, ExpectedTensor] = {}
+    for name, expected in built.items():
         rest = name.removeprefix(_FIRST_LAYER)
         layers = range(config.n_layer) if rest != name else [None]
         tensors |= {name if i is None else f"backbone.layers.{i}.{rest}": expected for i in layers}
@@ -93,14 +110,14 @@ def expected_tensors(
 
 
 def parameter_count(config: MambaLMConfig) -> int:
-    """The number of parameters of `config`'s model; a head that is the embedding is not counted again."""
+    """Return the number of parameters of `config`'s model; a tied head counts once."""
     stored = sum(math.prod(shape) for shape, _ in expected_tensors(config).values())
     return stored - (config.padded_vocab_size * config.d_model if config.tie_embeddings else 0)
 
 
-def _elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """How many elements a call allocates; 0 for one that allocates nothing, or only small results from others."""
-    if name in _MAKERS:
+def _count_allocated(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return how many elements a call allocates; 0 for one that allocates nothing, or only small results."""
+    if name in _FACTORIES:
         size = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
         return math.prod(size)
     if name == "arange":
@@ -111,5 +128,5 @@ def _elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def _rounded(size: int) -> str:
-    return f"{size:,}" if size < 10**12 else f"about 10^{len(str(size)) - 1}"
+def _format_count(count: int) -> str:
+    return f"{count:,}" if count < 10**12 else f"about 10^{len(str(count)) - 1}"

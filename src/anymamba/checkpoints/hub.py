@@ -1,40 +1,40 @@
-"""Repositories on the hub, through `huggingface_hub`, which keeps what it has fetched."""
+"""Repositories on the hub, through `huggingface_hub`, which caches what it has fetched."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+_INSTALL = "install huggingface_hub (pip install 'anymamba[hf]')"
+
 
 def is_repository_id(name: str | os.PathLike[str]) -> bool:
-    """Whether a name that is not a path reads as "owner/name"."""
+    """Return whether a name that is not a path reads as "owner/name"."""
     text = str(name)
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
 
 
 def check_repository_id(name: str) -> None:
-    """Raise ValueError for a name that does not read as "owner/name"."""
+    """Raise `ValueError` for a name that does not read as "owner/name"."""
     if not is_repository_id(name):
         raise ValueError(f'{name}: expected the id of a hub repository ("owner/name")')
 
 
 def fetch(name: str, *patterns: str, instead: str) -> Path:
-    """The directory with those files of a repository that match the patterns.
+    """Return a directory with those files of a repository that match the patterns.
 
     Args:
-        name: "owner/name".
-        patterns: of file names.
-        instead: what the user may pass instead, for the error.
+        name: Repository, "owner/name".
+        patterns: Patterns of file names.
+        instead: Description of what the user may pass instead, for the error.
 
     Raises:
-        ValueError: the library is missing, or the files cannot be fetched.
+        ValueError: The library is missing, or the files cannot be fetched.
     """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ValueError(
-            f"{name}: no such path; to fetch it from the hub, install huggingface_hub (pip install 'anymamba[hf]')"
-        ) from error
+        raise ValueError(f"{name}: no such path; to fetch it from the hub, {_INSTALL}") from error
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, RuntimeError, ValueError) as error:
@@ -44,28 +44,26 @@ def fetch(name: str, *patterns: str, instead: str) -> Path:
         ) from error
 
 
-def push(directory: Path, name: str, *, private: bool | None = None, token: str | None = None) -> str:
-    """Write the files of a directory to a repository, in one commit; it is created if it does not exist.
+def upload(directory: Path, name: str, *, private: bool | None = None, token: str | None = None) -> str:
+    """Write the files of a directory to a repository in one commit; the repository is created if it does not exist.
 
     Args:
-        directory: of the files.
-        name: "owner/name".
-        private: whether a new repository is private; the owner's default if not given.
-        token: access token; the one of `hf auth login` if not given.
+        directory: Directory of the files.
+        name: Repository, "owner/name".
+        private: Whether a new repository is private; None: the owner's default.
+        token: Access token; None: the one of `hf auth login`.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ValueError: the library is missing, or the hub refuses; then nothing is written.
+        ValueError: The library is missing, or the hub does not accept the files; then nothing is written.
     """
     check_repository_id(name)
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise ValueError(
-            f"{name}: to write to the hub, install huggingface_hub (pip install 'anymamba[hf]')"
-        ) from error
+        raise ValueError(f"{name}: to write to the hub, {_INSTALL}") from error
     try:
         api = HfApi(token=token)
         api.create_repo(name, private=private, exist_ok=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from anymamba.checkpoints.empty_model import parameter_count
 from anymamba.checkpoints.formats import get_format, gguf
-from anymamba.checkpoints.load import check_no_other_format, copy_companions, load_model, save_model, warn_of_non_finite
+from anymamba.checkpoints.load import load_model, warn_of_non_finite
 from anymamba.checkpoints.open import open_checkpoint, resolve_source
+from anymamba.checkpoints.save import check_no_other_format, copy_companions, save_model
 from anymamba.cli.common import DTYPES, add_eos_token_id, report_activation
 from anymamba.generation.tokenizers import Tokenizer, load_tokenizer
 from anymamba.models.lm import MambaLM

@@ -11,7 +11,7 @@ import torch
 
 from anymamba.checkpoints.empty_model import empty_model, parameter_count
 from anymamba.checkpoints.load import resolve_weight_format
-from anymamba.checkpoints.open import count_non_finite_values, open_checkpoint
+from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint
 from anymamba.checkpoints.weight_files import describe_non_finite
 from anymamba.cli.common import DTYPES, format_bytes
 from anymamba.core.io import read_json
@@ -226,7 +226,7 @@ def _describe_model(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("state", f"{format_bytes(state)} per sequence, at any length"),
         ("memory", f"about {format_bytes(weights + state + working)} to generate from one sequence"),
         *([("matmul", _describe_quantized_matmul(weight_format, model.dtype))] if weight_format else []),
-        ("values", count_non_finite_values(checkpoint) or "all finite"),
+        ("values", describe_non_finite_tensors(checkpoint) or "all finite"),
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from anymamba.checkpoints.formats import gguf
 from anymamba.checkpoints.hub import fetch, is_repository_id
-from anymamba.checkpoints.load import COMPANION_FILES
+from anymamba.checkpoints.save import COMPANION_FILES
 from anymamba.core.io import read_json, write_json
 from anymamba.generation.tokenizer_limits import check_growth, max_bytes_per_token
 

@@ -315,7 +315,7 @@ class MambaLM(nn.Module):
             ValueError: The format cannot represent the model, or the weights do not match the config; nothing is
                 written.
         """
-        from anymamba.checkpoints.load import save_model
+        from anymamba.checkpoints.save import save_model
 
         save_model(self, directory, format)
 
@@ -344,7 +344,7 @@ class MambaLM(nn.Module):
             ValueError: The format cannot represent the model, `huggingface_hub` is missing, or the hub rejects the
                 upload.
         """
-        from anymamba.checkpoints.push import push_model
+        from anymamba.checkpoints.save import push_model
 
         return push_model(self, name, companions=companions, format=format, private=private, token=token)
 

@@ -12,7 +12,7 @@ from anymamba.models.config import MambaLMConfig
 MODEL_TYPE = "anymamba_lm"
 
 
-class OwnFormat(OfficialFormat):
+class AnymambaFormat(OfficialFormat):
     """config.json with `"model_type": "anymamba_lm"`, for every stack; keys as they are."""
 
     name: ClassVar[str] = "anymamba"

@@ -40,6 +40,11 @@ _MAMBA2 = {"ssm_dt.bias": "mixer.dt_bias"}
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, by its suffix."""
+    return path.suffix == SUFFIX and path.is_file()
+
+
 class GgufFormat:
     """One file with config, weights and tokenizer."""
 
@@ -144,7 +149,7 @@ class GgufFile:
         x = x.reshape(self._shape(name, shape))
         return (torch.log(-x.double()) if name.endswith(".ssm_a") else x).to(device, dtype)
 
-    def parts(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
+    def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
         """The rows of one tensor, so many at a time."""
         yield from self.read(name, dtype, device, mapped=False).split(rows)
 

@@ -9,14 +9,12 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from anymamba.core.checks import check_dtype_and_device, check_shape
-from anymamba.core.io import read_json, write_json, write_tensors
 from anymamba.core.layout import Padding
 from anymamba.models.backbone import embed_ids
 from anymamba.models.inputs import check_batch, check_input
@@ -220,11 +218,9 @@ class SequenceModel(nn.Module):
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write model.safetensors, then config.json: a directory that has the config is complete."""
-        target = Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
-        state = {name: x.cpu().contiguous() for name, x in self.state_dict().items()}
-        write_tensors(target / "model.safetensors", state, {"format": "pt"})
-        write_json(target / "config.json", {"model_type": self.MODEL_TYPE, **self.config.to_dict()})
+        from anymamba.checkpoints.save import save_sequence_model
+
+        save_sequence_model(self, directory)
 
     @classmethod
     def from_pretrained(
@@ -244,20 +240,6 @@ class SequenceModel(nn.Module):
         Raises:
             ValueError: There is no such model, it is of another kind, or its weights do not match its config.
         """
-        source = Path(directory)
-        if not (source / "config.json").is_file():
-            raise ValueError(f"{source}: expected a directory with config.json and model.safetensors")
-        raw = read_json(source / "config.json")
-        kind: Any = SequenceModel.BY_MODEL_TYPE.get(str(raw.pop("model_type", None)))
-        if kind is None or not issubclass(kind, cls):
-            names = [name for name, other in SequenceModel.BY_MODEL_TYPE.items() if issubclass(other, cls)]
-            model_type = read_json(source / "config.json").get("model_type")
-            raise ValueError(f"{source}: expected a model of type {' or '.join(names)}, got {model_type!r}")
-        try:
-            config = SequenceConfig.from_dict(raw)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{source}: {error}") from error
         from anymamba.checkpoints.load import load_sequence_model
 
-        model: _M = load_sequence_model(source, kind, config, dtype, torch.device(device))
-        return model
+        return load_sequence_model(directory, cls, dtype=dtype, device=device)

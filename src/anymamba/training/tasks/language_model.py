@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.checkpoints.load import COMPANION_FILES, copy_companions, load_model, save_config
+from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import open_checkpoint, read_config
+from anymamba.checkpoints.save import COMPANION_FILES, copy_companions, save_config
 from anymamba.core.cache_io import check_tensor_names
 from anymamba.core.io import atomic_write
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, write_end_token
