@@ -45,12 +45,12 @@ def test_step_sizes_keep_their_digits(how):
     with torch.no_grad():
         block.dt_proj.bias.copy_(block.dt_proj.bias.bfloat16())  # so that both dtypes have the same
     x = 0.1 * torch.randn(1, 50, 128)
-    expected = torch.nn.functional.softplus(block._selected(x)[0])
+    expected = torch.nn.functional.softplus(block._project_selection(x)[0])
     if how == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
-            found = block._selected(x)[0]
+            found = block._project_selection(x)[0]
     else:
-        found = block.bfloat16()._selected(x.bfloat16())[0]
+        found = block.bfloat16()._project_selection(x.bfloat16())[0]
     assert found.dtype == torch.float32
     assert relative_error(torch.nn.functional.softplus(found), expected) < 2e-3
 

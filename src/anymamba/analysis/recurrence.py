@@ -31,7 +31,7 @@ from anymamba.blocks.mamba3 import Mamba3, Mamba3Cache
 from anymamba.core.checks import check_shape
 from anymamba.core.dtypes import state_dtype
 from anymamba.ops.rotation import cumulative_rotation, rotate
-from anymamba.scan.mamba3_scan import add_pending_term, expand_ranks
+from anymamba.scan.mamba3_scan import add_outer_products, expand_ranks
 
 
 class Recurrence(NamedTuple):
@@ -177,7 +177,7 @@ def _read_mamba3(block: Mamba3, x: Tensor, cache: Mamba3Cache) -> Recurrence:
         gamma=inputs.gamma,
         kappa=inputs.kappa,
         dt=inputs.gamma + inputs.kappa,
-        initial_state=add_pending_term(cache.ssm, previous_brhp, cache.k, inputs.kappa[:, 0]),
+        initial_state=add_outer_products(cache.ssm, previous_brhp, cache.k, inputs.kappa[:, 0]),
         skip=(v_btrhp * inputs.D.to(v_btrhp.dtype).unsqueeze(-1)).to(acc_dtype),
         rotation=_rotation_angles(inputs.angular_rate, inputs.dt, c.num_rotations, c.rotation == "quaternion"),
         finish=lambda y: block.output(y.to(x.dtype), z_bthp),

@@ -6,11 +6,17 @@
 with alpha_t = exp(log_decay_t): every token enters the state twice, at its own step and at the next. Two pathways
 compute it:
 
-- *single*: one scan with the two weights of a token added up, `gamma_t + kappa_{t+1}`; what the look-ahead
-  `kappa_{t+1}` added to the token's own output is subtracted again.
+- *single*: one scan over the predecessors of the tokens, each with its two weights added up. A token's own term is
+  added to what it reads, so no output depends on a later token, and nothing is subtracted:
+
+      m_t = exp(a_{t-1}) m_{t-1} + (gamma_{t-1} + kappa_t) u_{t-1}        u_t = Σ_r v_t[r] ⊗ k_t[r]
+      y_t[r] = exp(a_t) m_t q_t[r] + gamma_t u_t q_t[r]                  h_T = exp(a_T) m_T + gamma_T u_T
+
+  `exp(a_t)` multiplies what was read, because folded into values of half precision it would underflow.
 - *double*: two scans, one over tokens and one over their predecessors.
 
-Both start from the state with the pending `kappa_0` term of the token before, and leave the same state.
+Both start from the state with the pending `kappa_0` term of the token before (so `m_0`, which has no predecessor), and
+leave the same state.
 
 `trapezoid_scan` takes keys and queries that are already rotated. `rotated_trapezoid_scan` takes the results of a
 block's projection and rotates them; the kernels compute rotated keys and queries where they are needed and never hold
@@ -38,10 +44,11 @@ from anymamba.core.checks import (
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.layout import first_steps, last_steps, select_real, shift_earlier, shift_later
+from anymamba.core.layout import first_steps, last_steps, select_real, shift_later
 from anymamba.core.operators import Operator
 from anymamba.core.registry import Implementation
 from anymamba.ops.rotation import RotationKind, cumulative_rotation, rotate
+from anymamba.scan.chunking import decay_factor
 from anymamba.scan.path import ALGORITHMS, SsdPath
 from anymamba.scan.scan import check_groups, scan_operator
 
@@ -96,16 +103,19 @@ def trapezoid_scan(
     state = initial_state_or_zeros(where, initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
     with without_autocast(v.device):
         if previous_v is not None and previous_k is not None:
-            state = add_pending_term(state, previous_v, previous_k, first_steps(kappa, cu_seqlens))
+            state = add_outer_products(state, previous_v, previous_k, first_steps(kappa, cu_seqlens))
         return _run_pathway(
             v, k, q, log_decay, gamma, kappa, state, cu_seqlens, path.chunk_len, path.algorithm, path.pathway
         )
 
 
-def add_pending_term(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, kappa_zh: Tensor) -> Tensor:
-    """Return the state with the second term of its last token, whose weight depends on the next token's step size."""
+def add_outer_products(state: Tensor, v_zrhp: Tensor, k_zrgn: Tensor, weight_zh: Tensor) -> Tensor:
+    """Return `state + weight Σ_r v[r] ⊗ k[r]`, in the dtype of the state.
+
+    With kappa of a first token as the weight it adds the pending term of the token before it.
+    """
     (z, r, h, p), groups = v_zrhp.shape, k_zrgn.shape[2]
-    weighted_zrhp = v_zrhp.to(state.dtype) * kappa_zh[:, None, :, None]
+    weighted_zrhp = v_zrhp.to(state.dtype) * weight_zh[:, None, :, None]
     weighted_zgfr = weighted_zrhp.reshape(z, r, groups, h // groups * p).permute(0, 2, 3, 1)
     k_zgrn = k_zrgn.to(state.dtype).transpose(1, 2)
     term_zgfn = weighted_zgfr * k_zgrn if r == 1 else weighted_zgfr @ k_zgrn
@@ -127,27 +137,41 @@ def _run_pathway(
 ) -> tuple[Tensor, Tensor]:
     """Compute `trapezoid_scan`, unchecked, from a state with its pending term."""
 
-    def run(v: Tensor, weight: Tensor, k: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        weighted = (v * weight[:, :, None, :, None]).to(v.dtype)
-        y, final = scan_operator(weighted, k, q, log_decay, state, cu_seqlens, chunk_len, algorithm)
+    # Float16 lacks the range: weights may be large or small, and a state is read before its decay.
+    q = q.to(log_decay.dtype if v.dtype == torch.float16 else v.dtype)
+
+    def run(v: Tensor, weight: Tensor, k: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        weighted = (v * weight[:, :, None, :, None]).to(q.dtype)
+        y, final = scan_operator(weighted, k.to(q.dtype), q, log_decay, state, cu_seqlens, chunk_len, algorithm)
         return y, final
 
+    previous_v, previous_k = shift_later(v, cu_seqlens), shift_later(k, cu_seqlens)
     if pathway == "double":
-        y_now, now = run(v, gamma, k, state)
+        y_now, now = run(v, gamma, k, log_decay, state)
         beta = kappa * torch.exp(log_decay)
-        y_before, before = run(shift_later(v, cu_seqlens), beta, shift_later(k, cu_seqlens), torch.zeros_like(state))
-        return y_now + y_before, now + before
-    ahead = shift_earlier(kappa, cu_seqlens)
-    y, final = run(v, gamma + ahead, k, state)
-    acc_dtype = log_decay.dtype
-    same_step_btgrm = torch.einsum("btrgn,btmgn->btgrm", q.to(acc_dtype), k.to(acc_dtype))
-    weight_btgerm = ahead.unflatten(2, (same_step_btgrm.shape[2], -1))[..., None, None] * same_step_btgrm.unsqueeze(3)
+        y_before, before = run(previous_v, beta, previous_k, log_decay, torch.zeros_like(state))
+        return (y_now + y_before).to(v.dtype), now + before
+
+    # 1) Scan the predecessors, each with both of its weights. A first token has none: the state holds its pending term.
+    weight = shift_later(gamma, cu_seqlens) + kappa
+    read, entering = run(previous_v, weight, previous_k, shift_later(log_decay, cu_seqlens), state)
+    # 2) Decay what a token read by its own decay, and add its own term.
+    decay = decay_factor(log_decay, log_decay.dtype)
+    y = torch.addcmul(_same_step_term(v, k, q, gamma), decay[:, :, None, :, None], read.to(decay.dtype))
+    # 3) Do the same to the state before the last token.
+    last_v, last_k, last_gamma, last_decay = (last_steps(x, cu_seqlens, None, x) for x in (v, k, gamma, decay))
+    return y.to(v.dtype), add_outer_products(last_decay[..., None, None] * entering, last_v, last_k, last_gamma)
+
+
+def _same_step_term(v: Tensor, k: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """Return `weight_t Σ_m <q_t[r], k_t[m]> v_t[m]`, (b, t, r, h, p), in the dtype of the weights."""
+    acc_dtype, groups = weight.dtype, k.shape[3]
+    scores_btgrm = torch.einsum("btrgn,btmgn->btgrm", q.to(acc_dtype), k.to(acc_dtype))
+    weighted_btgerm = weight.unflatten(2, (groups, -1))[..., None, None] * scores_btgrm.unsqueeze(3)
+    weighted_bthrm = weighted_btgerm.flatten(2, 3)
     if v.shape[2] == 1:
-        return torch.addcmul(
-            y, weight_btgerm.flatten(2, 3)[..., 0].transpose(2, 3).unsqueeze(-1).to(y.dtype), v, value=-1
-        ), final
-    excess = torch.einsum("bthrm,btmhp->btrhp", weight_btgerm.flatten(2, 3).to(y.dtype), v)
-    return y - excess, final
+        return weighted_bthrm[..., 0].transpose(2, 3).unsqueeze(-1) * v
+    return torch.einsum("bthrm,btmhp->btrhp", weighted_bthrm, v.to(acc_dtype))
 
 
 @check_annotated_shapes
@@ -222,7 +246,7 @@ def rotated_trapezoid_scan(
         raise ValueError(f"{where}: value_weight must be given for more than one rank, got none for {k.shape[2]}")
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     with without_autocast(x.device):
-        pending_state = add_pending_term(
+        pending_state = add_outer_products(
             initial_state, expand_ranks(previous_x, value_weight), previous_k, first_steps(kappa, cu_seqlens)
         )
         y, state, last_k, rotation = _operator(
