@@ -18,7 +18,7 @@ def corpus(tmp_path):
 class TestCallbacks:
     def test_each_is_called_after_every_step_with_what_the_table_has(self, corpus, tmp_path):
         rows, metrics = [], []
-        callbacks = [rows.append, lambda row: metrics.append((row.step, row.metrics()))]
+        callbacks = [rows.append, lambda row: metrics.append((row.step, row.to_scalars()))]
         run = train(tiny(corpus), tmp_path / "run", callbacks=callbacks, report=silent)
         assert run.finished
         assert rows == read_metrics(tmp_path / "run" / "metrics.csv")
@@ -96,7 +96,7 @@ class TestWeightsAndBiases:
         assert resume(directory, report=silent).finished
         expected = read_metrics(directory / "metrics.csv")
         logged = [entry for _, entries in runs for entry in entries]
-        assert logged == [((row.metrics(),), {"step": row.step}) for row in expected]
+        assert logged == [((row.to_scalars(),), {"step": row.step}) for row in expected]
         for run, _ in runs:
             assert run.id == (directory / "wandb-id.txt").read_text().strip()
             assert (run.project, run.name) == ("my-project", "run")

@@ -199,7 +199,7 @@ def test_a_state_of_the_other_optimizer_is_refused_by_name():
     set_gradients(model)
     muon.step(0.3)
     whole = {name: x for name, x in muon.tensors().items() if "out_proj" in name}
-    with pytest.raises(ValueError, match="was moved by Muon when this run began, and is now moved by AdamW"):
+    with pytest.raises(ValueError, match="was updated by Muon when this run began, and is now updated by AdamW"):
         Optimizer(model, OptimizerSection(kind="adamw")).restore(whole)
 
 
@@ -238,7 +238,7 @@ def test_no_warm_up_and_warm_up_to_the_end():
 def test_the_plan_shows_which_optimizer_moves_what():
     model = MambaLM(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba1", "d_state": 4})
     rows = {row.name: row for row in plan(model)}
-    assert abs(sum(row.share for row in rows.values()) - 1) < 1e-9
+    assert abs(sum(row.fraction for row in rows.values()) - 1) < 1e-9
     layer = "backbone.layers.0.mixer."
     assert rows[f"{layer}in_proj.weight[x]"][1:4] == ((32, 16), "Muon", True)
     assert rows[f"{layer}x_proj.weight[dt]"].owner == "AdamW"

@@ -184,7 +184,7 @@ def mistake_elsewhere_case(rank):
             raise ValueError("no such file")
 
     with pytest.raises(SharedError, match="rank 1 of 2: no such file"):
-        workers_of(rank).together(look)
+        workers_of(rank).run_checked(look)
 
 
 def bfloat16_case(rank):

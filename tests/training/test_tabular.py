@@ -14,7 +14,7 @@ from anymamba.training.config.tabular_config import KINDS, TabularConfig
 from anymamba.training.data.sequence_batches import sequences_of_step
 from anymamba.training.metrics.loggers import read_metrics
 from anymamba.training.tasks.predict import Predictor
-from anymamba.training.tasks.tabular_tasks import MASK, TASKS, make_task
+from anymamba.training.tasks.tabular_tasks import MASK_ID, TASKS, make_task
 from tests.support import assert_near
 from tests.training.cases import silent
 
@@ -130,8 +130,8 @@ def test_short_runs_learn(kind, name, level, files, tmp_path):
     """Chance reaches 0.5; the mean of two rates is off by 0.45, and the last value of the series by 19."""
     config = config_of(files, kind, schedule={"steps": 50}, evaluation={"every": 0})
     run = train(config, tmp_path, report=silent)
-    found, (beside,) = run.evaluation.values[name], run.task.beside.values()
-    assert (found >= level) if kind == "classification" else (found < level < beside)
+    found, (baseline,) = run.evaluation.values[name], run.task.baselines.values()
+    assert (found >= level) if kind == "classification" else (found < level < baseline)
     assert "better (" in run.task.make_evaluation(1, {}, "").text
 
 
@@ -141,7 +141,7 @@ def test_a_forecast_continues_from_itself(files, tmp_path):
     series = np.load(files / "series.npy")
     lines = list(predictor.predict(predictor.read(str(files / "series.npy")), steps=3))
     assert [(line["sequence"], line["step"]) for line in lines] == [(0, 1), (0, 2), (0, 3)]
-    mean, deviation = map(np.array, predictor.facts["scale"])
+    mean, deviation = map(np.array, predictor.metadata["scale"])
     assert_near(torch.from_numpy(mean), torch.from_numpy(series[:81].mean(0)), 1e-12)
     x = torch.tensor((series - mean) / deviation, dtype=torch.float32)[None]
     for line in lines:
@@ -179,7 +179,7 @@ def test_hidden_bytes_are_those_of_the_step_and_real(files):
     first, again, later = task.batches(0)[0], task.batches(0)[0], task.batches(1)[0]
     assert torch.equal(first.inputs, again.inputs)
     assert not torch.equal(first.inputs, later.inputs)
-    hidden = first.inputs == MASK
+    hidden = first.inputs == MASK_ID
     assert torch.equal(hidden, first.targets != -100)
     assert first.loss_terms == int(hidden.sum()) > 0
     real = torch.arange(first.inputs.shape[1]) < first.lengths.unsqueeze(1)

@@ -104,11 +104,11 @@ def run_predict(args: argparse.Namespace) -> None:
     set_threads(args)
     check_at_least(args, 1, "steps", "batch_size")
     predictor = Predictor(args.model, parse_device(args.device, "--device"))
-    if args.steps > 1 and predictor.facts["task"] != "next-value":
-        raise ValueError(f"--steps is for forecasts; this model was trained for {predictor.facts['task']}")
+    if args.steps > 1 and predictor.metadata["task"] != "next-value":
+        raise ValueError(f"--steps is for forecasts; this model was trained for {predictor.metadata['task']}")
     table = predictor.read(args.file)
     lines = predictor.predict(table, rows=args.batch_size, steps=args.steps)
-    progress = Progress(len(table.sequences) * (args.steps if predictor.facts["task"] == "next-value" else 1))
+    progress = Progress(len(table.sequences) * (args.steps if predictor.metadata["task"] == "next-value" else 1))
     as_csv = args.format == "csv" or (args.format is None and str(args.out or "").endswith(".csv"))
     with _open_output(args.out) as file:
         writer = csv.writer(file) if as_csv else None

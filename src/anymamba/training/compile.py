@@ -1,4 +1,4 @@
-"""How the residual layers of a model run while it trains: compiled, or recomputed in the backward pass."""
+"""How the residual layers of a model run during training: compiled, or recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from anymamba.models.stack.residual_layer import ResidualLayer
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to compile for a device where that is not possible.
+    """Check that torch can compile for a device.
 
     Raises:
-        ValueError: there is no compiler.
+        ValueError: There is no compiler.
     """
     if device.type == "cpu":
         name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
@@ -33,13 +33,13 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> None:
-    """Let torch compile each residual layer for training steps; without gradients a layer stays as it is.
+    """Let torch compile each residual layer for training steps; without gradients a layer runs as it is.
 
     All layers of a model share the compiled code, for any number of packed sequences (torch compiles once more for a
     single one).
 
     Raises:
-        ValueError: the model has none, or there is no compiler.
+        ValueError: The model has no residual layers, or there is no compiler.
     """
     check_compiler(device)
     for layer in _layers(model, "precision.compile"):
@@ -48,10 +48,10 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Keep only the inputs of each residual layer; the backward pass recomputes the rest, bit for bit.
+    """Store only the inputs of each residual layer; the backward pass recomputes the rest, bit for bit.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: The model has no residual layers.
     """
     for layer in _layers(model, "precision.activation_checkpointing"):
         draws = layer.dropout > 0  # random numbers, which must be the same when they are drawn again

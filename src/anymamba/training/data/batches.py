@@ -1,6 +1,6 @@
 """Batches: which tokens a step reads, as a pure function of the seed and the step.
 
-Rows of fixed length are cut from the documents and laid end to end in one sequence, with a boundary wherever a row or a
+Rows of fixed length are cut from the documents and packed into one sequence, with a boundary wherever a row or a
 document begins. No state crosses a boundary, except that of a row that continues a stream.
 
 Letters: t tokens of a batch, z sequences in it, r rows.
@@ -21,16 +21,16 @@ from anymamba.training.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Rows, packed.
+    """Packed rows.
 
     Attributes:
-        inputs: tokens, (1, t).
-        targets: the token after each, (1, t); `IGNORED_LABEL` at the end of a document.
-        cu_seqlens: where the sequences begin, and t, (z + 1,).
-        carried: the row whose state each sequence continues from, (z,); the number of rows for a fresh start.
-        last: the last sequence of each row, (r,), whose state the row continues from.
-        context: of a batch that several workers share, of which this is a part; `last` is then -1 for rows that do not
-            end here.
+        inputs: Tokens, (1, t).
+        targets: The token after each input, (1, t); `IGNORED_LABEL` at the end of a document.
+        cu_seqlens: Where the sequences begin, followed by t, (z + 1,).
+        carried: Row whose state each sequence continues from, (z,); the number of rows for a zero state.
+        last: The last sequence of each row, (r,), whose state the row continues from.
+        context: This rank's part of a batch that several ranks share; `last` is then -1 for rows that end on another
+            rank.
     """
 
     inputs: Int[Tensor, "1 t"]
@@ -42,16 +42,16 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that are read."""
+        """Number of tokens that are read."""
         return self.inputs.numel()
 
     @property
     def loss_terms(self) -> int:
-        """Targets that count."""
+        """Number of targets that are not ignored."""
         return int((self.targets != IGNORED_LABEL).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """On another device."""
+        """Move the batch to a device."""
         inputs, targets, bounds, carried, last = (x.to(device) for x in self[:5])
         return Batch(inputs, targets, bounds, carried, last, self.context)
 
@@ -60,53 +60,56 @@ class Sequence:
     """Documents in some order, as one sequence of tokens."""
 
     def __init__(self, tokens: Tokens, order: Int[Tensor, " documents"] | None = None) -> None:
-        """Take the documents that have tokens, in the order of `order`, or in that of the shards."""
+        """Take the documents that have tokens, in the order of `order` or else of the shards."""
         self._tokens = tokens
         order = torch.arange(len(tokens.lengths)) if order is None else order
         order = order[tokens.lengths[order] > 0]
-        places = tokens.lengths.cumsum(0) - tokens.lengths
-        self._places = places[order]  # of each document in the shards
+        offsets = tokens.lengths.cumsum(0) - tokens.lengths
+        self._offsets = offsets[order]  # of each document in the shards
         self.ends = tokens.lengths[order].cumsum(0)  # of each document in this sequence
         self._begins = self.ends - tokens.lengths[order]
 
     def __len__(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def span(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Tokens from `begin` to `end`, and where documents begin among them, counted from `begin`."""
+        """Return the tokens from `begin` to `end`, and where documents begin among them, counted from `begin`."""
         first = int(torch.searchsorted(self.ends, begin, right=True))
         last = int(torch.searchsorted(self._begins, end))
-        pieces, starts = [], []
+        parts, starts = [], []
         for i in range(first, last):
-            low, high, place = int(self._begins[i]), int(self.ends[i]), int(self._places[i])
-            pieces.append(self._tokens.read(place + max(begin, low) - low, place + min(end, high) - low))
+            low, high, offset = int(self._begins[i]), int(self.ends[i]), int(self._offsets[i])
+            parts.append(self._tokens.read(offset + max(begin, low) - low, offset + min(end, high) - low))
             if low >= begin:
                 starts.append(low - begin)
-        return torch.cat(pieces), torch.tensor(starts, dtype=torch.int64)
+        return torch.cat(parts), torch.tensor(starts, dtype=torch.int64)
 
     def pack(self, spans: list[tuple[int, int]], fresh: bool, cp_group: ContextParallelGroup | None = None) -> Batch:
-        """Rows as a batch.
+        """Pack rows into a batch.
 
         Args:
-            spans: begin and end of each row.
-            fresh: whether no row continues from an earlier state.
-            cp_group: the workers that share the batch.
+            spans: Begin and end of each row.
+            fresh: Whether no row continues from an earlier state.
+            cp_group: The ranks that share the batch; None if this rank reads all of it.
         """
         if cp_group is not None:
-            return self._part(spans, fresh, cp_group)
+            return self._pack_part(spans, fresh, cp_group)
         inputs, targets, bounds, carried, last = [], [], [], [], []
         offset = 0
         for row, (begin, end) in enumerate(spans):
+            # 1) The tokens of the row, and the one after it, which is its last target.
             ids, starts = self.span(begin, min(end + 1, len(self)))
             length = end - begin
-            wanted = torch.full((length,), IGNORED_LABEL, dtype=torch.int64)
-            wanted[: len(ids) - 1] = ids[1:]
-            wanted[starts[starts > 0] - 1] = IGNORED_LABEL
+            # 2) Targets: the next token, but none across the end of a document.
+            row_targets = torch.full((length,), IGNORED_LABEL, dtype=torch.int64)
+            row_targets[: len(ids) - 1] = ids[1:]
+            row_targets[starts[starts > 0] - 1] = IGNORED_LABEL
+            # 3) Boundaries: one where the row begins, and one where a document begins within it.
             inner = [int(start) for start in starts if 0 < start < length]
             continues = not fresh and not (len(starts) and int(starts[0]) == 0)
             inputs.append(ids[:length])
-            targets.append(wanted)
+            targets.append(row_targets)
             bounds += [offset, *(offset + start for start in inner)]
             carried += [row if continues else len(spans), *[len(spans)] * len(inner)]
             last.append(len(bounds) - 1)
@@ -119,35 +122,39 @@ class Sequence:
             torch.tensor(last),
         )
 
-    def _part(self, spans: list[tuple[int, int]], fresh: bool, cp_group: ContextParallelGroup) -> Batch:
-        """This worker's part of rows that several share: as many tokens as the others have, and no others are read."""
+    def _pack_part(self, spans: list[tuple[int, int]], fresh: bool, cp_group: ContextParallelGroup) -> Batch:
+        """Pack this rank's part of rows that several ranks share: each reads as many tokens as the others."""
+        # 1) Intersect the rows with this rank's part of all tokens.
         begin, end = cp_group.part_bounds(sum(stop - start for start, stop in spans))
-        here, whole, offset = [], [], 0
+        local_spans, rows, offset = [], [], 0
         for row, (start, stop) in enumerate(spans):
             low, high = max(begin, offset), min(end, offset + stop - start)
             if low < high:
-                here.append((start + low - offset, start + high - offset))
-                whole.append((row, low == offset, high == offset + stop - start))
+                local_spans.append((start + low - offset, start + high - offset))
+                rows.append((row, low == offset, high == offset + stop - start))
             offset += stop - start
-        batch = self.pack(here, fresh)
-        carried, last = torch.full_like(batch.carried, len(spans)), torch.full((len(spans),), -1)
-        inner = [False] * len(here)
-        for number, (row, begins, ends) in enumerate(whole):
+        batch = self.pack(local_spans, fresh)
+        # 2) Number rows as all ranks do, and find which of them begin, continue and end on this rank.
+        carried = torch.full_like(batch.carried, len(spans))
+        last = torch.full((len(spans),), -1)
+        continues_inside = [False] * len(local_spans)
+        for number, (row, begins, ends) in enumerate(rows):
             first = 0 if number == 0 else int(batch.last[number - 1]) + 1
-            continues = not self._begins_at(here[number][0])
+            continues = not self._begins_at(local_spans[number][0])
             if begins and continues and not fresh:
                 carried[first] = row
-            inner[number] = continues and not begins
+            continues_inside[number] = continues and not begins
             if ends:
                 last[row] = batch.last[number]
-        # A part ends within a sequence where its row continues and no document begins after it.
-        after = not whole[-1][2] and not self._begins_at(here[-1][1])
-        return batch._replace(carried=carried, last=last, context=SequencePart(cp_group, inner[0], after))
+        # 3) The part ends within a sequence if its last row continues and no document begins there.
+        continues_after = not rows[-1][2] and not self._begins_at(local_spans[-1][1])
+        context = SequencePart(cp_group, continues_inside[0], continues_after)
+        return batch._replace(carried=carried, last=last, context=context)
 
-    def _begins_at(self, place: int) -> bool:
-        """Whether a document begins there."""
-        index = int(torch.searchsorted(self._begins, place))
-        return index < len(self._begins) and int(self._begins[index]) == place
+    def _begins_at(self, position: int) -> bool:
+        """Return whether a document begins at a position of the sequence."""
+        index = int(torch.searchsorted(self._begins, position))
+        return index < len(self._begins) and int(self._begins[index]) == position
 
 
 class Batches:
@@ -167,30 +174,37 @@ class Batches:
         rows: int,
         accumulation: int,
         seed: int,
-        reader: int = 0,
-        readers: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         cp_group: ContextParallelGroup | None = None,
     ) -> None:
         """Check that there is enough text.
 
         Args:
-            tokens: of all documents.
-            mode: how rows are cut and follow each other.
-            length: of a row.
-            rows: of a step, those of all workers.
-            accumulation: parts of a step.
-            seed: of the order.
-            reader: which of the `readers` this worker is; they divide the rows of each part.
-            readers: how many there are.
-            cp_group: the workers that share the same rows.
+            tokens: Tokens of all documents.
+            mode: How rows are cut and follow each other.
+            length: Tokens per row.
+            rows: Rows per step, over all ranks.
+            accumulation: Number of microbatches per step.
+            seed: Seed of the order.
+            dp_rank: Which part of the rows of each microbatch this rank reads.
+            dp_size: Number of parts.
+            cp_group: The ranks that share rows with this one.
 
         Raises:
-            ValueError: there is less text than one row, or than one step of a stream.
+            ValueError: There is less text than one row, or than one step of a stream.
         """
-        self._tokens, self._mode, self._seed = tokens, mode, seed
-        self._length, self._rows, self._parts = length, rows, accumulation
-        self._reader, self._readers, self._cp_group = reader, readers, cp_group
-        self._sequence, self._epoch = Sequence(tokens), -1
+        self._tokens = tokens
+        self._mode = mode
+        self._length = length
+        self._rows = rows
+        self._accumulation = accumulation
+        self._seed = seed
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._cp_group = cp_group
+        self._sequence = Sequence(tokens)
+        self._epoch = -1
         needed = length if mode == "packed" else length * rows
         if len(self._sequence) < needed:
             raise ValueError(
@@ -199,33 +213,34 @@ class Batches:
             )
 
     def step(self, step: int) -> list[Batch]:
-        """The batches of a step, one for each part of the accumulation."""
-        spans, fresh = self._packed(step) if self._mode == "packed" else self._stream(step)
-        size = self._rows // self._parts
-        own = size // self._readers
-        begins = range(self._reader * own, self._rows, size)
-        return [self._sequence.pack(spans[i : i + own], fresh, self._cp_group) for i in begins]
+        """Return the batches of a step, one per microbatch."""
+        spans, fresh = self._packed_spans(step) if self._mode == "packed" else self._stream_spans(step)
+        rows = self._rows // self._accumulation
+        local_rows = rows // self._dp_size
+        begins = range(self._dp_rank * local_rows, self._rows, rows)
+        return [self._sequence.pack(spans[i : i + local_rows], fresh, self._cp_group) for i in begins]
 
-    def _packed(self, step: int) -> tuple[list[tuple[int, int]], bool]:
+    def _packed_spans(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         count, t = len(self._sequence) // self._length, self._length
         numbers = range(step * self._rows, (step + 1) * self._rows)
         rows = [int(permute_indices(np.array([i % count]), count, self._seed, i // count)[0]) for i in numbers]
         return [(row * t, (row + 1) * t) for row in rows], True
 
-    def _stream(self, step: int) -> tuple[list[tuple[int, int]], bool]:
+    def _stream_spans(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         lane = len(self._sequence) // self._rows
         steps = lane // self._length
         epoch, within = divmod(step, steps)
         if epoch != self._epoch:
             count = len(self._tokens.lengths)
             order = permute_indices(np.arange(count), count, self._seed, epoch)
-            self._sequence, self._epoch = Sequence(self._tokens, torch.from_numpy(order)), epoch
+            self._sequence = Sequence(self._tokens, torch.from_numpy(order))
+            self._epoch = epoch
         begins = [row * lane + within * self._length for row in range(self._rows)]
         return [(begin, begin + self._length) for begin in begins], within == 0
 
 
 def segments(tokens: Tokens, length: int, first: int = 0, last: int | None = None) -> list[Batch]:
-    """Tokens from `first` to `last`, or all, in batches of one row, each of which continues the one before it."""
+    """Return tokens, by default all, in batches of one row, each of which continues the one before."""
     sequence = Sequence(tokens)
     last = len(sequence) if last is None else last
     begins = range(first, last, length)
@@ -233,14 +248,16 @@ def segments(tokens: Tokens, length: int, first: int = 0, last: int | None = Non
 
 
 def permute_indices(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a random permutation of `count` numbers sends each of `index`, the same on every machine.
+    """Map indices below `count` through a random permutation that is the same on every machine.
 
-    A Feistel network over the next even power of two; what falls outside is permuted again until it falls inside.
+    The permutation is a Feistel network over the next even power of two; results beyond `count` are permuted again
+    until they are below.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = _mix(np.array([seed & (2**64 - 1), 0], dtype=np.uint64) + np.array([0, epoch], dtype=np.uint64))
-    value, outside = index.astype(np.uint64), np.ones(len(index), dtype=bool)
+    value = index.astype(np.uint64)
+    outside = np.ones(len(index), dtype=bool)
     while outside.any():
         left, right = value[outside] >> half, value[outside] & mask
         for round in range(4):
@@ -252,7 +269,7 @@ def permute_indices(index: np.ndarray, count: int, seed: int, epoch: int) -> np.
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64."""
+    """Apply the finalizer of splitmix64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

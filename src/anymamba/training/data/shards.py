@@ -1,7 +1,7 @@
 """Tokenized text on disk: memory-mapped shards of whole documents, and an index with their checksums.
 
-A shard is a safetensors file: `tokens` in the narrowest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
-The index is written after every shard, so tokenizing continues where it was stopped.
+A shard is a safetensors file: `tokens` in the smallest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
+The index is written after every shard, so that tokenizing continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from anymamba.training.data.sources import Text, find_text
 from anymamba.training.evaluation.baselines import TRAINING_BYTES, ngram_bits, xz_bytes
 
 _INDEX = "index.json"
-_COMPLETE = {"train": list, "held_out": list, "xz_bytes": int, "ngram_bits": float, "vocab_size": int}
-_SHARD = {"file": str, "documents": int, "tokens": int, "blake2b": str}
-_SPLIT = "by bytes"  # the rule by which text is held out
+_INDEX_TYPES = {"train": list, "held_out": list, "xz_bytes": int, "ngram_bits": float, "vocab_size": int}
+_SHARD_TYPES = {"file": str, "documents": int, "tokens": int, "blake2b": str}
+_SPLIT_RULE = "by bytes"  # by which text is held out
 
 
 class Tokens(NamedTuple):
-    """Documents one after another.
+    """Tokens of documents, one after another.
 
     Attributes:
-        parts: the tokens of each shard, as views of its file.
-        lengths: of the documents in tokens, (documents,).
-        sizes: of the documents in bytes, (documents,).
+        parts: Tokens of each shard, as views of its file.
+        lengths: Length of each document in tokens, (documents,).
+        sizes: Size of each document in bytes, (documents,).
     """
 
     parts: list[Tensor]
@@ -46,29 +46,29 @@ class Tokens(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return int(self.lengths.sum())
 
     def read(self, begin: int, end: int) -> Int[Tensor, " t"]:
-        """Tokens from `begin` to `end`, across shards, as int64."""
-        found = []
+        """Return tokens from `begin` to `end`, across shards, as int64."""
+        slices = []
         for part in self.parts:
             if begin < len(part) and end > 0:
-                found.append(part[max(0, begin) : end].to(torch.int64))
+                slices.append(part[max(0, begin) : end].to(torch.int64))
             begin, end = begin - len(part), end - len(part)
-        return torch.cat(found) if len(found) != 1 else found[0]
+        return torch.cat(slices) if len(slices) != 1 else slices[0]
 
 
 class Corpus(NamedTuple):
     """Tokenized text, ready to be trained on.
 
     Attributes:
-        train: the training text.
-        held_out: the held-out text.
-        xz_bytes: the bytes that `xz -9` needs for the held-out text.
-        ngram_bits: the bits that a byte n-gram of the training text needs for it.
-        vocab_size: of the tokenizer.
-        checksum: of the index, and through it of every token.
+        train: The training text.
+        held_out: The held-out text.
+        xz_bytes: Bytes that `xz -9` needs for the held-out text.
+        ngram_bits: Bits that a byte n-gram of the training text needs for the held-out text.
+        vocab_size: Vocabulary size of the tokenizer.
+        checksum: Checksum of the index, and through it of every token.
     """
 
     train: Tokens
@@ -89,18 +89,18 @@ def prepare(
     """Tokenize what is not tokenized yet, and open the result.
 
     Args:
-        config: names the sources.
-        directory: of the shards.
-        tokenizer: of the text.
-        report: receives lines about what happens.
-        text: of the config, if it has been found already.
+        config: Names the sources.
+        directory: Directory of the shards.
+        tokenizer: Tokenizer of the text.
+        report: Receives lines about what happens.
+        text: The text of the config, if it has been found already.
 
     Raises:
-        ValueError: a source cannot be read, has no text, or is too short, or the directory has other text.
+        ValueError: A source cannot be read, has no text, or is too short, or the directory has other text.
     """
     text = text or find_text(config, report)
     key = _key(config, tokenizer, text)
-    report(f"{_described(text.train, text, 'to train on')}; {_described(text.held_out, text, 'held out')}")
+    report(f"{_describe(text.train, text, 'to train on')}; {_describe(text.held_out, text, 'held out')}")
     if not _is_complete(_read_index(directory), key):
         directory.mkdir(parents=True, exist_ok=True)
         with run_lock(directory):
@@ -121,7 +121,7 @@ def _is_complete(index: dict[str, Any], key: str) -> bool:
     return index.get("key") == key and bool(index.get("complete"))
 
 
-def _described(documents: list[Document], text: Text, what: str) -> str:
+def _describe(documents: list[Document], text: Text, what: str) -> str:
     size, count = sum(document.size(text.stdin) for document in documents), len(documents)
     ends = sum(document.begin > 0 for document in documents)  # at most one: the end that was cut off a document
     whole = f"{count - ends:,} {'document' if count - ends == 1 else 'documents'}"
@@ -133,12 +133,12 @@ def open_corpus(directory: Path) -> Corpus:
     """Open shards and check them against their index.
 
     Raises:
-        ValueError: the index is missing or incomplete, or a shard is damaged.
+        ValueError: The index is missing or incomplete, or a shard is damaged.
     """
     index = _read_index(directory)
     if not index.get("complete"):
         raise ValueError(f"{directory / _INDEX}: expected the index of tokenized text, found none that is complete")
-    if wrong := [name for name, kind in _COMPLETE.items() if type(index.get(name)) is not kind or not index[name]]:
+    if wrong := [name for name, kind in _INDEX_TYPES.items() if type(index.get(name)) is not kind or not index[name]]:
         found = reprlib.repr(index.get(wrong[0]))
         raise ValueError(f"{directory / _INDEX}: damaged: expected {wrong[0]}, got {found}")
     for name in ("train", "held_out"):
@@ -157,46 +157,45 @@ def open_corpus(directory: Path) -> Corpus:
     )
 
 
-def _tokenize(
-    config: DataSection,
-    directory: Path,
-    tokenizer: Tokenizer,
-    found: Text,
-    index: dict[str, Any],
-) -> None:
+def _tokenize(config: DataSection, directory: Path, tokenizer: Tokenizer, text: Text, index: dict[str, Any]) -> None:
+    """Write the shards of a text and their index, going on from an index that was left incomplete."""
+    # 1) Training text, after the shards that are complete.
     index = {"key": index["key"], "vocab_size": tokenizer.vocab_size, "train": index.get("train", []), "held_out": []}
     index["train"] = list(takewhile(lambda s: digest_file(directory / s["file"]) == s["blake2b"], index["train"]))
-    done = sum(shard["documents"] for shard in index["train"])
-    for shard in _shards(config, tokenizer, found.train[done:], found.stdin):
-        _write(directory, index, "train", shard, tokenizer)
-    text, limit = b"", config.held_out_bytes
-    pieces = []
-    for document in found.held_out:
+    tokenized = sum(shard["documents"] for shard in index["train"])
+    for shard in _shards(config, tokenizer, text.train[tokenized:], text.stdin):
+        _write_shard(directory, index, "train", shard, tokenizer)
+    # 2) Held-out text, up to a number of bytes.
+    held_out, limit = b"", config.held_out_bytes
+    documents = []
+    for document in text.held_out:
         if limit < 2:
             break
-        content = _cut(document.read(found.stdin), limit)
-        text, limit = text + content, limit - len(content)
-        pieces.append((encode(document.name, content, tokenizer), len(content)))
-    if pieces:
-        _write(directory, index, "held_out", pieces, tokenizer)
+        content = _cut(document.read(text.stdin), limit)
+        held_out += content
+        limit -= len(content)
+        documents.append((encode(document.name, content, tokenizer), len(content)))
+    if documents:
+        _write_shard(directory, index, "held_out", documents, tokenizer)
     for name in ("train", "held_out"):
         if (count := sum(shard["tokens"] for shard in index[name])) < 2:
             raise ValueError(
                 f"{', '.join(config.sources)}: too little text: expected at least two tokens "
                 f"{'to train on' if name == 'train' else 'that are held out'}, got {count}"
             )
-    index["xz_bytes"] = xz_bytes(text)
-    index["ngram_bits"] = ngram_bits(b"".join(sample(found.train, found.stdin, TRAINING_BYTES)), text)
+    # 3) Baselines; then the index is complete.
+    index["xz_bytes"] = xz_bytes(held_out)
+    index["ngram_bits"] = ngram_bits(b"".join(sample(text.train, text.stdin, TRAINING_BYTES)), held_out)
     index["complete"] = True
-    if found.skipped:
-        (directory / "skipped.txt").write_text("\n".join(found.skipped) + "\n", encoding="utf-8")
+    if text.skipped:
+        (directory / "skipped.txt").write_text("\n".join(text.skipped) + "\n", encoding="utf-8")
     write_json(directory / _INDEX, index)
 
 
 def _shards(
     config: DataSection, tokenizer: Tokenizer, documents: list[Document], stdin: bytes
 ) -> Iterator[list[tuple[Tensor, int]]]:
-    """Documents as (tokens, bytes), in groups of about `shard_tokens`."""
+    """Yield documents as (tokens, bytes), in groups of about `shard_tokens` tokens."""
     group: list[tuple[Tensor, int]] = []
     tokens = 0
     for document in documents:
@@ -210,11 +209,11 @@ def _shards(
         yield group
 
 
-def _write(
+def _write_shard(
     directory: Path, index: dict[str, Any], split: str, documents: list[tuple[Tensor, int]], tokenizer: Tokenizer
 ) -> None:
     dtype = next(
-        (d for d, most in ((torch.uint8, 2**8), (torch.uint16, 2**16)) if tokenizer.vocab_size <= most), torch.int32
+        (d for d, size in ((torch.uint8, 2**8), (torch.uint16, 2**16)) if tokenizer.vocab_size <= size), torch.int32
     )
     tensors = {
         "tokens": torch.cat([ids.to(dtype) for ids, _ in documents]),
@@ -243,26 +242,26 @@ def _open(directory: Path, shards: list[dict[str, Any]]) -> Tokens:
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
-    """The index of a directory, empty if there is none; the fields of its shards are checked.
+    """Return the index of a directory, empty if there is none; the fields of its shards are checked.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: The index is damaged.
     """
     index = read_json(directory / _INDEX) if (directory / _INDEX).is_file() else {}
     shards = [index.get(name, []) for name in ("train", "held_out")]
     for shard in [shard for several in shards for shard in (several if isinstance(several, list) else [several])]:
-        fine = isinstance(shard, dict) and all(type(shard.get(name)) is kind for name, kind in _SHARD.items())
+        fine = isinstance(shard, dict) and all(type(shard.get(name)) is kind for name, kind in _SHARD_TYPES.items())
         if not fine or Path(shard["file"]).name != shard["file"]:
             found = reprlib.repr(shard)
-            raise ValueError(f"{directory / _INDEX}: damaged: a shard should have {', '.join(_SHARD)}, got {found}")
+            raise ValueError(f"{directory / _INDEX}: damaged: a shard must have {', '.join(_SHARD_TYPES)}, got {found}")
     return index
 
 
 def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
-    """A key that changes with the documents, the tokenizer or the split."""
+    """Return a key that changes with the documents, the tokenizer or the split."""
     digest = hashlib.blake2b(text.stdin, digest_size=16)
     options = [
-        _SPLIT,
+        _SPLIT_RULE,
         config.tokenizer,
         config.held_out,
         config.held_out_bytes,
@@ -283,7 +282,7 @@ def _key(config: DataSection, tokenizer: Tokenizer, text: Text) -> str:
 
 
 def _cut(content: bytes, limit: int) -> bytes:
-    """The first `limit` bytes, or a few less if a character would be cut."""
+    """Return the first `limit` bytes, or a few less if a character would be cut."""
     if len(content) <= limit:
         return content
     return content[:limit].decode("utf-8", "ignore").encode() if _is_text(content) else content[:limit]

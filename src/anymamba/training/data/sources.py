@@ -1,4 +1,4 @@
-"""Where the text comes from: the files of a run's sources, and which of them cannot be used."""
+"""Sources of text: the files that a config names, and which of them cannot be used."""
 
 from __future__ import annotations
 
@@ -16,22 +16,36 @@ from typing import NamedTuple
 from anymamba.training.config.sections import DataSection
 from anymamba.training.data.documents import Document, line_text, split
 
-_LINES = (".jsonl", ".ndjson")
-_BLOCK = 2**20  # bytes that are read at once
-_LISTED = 20  # the most problems that are listed one by one
-_PACKED = (".gz", ".tgz", ".bz2", ".xz", ".lzma", ".zst", ".lz4", ".br", ".zip", ".7z", ".tar", ".parquet", ".arrow")
-_BEGINNINGS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"7z\xbc\xaf", b"PAR1", b"ARROW1")
+_LINES_SUFFIXES = (".jsonl", ".ndjson")
+_BLOCK_BYTES = 2**20  # that are read at once
+_MAX_LISTED = 20  # problems that are listed one by one
+_PACKED_SUFFIXES = (
+    ".gz",
+    ".tgz",
+    ".bz2",
+    ".xz",
+    ".lzma",
+    ".zst",
+    ".lz4",
+    ".br",
+    ".zip",
+    ".7z",
+    ".tar",
+    ".parquet",
+    ".arrow",
+)
+_MAGIC_BYTES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"7z\xbc\xaf", b"PAR1", b"ARROW1")
 
 
 class Text(NamedTuple):
     """The documents of a run.
 
     Attributes:
-        documents: all, in the order of the sources.
-        train: the training documents.
-        held_out: the held-out documents.
-        stdin: what was read from stdin.
-        skipped: a sentence for each file, or line of JSON lines, that cannot be used.
+        documents: All documents, in the order of the sources.
+        train: The training documents.
+        held_out: The held-out documents.
+        stdin: Bytes that were read from stdin.
+        skipped: A sentence for each file, or line of JSON lines, that cannot be used.
     """
 
     documents: list[Document]
@@ -42,11 +56,15 @@ class Text(NamedTuple):
 
 
 def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:
-    """The text that a config names, split in two; `report` receives a line for each file that is skipped.
+    """Find the text that a config names, and split it in two.
+
+    Args:
+        config: Names the sources.
+        report: Receives a line for each file that is skipped.
 
     Raises:
-        UnusableTextError: some of it cannot be used, and the config does not say to skip it.
-        ValueError: a source does not exist, or has no text.
+        UnusableTextError: Some of it cannot be used, and the config does not skip such files.
+        ValueError: A source does not exist, or has no text.
     """
     stdin = read_stdin() if "-" in config.sources else b""
     found = find_documents(
@@ -68,12 +86,12 @@ class UnusableTextError(ValueError):
     """Files, or lines of them, that cannot be used.
 
     Attributes:
-        problems: a sentence for each.
-        lines: the first few of them, and what to do about them.
+        problems: A sentence for each.
+        lines: The first few of them, and what to do about them.
     """
 
     def __init__(self, problems: list[str]) -> None:
-        """Make the message."""
+        """Format the message."""
         self.problems = problems
         end = "with --data.exclude PATTERN, or skip what is not text with --data.on_error skip"
         self.lines = [f"{problems[0]}; fix it, leave it out {end}"]
@@ -83,16 +101,16 @@ class UnusableTextError(ValueError):
 
 
 def shorten_list(lines: list[str]) -> list[str]:
-    """Lines, the last of which gives the number of those left out if there are too many."""
-    return lines if len(lines) <= _LISTED else [*lines[:_LISTED], f"and {len(lines) - _LISTED:,} more"]
+    """Return lines, the last of which counts those left out if there are too many."""
+    return lines if len(lines) <= _MAX_LISTED else [*lines[:_MAX_LISTED], f"and {len(lines) - _MAX_LISTED:,} more"]
 
 
-class Found(NamedTuple):
-    """What is in the sources.
+class FoundDocuments(NamedTuple):
+    """The usable and the unusable parts of the sources.
 
     Attributes:
-        documents: that can be used, ordered by source.
-        problems: a sentence for each file, or line of JSON lines, that cannot.
+        documents: Documents that can be used, in the order of the sources.
+        problems: A sentence for each file, or line of JSON lines, that cannot be used.
     """
 
     documents: list[Document]
@@ -107,23 +125,23 @@ def find_documents(
     *,
     exclude: tuple[str, ...] = (),
     utf8: bool = False,
-) -> Found:
-    """The documents of files, directories, glob patterns, stdin ("-") and "stdlib".
+) -> FoundDocuments:
+    """Find the documents of files, directories, glob patterns, stdin ("-") and "stdlib".
 
     A file that is found again, through another source or a link, is used once, under its first name.
 
     Args:
-        sources: where the text is.
-        field: of a JSON object that holds the text.
-        format: "text": each file is a document, as it is; "jsonl": each line of each; "auto": as its name says.
-        stdin: what was read from stdin.
-        exclude: patterns of files and directories to leave out, by name or by path.
-        utf8: whether text must be UTF-8, which is then checked.
+        sources: Where to look.
+        field: Field of a JSON object that holds the text.
+        format: "text": each file is a document, as it is; "jsonl": each line of each file; "auto": by the file's name.
+        stdin: Bytes that were read from stdin.
+        exclude: Patterns of files and directories to leave out, by name or by path.
+        utf8: Whether text must be UTF-8, which is then checked.
 
     Raises:
-        ValueError: a source does not exist, or has no files.
+        ValueError: A source does not exist, or has no files.
     """
-    found: dict[Path | None, list[Document]] = {}
+    documents: dict[Path | None, list[Document]] = {}
     problems: list[str] = []
     missing = [source for source in sources if not _exists(source)]
     if missing:
@@ -135,22 +153,22 @@ def find_documents(
             if _is_excluded(file, exclude):
                 continue
             paths.append(path)
-            if path not in found:
-                found[path] = list(_documents_of(file, field, format, stdin, utf8, problems))
-        if not any(found[path] for path in paths) and not problems:
+            if path not in documents:
+                documents[path] = list(_documents_of(file, field, format, stdin, utf8, problems))
+        if not any(documents[path] for path in paths) and not problems:
             raise ValueError(f"{source}: no text files there" + (" that are not excluded" if exclude else ""))
-    return Found([document for documents in found.values() for document in documents], problems)
+    return FoundDocuments([document for several in documents.values() for document in several], problems)
 
 
 def _documents_of(
     file: Document, field: str, format: str, stdin: bytes, utf8: bool, problems: list[str]
 ) -> Iterator[Document]:
-    """The documents of a file; for what cannot be used, a sentence is added to `problems`."""
-    where = str(file.path or "stdin")
+    """Yield the documents of a file; append a sentence to `problems` for what cannot be used."""
+    name = str(file.path or "stdin")
     try:
         if format != "text":
             check_unpacked(file, stdin)
-        if format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES):
+        if format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES_SUFFIXES):
             yield from _lines_of(file, field, stdin, problems)
             return
         if utf8:
@@ -159,13 +177,13 @@ def _documents_of(
             file.path.open("rb").close()
         yield file
     except ValueError as error:
-        problems.append(f"{where}: {error}")
+        problems.append(f"{name}: {error}")
     except OSError as error:
-        problems.append(f"{where}: cannot be read ({error.strerror})")
+        problems.append(f"{name}: cannot be read ({error.strerror})")
 
 
 def list_files(source: str) -> Iterator[Document]:
-    """The files of a source, each as one document."""
+    """Yield the files of a source, each as one document."""
     path = Path(source)
     if source == "-":
         yield Document("stdin", None)
@@ -188,7 +206,9 @@ def _exists(source: str) -> bool:
 
 
 def _is_excluded(document: Document, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern matches a file's path, its path below its source, its name, or those of a parent directory."""
+    """Return whether a pattern matches a file's path, its path below its source, its name, or those of a parent
+    directory.
+    """
     name = PurePosixPath(document.name)
     names = [text for part in (name, *name.parents[:-1]) for text in (str(part), part.name)]
     names += [] if document.path is None else [document.path.as_posix()]
@@ -200,7 +220,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _files(root: Path, pattern: str) -> Iterator[Document]:
-    """The files below a directory, by their paths in it; empty and hidden ones are left out."""
+    """Yield the files below a directory, by their paths in it; empty and hidden ones are left out."""
     for path in sorted(root.rglob(pattern)):
         name = path.relative_to(root)
         if path.is_file() and path.stat().st_size and not any(part.startswith(".") for part in name.parts):
@@ -208,25 +228,36 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
 
 
 def check_unpacked(document: Document, stdin: bytes) -> None:
-    """Refuse what is compressed, an archive or a table, by its name or its first bytes."""
-    if Path(document.name).suffix.lower() in _PACKED or document._bytes(stdin, 0, 16).startswith(_BEGINNINGS):
+    """Check that a file is not compressed, an archive or a table, by its name or its first bytes.
+
+    Raises:
+        ValueError: It is.
+    """
+    if Path(document.name).suffix.lower() in _PACKED_SUFFIXES or document.read_range(stdin, 0, 16).startswith(
+        _MAGIC_BYTES
+    ):
         raise ValueError("compressed or binary, not text; unpack it")
 
 
 def check_utf8(document: Document, stdin: bytes) -> None:
-    """Refuse what is not UTF-8, reading a block at a time."""
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    """Check that a document is UTF-8, reading a block at a time.
+
+    Raises:
+        ValueError: It is not.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0
     with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
         while True:
-            block = file.read(_BLOCK)
-            held = len(decoder.getstate()[0])  # bytes of a character that began in the block before
+            block = file.read(_BLOCK_BYTES)
+            pending = len(decoder.getstate()[0])  # bytes of a character that began in the block before
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                raise ValueError(f"not UTF-8 text ({error.reason} at byte {place - held + error.start})") from error
+                raise ValueError(f"not UTF-8 text ({error.reason} at byte {offset - pending + error.start})") from error
             if not block:
                 return
-            place += len(block)
+            offset += len(block)
 
 
 def _lines_of(document: Document, field: str, stdin: bytes, problems: list[str]) -> Iterator[Document]:
@@ -245,10 +276,10 @@ def _lines_of(document: Document, field: str, stdin: bytes, problems: list[str])
 
 
 def read_stdin() -> bytes:
-    """All of stdin.
+    """Read all of stdin.
 
     Raises:
-        ValueError: there is none.
+        ValueError: It is closed.
     """
     if sys.stdin is None:
         raise ValueError('data.sources: "-" means stdin, which is closed')

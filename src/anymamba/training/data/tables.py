@@ -1,7 +1,7 @@
 """Sequences and their targets, read from CSV, JSON lines and .npy files.
 
-A sequence is an array of numbers (t, c) or of bytes (t,), the UTF-8 of a text. An error about what cannot be used names
-the file and line, and what was expected.
+A sequence is an array of numbers (t, c) or of bytes (t,), the UTF-8 of a text. An error names the file and the line
+that cannot be used, what was expected, and what is there.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".npy")
-_NO_TEXTS = "; texts are read from .jsonl"
-_OTHER_MARKS = {";": "semicolons", "\t": "tabs"}  # which other programs separate cells with
+_TEXT_HINT = "; texts are read from .jsonl"
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 
 
 class Table(NamedTuple):
     """Sequences in the order of their files.
 
     Attributes:
-        sequences: arrays (t, c) of float64, or (t,) of uint8 for texts.
-        targets: of each sequence, as written: a text or numbers; empty if none were asked for.
-        places: of each sequence, for errors: "file.csv, line 3".
-        channels: names of the numbers of a step.
-        columns: the columns of a table, or the field of JSON lines, that were read.
-        names: the names of the sequences, if a column of a table names them; else empty.
+        sequences: Arrays (t, c) of float64, or (t,) of uint8 for texts.
+        targets: Target of each sequence, as written: a text or numbers; empty if none were asked for.
+        places: Origin of each sequence, for errors: "file.csv, line 3".
+        channels: Names of the numbers of a step.
+        columns: Columns of a table, or field of JSON lines, that were read.
+        names: Names of the sequences, if a column of a table names them; else empty.
     """
 
     sequences: list[np.ndarray]
@@ -57,13 +57,13 @@ def read_tables(
 
     Args:
         sources: .csv, .jsonl (or .ndjson) and .npy files.
-        targets: columns or fields to predict; for .npy, one file with the targets of each sequence.
-        inputs: columns or the field to read; if not given, all other columns, or the only other field.
-        sequence: column of a table that names the sequence to which a row belongs as a step.
-        steps: whether a row of a table without such a column is a step of one sequence rather than a sequence.
+        targets: Columns or fields to predict; for .npy, one file with the targets of each sequence.
+        inputs: Columns or the field to read; if omitted, all other columns, or the only other field.
+        sequence: Column of a table that names the sequence of which a row is a step.
+        steps: Whether a row of a table without such a column is a step of one sequence rather than a sequence.
 
     Raises:
-        ValueError: a file is missing or of another kind, or something in it cannot be used.
+        ValueError: A file is missing or of another kind, or something in it cannot be used.
     """
     if not sources:
         raise ValueError(f"data.sources must name files ({', '.join(SUFFIXES)}), got none")
@@ -80,10 +80,10 @@ def read_tables(
             parts.append(_read_csv(path, list(targets), list(inputs), sequence, steps))
         else:
             parts.append(_read_lines(path, list(targets), list(inputs)))
-    return _joined(parts, sources)
+    return _concatenate(parts, sources)
 
 
-def _joined(parts: list[Table], sources: Sequence[str]) -> Table:
+def _concatenate(parts: list[Table], sources: Sequence[str]) -> Table:
     first = parts[0]
     for part, source in zip(parts, sources, strict=True):
         if not part.sequences:
@@ -102,7 +102,7 @@ def _joined(parts: list[Table], sources: Sequence[str]) -> Table:
 
 
 def _number(place: str, name: str, text: Any, hint: str = "") -> float:
-    """A finite number."""
+    """Return a finite number."""
     try:
         if isinstance(text, bool):
             raise ValueError
@@ -120,8 +120,12 @@ def _read_csv(path: Path, targets: list[str], inputs: list[str], sequence: str |
         header = next(rows, (0, []))[1]
         if not header:
             raise ValueError(f"{path}: expected a first line with the names of the columns, got an empty file")
-        if len(header) == 1 and (marks := [name for mark, name in _OTHER_MARKS.items() if mark in header[0]]):
-            raise ValueError(f"{path}, line 1: expected names separated by commas, got {marks[0]}: {header[0]!r:.60}")
+        if len(header) == 1 and (
+            separators := [name for separator, name in _OTHER_SEPARATORS.items() if separator in header[0]]
+        ):
+            raise ValueError(
+                f"{path}, line 1: expected names separated by commas, got {separators[0]}: {header[0]!r:.60}"
+            )
         if len(set(header)) != len(header):
             twice = next(name for name in header if header.count(name) > 1)
             raise ValueError(f"{path}, line 1: columns must have different names, got {twice!r} twice")
@@ -130,12 +134,12 @@ def _read_csv(path: Path, targets: list[str], inputs: list[str], sequence: str |
                 raise ValueError(f"{path}, line 1: no column {name!r}; there are {', '.join(header)}")
         inputs = inputs or [name for name in header if name not in {*targets, sequence}]
         if not inputs:
-            raise ValueError(f"{path}, line 1: no column is left to read beside {', '.join(targets)}")
+            raise ValueError(f"{path}, line 1: no column is left to read next to {', '.join(targets)}")
         return _csv_table(path, header, list(rows), targets, inputs, sequence, steps)
 
 
 def _csv_rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Rows with their line numbers, all of one length; empty lines are skipped."""
+    """Yield rows of equal length with their line numbers; empty lines are skipped."""
     width = None
     try:
         for row in reader:
@@ -168,28 +172,29 @@ def _csv_table(
         key = row[column[sequence]] if sequence else "" if steps else str(line)
         groups.setdefault(key, []).append(r)
     names = tuple(groups) if sequence else ()
-    found = Table([], [], [], inputs if sequence or steps else ["value"], inputs, names)
+    table = Table([], [], [], inputs if sequence or steps else ["value"], inputs, names)
     for members in groups.values():
         places = [f"{path}, line {rows[r][0]}" for r in members]
         numbers = [
-            [_number(place, f"column {name!r}", rows[r][1][column[name]], _NO_TEXTS) for name in inputs]
+            [_number(place, f"column {name!r}", rows[r][1][column[name]], _TEXT_HINT) for name in inputs]
             for place, r in zip(places, members, strict=True)
         ]
-        said = [[rows[r][1][column[name]] for name in targets] for r in members]
-        if wrong := [k for k, other in enumerate(said) if other != said[0]]:
-            one, other = ", ".join(said[0]), ", ".join(said[wrong[0]])
+        row_targets = [[rows[r][1][column[name]] for name in targets] for r in members]
+        if wrong := [k for k, other in enumerate(row_targets) if other != row_targets[0]]:
+            one, other = ", ".join(row_targets[0]), ", ".join(row_targets[wrong[0]])
             raise ValueError(f"{places[wrong[0]]}: a sequence has one target, expected {one}, got {other}")
         array = np.array(numbers, dtype=np.float64)
-        found.sequences.append(array if sequence or steps else array.reshape(-1, 1))
-        found.targets.append(said[0])
-        found.places.append(places[0])
-    return found
+        table.sequences.append(array if sequence or steps else array.reshape(-1, 1))
+        table.targets.append(row_targets[0])
+        table.places.append(places[0])
+    return table
 
 
 def _read_lines(path: Path, targets: list[str], inputs: list[str]) -> Table:
     if len(inputs) > 1:
         raise ValueError(f"{path}: data.inputs must name one field of JSON lines, got {' '.join(inputs)}")
-    sequences, said, places, rest = list[np.ndarray](), list[Any](), list[str](), list[str]()
+    sequences, target_values = list[np.ndarray](), list[Any]()
+    places, read_fields = list[str](), list[str]()
     content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
@@ -204,29 +209,37 @@ def _read_lines(path: Path, targets: list[str], inputs: list[str]) -> Table:
         for name in [*targets, *inputs]:
             if name not in value:
                 raise ValueError(f"{place}: no field {name!r}; there are {', '.join(value)}")
-        rest = inputs or [name for name in value if name not in targets]
-        if len(rest) != 1:
-            raise ValueError(f"{place}: data.inputs must say which field is read: {', '.join(rest) or 'there is none'}")
-        sequences.append(_sequence(place, rest[0], value[rest[0]]))
-        said.append([x for name in targets for x in _listed(value[name])])
+        read_fields = inputs or [name for name in value if name not in targets]
+        if len(read_fields) != 1:
+            raise ValueError(
+                f"{place}: data.inputs must name the field to read: {', '.join(read_fields) or 'there is none'}"
+            )
+        sequences.append(_sequence(place, read_fields[0], value[read_fields[0]]))
+        target_values.append([x for name in targets for x in _as_list(value[name])])
         places.append(place)
         if sequences[-1].shape[1:] != sequences[0].shape[1:]:
-            expected, got = _described(sequences[0]), _described(sequences[-1])
+            expected, got = _describe(sequences[0]), _describe(sequences[-1])
             raise ValueError(f"{place}: expected {expected}, as {places[0].rpartition(', ')[2]} has, got {got}")
     width = sequences[0].shape[1] if sequences and sequences[0].ndim > 1 else 0
-    return Table(sequences, said, places, [f"channel {i}" for i in range(width)] or ["text"], rest if sequences else [])
+    return Table(
+        sequences,
+        target_values,
+        places,
+        [f"channel {i}" for i in range(width)] or ["text"],
+        read_fields if sequences else [],
+    )
 
 
-def _described(x: np.ndarray) -> str:
+def _describe(x: np.ndarray) -> str:
     return f"{x.shape[1]} numbers per step" if x.ndim > 1 else "a text"
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _sequence(place: str, name: str, value: Any) -> np.ndarray:
-    """A text as its bytes, a list of numbers (t, 1), or a list of lists of numbers (t, c)."""
+    """Return a text as its bytes, a list of numbers as (t, 1), or a list of lists of numbers as (t, c)."""
     if isinstance(value, str):
         if not value:
             raise ValueError(f"{place}: {name!r} must have text, got none")
@@ -241,25 +254,25 @@ def _sequence(place: str, name: str, value: Any) -> np.ndarray:
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The numbers of a .npy file; a pickle is refused.
+    """Load the numbers or texts of a .npy file; a pickle is rejected.
 
     Raises:
-        ValueError: it is not such a file, or has numbers that are not finite.
+        ValueError: The file is not readable, or has numbers that are not finite.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        found = np.load(path, allow_pickle=False)
+        array = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path}: not a readable .npy file of numbers ({error})") from error
-    if found.dtype.kind in "US":
-        return found
-    if found.dtype.kind not in "biuf":
-        raise ValueError(f"{path}: expected numbers, got {found.dtype}")
-    if found.dtype.kind == "f" and not np.isfinite(found).all():
-        place = tuple(int(i) for i in np.argwhere(~np.isfinite(found))[0])
-        raise ValueError(f"{path}: expected finite numbers, got {found[place]} at {list(place)}")
-    return found
+    if array.dtype.kind in "US":
+        return array
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{path}: expected numbers, got {array.dtype}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        raise ValueError(f"{path}: expected finite numbers, got {array[index]} at {list(index)}")
+    return array
 
 
 def _read_array(path: Path, targets: list[str], steps: bool) -> Table:
@@ -274,13 +287,13 @@ def _read_array(path: Path, targets: list[str], steps: bool) -> Table:
     if array.ndim != 3 or not array.size:
         shapes = "(t,), (t, c) or (n, t, c)" if steps else "(n, t) or (n, t, c)"
         raise ValueError(f"{path}: expected an array {shapes}, got {array.shape}")
-    said: list[Any] = [[] for _ in array]
+    target_values: list[Any] = [[] for _ in array]
     if targets:
         if len(targets) > 1 or not targets[0].endswith(".npy"):
             raise ValueError(f"{path}: data.targets must be one .npy file, got {' '.join(targets)}")
-        answers = load_array(Path(targets[0]))
-        if answers.ndim not in (1, 2) or len(answers) != len(array):
-            raise ValueError(f"{targets[0]}: expected {len(array)} rows, as {path} has sequences, got {answers.shape}")
-        said = [_listed(x) for x in answers.tolist()]
+        loaded = load_array(Path(targets[0]))
+        if loaded.ndim not in (1, 2) or len(loaded) != len(array):
+            raise ValueError(f"{targets[0]}: expected {len(array)} rows, as {path} has sequences, got {loaded.shape}")
+        target_values = [_as_list(x) for x in loaded.tolist()]
     places = [f"{path}, row {i}" for i in range(len(array))]
-    return Table(list(array), said, places, [f"channel {i}" for i in range(array.shape[2])], [])
+    return Table(list(array), target_values, places, [f"channel {i}" for i in range(array.shape[2])], [])

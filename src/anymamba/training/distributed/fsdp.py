@@ -1,8 +1,8 @@
-"""Weights and gradients that several workers hold: divided between them by rows, or the same on each.
+"""Weights and gradients on several ranks: sharded by rows, or the same on each.
 
-`fully_shard` (FSDP2) divides the rows of every parameter over the workers of a mesh, gathers those of a layer when it
-is computed, and adds up gradients where their rows lie. An optimizer moves the rows that lie here. Where it needs a
-whole matrix, and for the finished model, the rows are gathered. A checkpoint has pieces.
+`fully_shard` (FSDP2) divides the rows of every parameter over the ranks of a mesh, gathers those of a layer while it is
+computed, and reduces gradients to the ranks that hold their rows. The optimizer updates the rows of its own rank. Where
+a whole matrix is needed (by Muon, and for the finished model), its rows are gathered. A checkpoint has the shards.
 """
 
 from __future__ import annotations
@@ -22,61 +22,60 @@ from anymamba.training.checkpoint.sharded_tensors import TensorShard
 from anymamba.training.distributed.process_group import World
 
 Reduction = Literal["float32", "bfloat16"]
-_BUCKET = 2**23  # numbers of a gradient that are sent at once: 32 MiB in float32
+_BUCKET_NUMEL = 2**23  # numbers of gradients that are sent at once: 32 MiB in float32
 
 
 class ParamShard(NamedTuple):
-    """Which rows of a tensor lie on which worker.
+    """Which rows of a parameter, or of a part of one, each rank holds.
 
     Attributes:
-        bounds: the first row of each worker, and then the number of all rows.
-        place: of this worker.
-        group: of the workers.
+        bounds: First row of each rank, followed by the number of all rows.
+        rank: This rank's index in the group.
+        group: Process group of the ranks.
     """
 
     bounds: list[int]
-    place: int
+    rank: int
     group: Any
 
     @staticmethod
     def of(parameter: Tensor, begin: int, rows: int) -> ParamShard | None:
-        """The share of some rows of a parameter, counted from 0; None if all of them are here."""
-        if not _is_divided(parameter):
+        """Return which ranks hold `rows` rows of a parameter from `begin` on; None if this rank holds all of them."""
+        if not _is_sharded(parameter):
             return None
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         group, size = mesh.get_group("shard"), mesh["shard"].size()
-        most = -(-parameter.shape[0] // size)  # as `torch.chunk` divides
-        cuts = [min(worker * most, parameter.shape[0]) for worker in range(size + 1)]
+        rows_per_rank = -(-parameter.shape[0] // size)  # as `torch.chunk` divides
+        cuts = [min(rank * rows_per_rank, parameter.shape[0]) for rank in range(size + 1)]
         bounds = [min(max(cut - begin, 0), rows) for cut in cuts]
         return ParamShard(bounds, mesh.get_local_rank("shard"), group)
 
     @property
-    def here(self) -> slice:
-        """The rows that lie here."""
-        return slice(self.bounds[self.place], self.bounds[self.place + 1])
+    def local_rows(self) -> slice:
+        """The rows that this rank holds."""
+        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
 
-    def piece(self, rows: Tensor) -> TensorShard:
-        """The rows that lie here, for a file."""
-        return TensorShard(rows, ((self.here.start, self.here.stop),), self.bounds[-1])
+    def to_tensor_shard(self, rows: Tensor) -> TensorShard:
+        """Return this rank's rows in the form in which a checkpoint stores them."""
+        return TensorShard(rows, ((self.local_rows.start, self.local_rows.stop),), self.bounds[-1])
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """All rows, from those that lie here; every worker of the group takes part."""
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return all rows, given those of each rank; every rank of the group takes part."""
         sizes = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
-        most = max(sizes)
-        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
         padded[: len(rows)] = rows
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self.group)
-        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
 def local(x: Tensor) -> Tensor:
-    """The rows of a tensor that lie here, sharing its memory."""
-    return x.detach().to_local() if _is_divided(x) else x  # type: ignore[attr-defined]
+    """Return this rank's rows of a tensor, sharing its memory."""
+    return x.detach().to_local() if _is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def shard_model(model: nn.Module, world: World, reduction: Reduction) -> None:
-    """Divide a model's weights between the workers, layer by layer; it must be the same on all of them."""
+    """Divide a model's weights over the ranks, layer by layer; it must be the same on all of them."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second, and few need it
 
     mesh = world.mesh
@@ -85,8 +84,8 @@ def shard_model(model: nn.Module, world: World, reduction: Reduction) -> None:
     for layer in [module for module in model.modules() if isinstance(module, ResidualLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in _divided(model):
-        module.set_gradient_divide_factor(1.0)  # costs are already divided by the targets of all workers
+    for module in _fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)  # losses are already divided by the targets of all ranks
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         # Lay out the memory that the first gathering makes, before the optimizer takes views of it.
         module.unshard()
@@ -94,127 +93,137 @@ def shard_model(model: nn.Module, world: World, reduction: Reduction) -> None:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without values."""
-    held = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(x): _valueless(x) for x in held})
+    """Return a copy of a model on the meta device."""
 
+    def to_meta(x: Tensor) -> Tensor:
+        empty = torch.empty_like(x, device="meta")
+        return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
-def _valueless(x: Tensor) -> Tensor:
-    found = torch.empty_like(x, device="meta")
-    return nn.Parameter(found, x.requires_grad) if isinstance(x, nn.Parameter) else found
+    return copy.deepcopy(model, {id(x): to_meta(x) for x in [*model.parameters(), *model.buffers()]})
 
 
 def with_state(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
-    """A copy of a skeleton, with values that it shares."""
-    found = copy.deepcopy(model)
-    found.load_state_dict(tensors, assign=True)
-    return found
+    """Return a copy of a model on the meta device with values, whose memory it shares."""
+    filled = copy.deepcopy(model)
+    filled.load_state_dict(tensors, assign=True)
+    return filled
 
 
-def full_state_dict(model: nn.Module, wanted: bool) -> dict[str, Tensor]:
-    """The whole weights by name, if they are `wanted`; every worker takes part, and holds one of them at a time."""
-    found = {}
-    for name, x in _state(model).items():
-        share = ParamShard.of(x, 0, len(x)) if _is_divided(x) else None
-        whole = x.detach() if share is None else share.whole(local(x))
-        if wanted:
-            found[name] = whole
-    return found
+def full_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """Gather the whole weights by name, one at a time.
+
+    Args:
+        model: A sharded model. Every rank takes part.
+        keep: Whether this rank returns them; otherwise it returns nothing.
+    """
+    tensors = {}
+    for name, x in _unique_state(model).items():
+        shard = ParamShard.of(x, 0, len(x)) if _is_sharded(x) else None
+        whole = x.detach() if shard is None else shard.gather(local(x))
+        if keep:
+            tensors[name] = whole
+    return tensors
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Tensor | TensorShard]:
-    """The weights by name; of divided ones, the rows that lie here."""
-    shares = {name: ParamShard.of(x, 0, len(x)) if _is_divided(x) else None for name, x in _state(model).items()}
-    held = {name: local(x).detach() for name, x in _state(model).items()}
-    return {name: x if (share := shares[name]) is None else share.piece(x) for name, x in held.items()}
+    """Return the weights by name; of sharded ones, this rank's rows."""
+    tensors: dict[str, Tensor | TensorShard] = {}
+    for name, x in _unique_state(model).items():
+        shard = ParamShard.of(x, 0, len(x)) if _is_sharded(x) else None
+        rows = local(x).detach()
+        tensors[name] = rows if shard is None else shard.to_tensor_shard(rows)
+    return tensors
 
 
 def load_local(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Set the weights that lie here from those of the whole model; the others are not read.
+    """Set this rank's weights from those of the whole model, of which nothing else is read.
 
     Raises:
-        ValueError: they belong to another model.
+        ValueError: The weights belong to another model.
     """
-    held = _state(model)
-    check_tensor_names("model", stored, held)
-    for name, x in held.items():
+    state = _unique_state(model)
+    check_tensor_names("model", stored, state)
+    for name, x in state.items():
         if tuple(stored[name].shape) != tuple(x.shape):
             raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")
-        share = ParamShard.of(x, 0, len(x)) if _is_divided(x) else None
-        local(x).detach().copy_(stored[name][...] if share is None else stored[name][share.here])
+        shard = ParamShard.of(x, 0, len(x)) if _is_sharded(x) else None
+        local(x).detach().copy_(stored[name][...] if shard is None else stored[name][shard.local_rows])
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that a file has, each under its first name."""
-    first: dict[int, str] = {}
+def _unique_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that a file stores, each under its first name."""
+    first_names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, x in state.items():
-        first.setdefault(id(x), name)
-    return {name: state[name] for name in first.values()}
+        first_names.setdefault(id(x), name)
+    return {name: state[name] for name in first_names.values()}
 
 
 def map_round_robin(function: Callable[[Tensor], Tensor], tensors: list[Tensor], world: World) -> list[Tensor]:
-    """`function` of some tensors that all workers have; one worker computes each result and sends it to all.
+    """Apply a function to tensors that all ranks have; the ranks take turns to compute a result and broadcast it.
 
-    `function` returns a tensor of the same shape and dtype.
+    Args:
+        function: Returns a tensor of the same shape and dtype.
+        tensors: Tensors with the same values on every rank.
+        world: All ranks.
     """
     if world.size == 1:
         return [function(x) for x in tensors]
     owners = [number % world.size for number in range(len(tensors))]
-    found = [
+    results = [
         function(x).contiguous() if owner == world.rank else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, owner in zip(tensors, owners, strict=True)
     ]
     world.set_activity("to share updates")
-    for y, owner in zip(found, owners, strict=True):
-        dist.broadcast(y, owner)
-    return found
+    for result, owner in zip(results, owners, strict=True):
+        dist.broadcast(result, owner)
+    return results
 
 
 def reshard(model: nn.Module) -> None:
-    """Keep only the rows of a divided model that lie here: without a backward pass, its last parts stay gathered."""
-    for module in _divided(model):
+    """Free the gathered weights of a sharded model: without a backward pass, those of its last layers stay."""
+    for module in _fsdp_modules(model):
         module.reshard()
 
 
-def set_last_microbatch(model: nn.Module, last: bool) -> None:
+def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
     """Set whether the next backward pass is the last of a step: replicas add up their gradients only then."""
-    for module in _divided(model):
-        module.set_requires_all_reduce(last)
+    for module in _fsdp_modules(model):
+        module.set_requires_all_reduce(is_last)
 
 
 def all_reduce_grads(parameters: Iterable[Tensor], world: World, reduction: Reduction) -> None:
-    """Add up the gradients of weights that are the same on all workers, in place; a missing one counts as zero."""
-    held = [p for p in parameters if p.requires_grad]
-    for p in held:
+    """Add up the gradients of parameters that all ranks hold, in place; a missing gradient counts as zero."""
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    for bucket in _buckets([p.grad for p in held if p.grad is not None]):
+    for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
         flat = _flatten_dense_tensors(bucket)
-        sent = flat.bfloat16() if reduction == "bfloat16" else flat
-        world.all_reduce_sum(sent, "to add up gradients")
-        for grad, total in zip(bucket, _unflatten_dense_tensors(sent.to(flat.dtype), bucket), strict=True):
-            grad.copy_(total)
+        total = flat.bfloat16() if reduction == "bfloat16" else flat
+        world.all_reduce_sum(total, "to add up gradients")
+        for grad, part in zip(bucket, _unflatten_dense_tensors(total.to(flat.dtype), bucket), strict=True):
+            grad.copy_(part)
 
 
 def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients of one dtype, some at a time, in the same order on every worker."""
-    found: list[list[Tensor]] = []
-    size = 0
+    """Group gradients of one dtype into buckets, the same on every rank."""
+    buckets: list[list[Tensor]] = []
+    numel = 0
     for grad in sorted(grads, key=lambda g: str(g.dtype)):
-        if not found or size + grad.numel() > _BUCKET or found[-1][0].dtype != grad.dtype:
-            found.append([])
-            size = 0
-        found[-1].append(grad)
-        size += grad.numel()
-    return found
+        if not buckets or numel + grad.numel() > _BUCKET_NUMEL or buckets[-1][0].dtype != grad.dtype:
+            buckets.append([])
+            numel = 0
+        buckets[-1].append(grad)
+        numel += grad.numel()
+    return buckets
 
 
-def _divided(model: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` was called on."""
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called on."""
     return [module for module in model.modules() if hasattr(module, "set_requires_all_reduce")]
 
 
-def _is_divided(x: Tensor) -> bool:
-    """Whether a tensor is a `DTensor`; finds out without importing its module."""
+def _is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor is a `DTensor`, without importing its module."""
     return hasattr(x, "device_mesh")

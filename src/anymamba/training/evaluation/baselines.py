@@ -1,4 +1,4 @@
-"""How simpler methods do on the held-out text, to compare a model's bits per byte with.
+"""Baselines on the held-out text, to compare a model's bits per byte with.
 
 `xz -9` can copy from the held-out text itself, and knows nothing else. A byte n-gram has read some of the training text
 and predicts from the preceding bytes:
@@ -21,12 +21,12 @@ _Keys = npt.NDArray[np.uint64]
 
 
 def xz_bytes(text: bytes) -> int:
-    """The size of a text in the format of `xz -9`."""
+    """Return the size of a text compressed with `xz -9`."""
     return len(lzma.compress(text, preset=9))
 
 
 def ngram_bits(training: bytes, text: bytes) -> float:
-    """The bits that a byte n-gram model of one text needs for another."""
+    """Return the bits that a byte n-gram model of one text needs for another."""
     grams = np.sort(_keys(training, ORDER))
     p = np.full(len(text), 1 / 256)
     before = np.full(len(text), float(len(grams)))
@@ -36,14 +36,14 @@ def ngram_bits(training: bytes, text: bytes) -> float:
         # An n-gram is a range of the sorted keys: all that begin with it.
         first = np.searchsorted(grams, keys << shift)
         last = np.searchsorted(grams, (keys + np.uint64(1)) << shift)
-        found = (last - first).astype(np.float64)
-        p[n - 1 :] = (found + _BETA * p[n - 1 :]) / (before[n - 1 :] + _BETA)
-        before[n:] = found[:-1]  # the n-gram before a byte ends there
+        counts = (last - first).astype(np.float64)
+        p[n - 1 :] = (counts + _BETA * p[n - 1 :]) / (before[n - 1 :] + _BETA)
+        before[n:] = counts[:-1]  # the n-gram before a byte ends there
     return float(-np.log2(p).sum())
 
 
 def _keys(text: bytes, n: int) -> _Keys:
-    """Every n consecutive bytes of a text as a number, the first byte in the highest place."""
+    """Return every n consecutive bytes of a text as a number, the first byte in the highest position."""
     letters = np.frombuffer(text, np.uint8).astype(np.uint64)
     keys = np.zeros(max(0, len(letters) - n + 1), np.uint64)
     for i in range(n):

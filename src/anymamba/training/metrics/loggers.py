@@ -1,4 +1,4 @@
-"""What a run logs: the table metrics.csv, plots, TensorBoard, and Weights & Biases."""
+"""Logs of a run: the table metrics.csv, plots, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from anymamba.training.config.run_config import RunConfig
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of a step.
+    """Metrics of a step.
 
     Attributes:
-        step: counted from 1.
-        tokens: how many were read so far.
-        loss: mean over the step's targets, in nats.
-        learning_rate: of the step.
-        gradient_norm: before clipping.
-        seconds: how long the step took.
-        evaluation: what the evaluation after the step found, by name, if there was one.
+        step: Number of the step, counted from 1.
+        tokens: Number of tokens read so far.
+        loss: Mean over the step's targets, in nats.
+        learning_rate: Learning rate of the step.
+        gradient_norm: Norm of the gradient before clipping.
+        seconds: Duration of the step.
+        evaluation: Results of the evaluation after the step, by name; empty if there was none.
     """
 
     step: int
@@ -35,25 +35,31 @@ class StepMetrics(NamedTuple):
     seconds: float
     evaluation: dict[str, float]
 
-    def metrics(self) -> dict[str, int | float]:
-        """What a logger wants, by name: all but the step, and what the evaluation found."""
+    def to_scalars(self) -> dict[str, int | float]:
+        """Return all metrics but the step, by name, with those of the evaluation."""
         values = self._asdict()
         return {name: values[name] for name in _COLUMNS if name != "step"} | self.evaluation
 
 
-_COLUMNS = StepMetrics._fields[:-1]
+_COLUMNS = StepMetrics._fields[:-1]  # of the file
 
 
 class MetricsTable:
-    """metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count."""
+    """The file metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count."""
 
     def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
-        """Open the table, keeping the rows up to `step`; `names` are the names of what evaluations find.
+        """Open the table, keeping the rows up to a step.
+
+        Args:
+            path: Path of the file.
+            step: Number of steps taken.
+            names: Names of the results of evaluations.
 
         Raises:
-            ValueError: a row is not readable, or a column has none of the names.
+            ValueError: A row is not readable, or a column has none of the names.
         """
-        self._path, self._names = path, names
+        self._path = path
+        self._names = names
         rows = [row for row in read_metrics(path) if row.step <= step] if path.is_file() and step else []
         if unknown := sorted({name for row in rows for name in row.evaluation} - set(names)):
             raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
@@ -65,7 +71,7 @@ class MetricsTable:
         """Write a row.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: It cannot be written.
         """
         try:
             csv.writer(self._file).writerow(self._written(row))
@@ -74,7 +80,7 @@ class MetricsTable:
             raise with_filename(self._path, error) from error
 
     def close(self) -> None:
-        """Close the file. What could not be written has been reported."""
+        """Close the file; what could not be written has been reported."""
         with suppress(OSError):
             self._file.close()
 
@@ -84,41 +90,41 @@ class MetricsTable:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The rows of a table; an incomplete one at its end, as a crash may leave it, is left out.
+    """Read the rows of a table; an incomplete one at its end, as a crash may leave it, is left out.
 
     Raises:
-        ValueError: another row is not readable.
+        ValueError: Another row is not readable.
     """
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a whole line has an end
     header = lines[0].rstrip("\r").split(",") if lines else []
     if tuple(header[: len(_COLUMNS)]) != _COLUMNS and lines:
         raise ValueError(f"{path}, line 1: expected the columns {', '.join(_COLUMNS)}, got {lines[0][:80]!r}")
-    found = []
+    rows = []
     for number, line in enumerate(lines[1:], 2):
         try:
-            found.append(_row(header, line.split(",")))
+            rows.append(_parse_row(header, line.split(",")))
         except ValueError as error:  # noqa: PERF203
             if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number}: expected {len(header)} numbers, got {line[:80]!r}; fix or remove the line"
                 ) from error
-    return found
+    return rows
 
 
-def _row(header: list[str], values: list[str]) -> StepMetrics:
+def _parse_row(header: list[str], values: list[str]) -> StepMetrics:
     n = len(_COLUMNS)
-    evaluated = {name: float(x) for name, x in zip(header[n:], values[n:], strict=True) if x}
+    evaluation = {name: float(x) for name, x in zip(header[n:], values[n:], strict=True) if x}
     loss, rate, norm, seconds = map(float, values[2:n])
-    return StepMetrics(int(values[0]), int(values[1]), loss, rate, norm, seconds, evaluated)
+    return StepMetrics(int(values[0]), int(values[1]), loss, rate, norm, seconds, evaluation)
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot_metrics(metrics: Path, target: Path, name: str, baselines: dict[str, float]) -> None:
-    """Draw the training loss and, beside it, what evaluations found and what simpler methods reach."""
+    """Draw the training loss and, next to it, a metric of evaluations and its baselines."""
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics)
@@ -126,8 +132,8 @@ def plot_metrics(metrics: Path, target: Path, name: str, baselines: dict[str, fl
     left = figure.add_subplot(1, 2, 1, xlabel="step", ylabel="training loss")
     left.plot([r.step for r in rows], [r.loss for r in rows], lw=0.8)
     right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel=name.replace("_", " "))
-    seen = [(r.step, r.evaluation[name]) for r in rows if name in r.evaluation]
-    right.plot([s for s, _ in seen], [x for _, x in seen], marker="o", label="held out")
+    points = [(r.step, r.evaluation[name]) for r in rows if name in r.evaluation]
+    right.plot([s for s, _ in points], [x for _, x in points], marker="o", label="held out")
     for (label, value), style in zip(baselines.items(), ("--", ":"), strict=False):
         right.axhline(value, color="gray", ls=style, label=label)
     right.legend()
@@ -136,15 +142,15 @@ def plot_metrics(metrics: Path, target: Path, name: str, baselines: dict[str, fl
 
 
 def plot_losses(metrics: Path, target: Path, baselines: dict[str, float], bytes_per_token: float) -> None:
-    """Draw training and held-out bits per byte, and those of simpler methods, over the steps."""
+    """Draw training and held-out bits per byte, and those of the baselines, over the steps."""
     from matplotlib.figure import Figure
 
     rows, nats = read_metrics(metrics), 0.6931471805599453
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
     axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
-    seen = [(r.step, r.evaluation["held_out_bits_per_byte"]) for r in rows if r.evaluation]
-    axes.plot([s for s, _ in seen], [b for _, b in seen], marker="o", label="held out")
+    points = [(r.step, r.evaluation["held_out_bits_per_byte"]) for r in rows if r.evaluation]
+    axes.plot([s for s, _ in points], [b for _, b in points], marker="o", label="held out")
     for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=False):
         axes.axhline(bits, color="gray", ls=style, label=f"{name}, held out")
     axes.legend()
@@ -154,7 +160,7 @@ def plot_losses(metrics: Path, target: Path, baselines: dict[str, float], bytes_
 
 @runtime_checkable
 class Log(Protocol):
-    """What the loop asks of a log."""
+    """The interface of a log."""
 
     def add(self, row: StepMetrics) -> None:
         """Log a step."""
@@ -164,10 +170,10 @@ class Log(Protocol):
 
 
 def open_logs(config: RunConfig, directory: Path, step: int) -> list[Log]:
-    """The logs that a config asks for; `step` steps have been taken.
+    """Open the logs that a config names; `step` steps have been taken.
 
     Raises:
-        ValueError: a library that one needs is not installed.
+        ValueError: A library is not installed.
     """
     logs: list[Log] = []
     if config.evaluation.tensorboard:
@@ -178,10 +184,10 @@ def open_logs(config: RunConfig, directory: Path, step: int) -> list[Log]:
 
 
 class TensorBoard:
-    """Logs for TensorBoard."""
+    """A log for TensorBoard."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        """Open the logs; what was written after `step` before a resume no longer counts."""
+        """Open the log; what was written after `step`, before a resume, no longer counts."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
@@ -192,7 +198,7 @@ class TensorBoard:
 
     def add(self, row: StepMetrics) -> None:
         """Log a step."""
-        for name, value in row.metrics().items():
+        for name, value in row.to_scalars().items():
             self._writer.add_scalar(name, value, row.step)
 
     def close(self) -> None:
@@ -229,7 +235,7 @@ class WeightsAndBiases:
 
     def add(self, row: StepMetrics) -> None:
         """Log a step."""
-        self._run.log(row.metrics(), step=row.step)
+        self._run.log(row.to_scalars(), step=row.step)
 
     def close(self) -> None:
         """Write what is left."""

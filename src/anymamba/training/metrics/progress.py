@@ -17,33 +17,50 @@ from anymamba.training.metrics.loggers import StepMetrics
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _GAP = "   "
-_CYAN, _DIM, _BOLD, _PLAIN = "\x1b[36m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_CYAN = "\x1b[36m"
+_DIM = "\x1b[2m"
+_BOLD = "\x1b[1m"
+_PLAIN = "\x1b[0m"
 
 
 class ProgressDisplay:
-    """What a run shows while it trains."""
+    """The progress of a run on stderr."""
 
     def __init__(self, steps: int, done: int, every: int, shown: bool = True) -> None:
-        """Begin after `done` of `steps`; without a terminal, print a line every `every` steps, if `shown`."""
+        """Begin to show progress.
+
+        Args:
+            steps: Number of all steps.
+            done: Number of steps taken.
+            every: Steps between two lines, without a terminal.
+            shown: Whether to show anything.
+        """
         self._is_shown = shown
-        self._steps, self._first, self._every = steps, done, every
+        self._steps = steps
+        self._first = done
+        self._every = every
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._began, self._shown, self._lines = perf_counter(), 0.0, 0
-        self._losses, self._scores = _History(), ""
+        self._began = perf_counter()
+        self._drawn = 0.0  # when the live lines were last drawn
+        self._lines = 0  # live lines on the screen
+        self._losses = _History()
+        self._scores = ""
         self._row: StepMetrics | None = None
-        self._seconds = self._tokens = 0.0  # of the last steps; earlier ones count less
+        # Of the last steps; earlier ones count less.
+        self._seconds = 0.0
+        self._tokens = 0.0
 
     def at(self, row: StepMetrics, tokens: int) -> None:
-        """Show a step that read `tokens`."""
+        """Show a step that read `tokens` tokens."""
         self._row = row
         self._losses.add(row.loss)
         self._seconds = 0.95 * self._seconds + row.seconds
         self._tokens = 0.95 * self._tokens + tokens
         if self._live:
-            if perf_counter() - self._shown >= 0.1 or row.step == self._steps:
+            if perf_counter() - self._drawn >= 0.1 or row.step == self._steps:
                 self._draw(row)
         elif row.step % self._every == 0 or row.step == self._steps:
-            self.report("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._facts(row)]))
+            self.report("  ".join([f"step {row.step}/{self._steps}", f"loss {row.loss:.4f}", *self._statistics(row)]))
 
     def evaluating(self) -> None:
         """Show that the model is being evaluated, which may take longer than a step."""
@@ -55,7 +72,7 @@ class ProgressDisplay:
             self.report(f"step {self._row.step}: evaluating")
 
     def score(self, values: Mapping[str, float]) -> None:
-        """Show what the last evaluation found, by name."""
+        """Show the results of the last evaluation, by name."""
         self._scores = _GAP.join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         if self._live and self._row is not None:
             self._draw(self._row)
@@ -73,23 +90,26 @@ class ProgressDisplay:
             self._lines = 0
             self._write("\n")
 
-    def _facts(self, row: StepMetrics) -> list[str]:
+    def _statistics(self, row: StepMetrics) -> list[str]:
         pace = (perf_counter() - self._began) / max(1, row.step - self._first)
         speed = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"
         return [speed, f"{_clock(pace * (self._steps - row.step))} left", memory()]
 
-    def _draw(self, row: StepMetrics, doing: str = "") -> None:
-        """Draw the two live lines over those that are there, with what is being done in place of the time left."""
-        self._shown, width = perf_counter(), _columns() - 1
-        speed, left, used = self._facts(row)
+    def _draw(self, row: StepMetrics, activity: str = "") -> None:
+        """Draw the two live lines over those that are there, with the current activity, if any, in place of the time
+        left.
+        """
+        self._drawn = perf_counter()
+        width = _columns() - 1
+        speed, left, used = self._statistics(row)
         plain = not _can_write(_BLOCKS + "━╸─")
-        counts = f"  step {row.step}/{self._steps}{_GAP}{doing or left}"
+        counts = f"  step {row.step}/{self._steps}{_GAP}{activity or left}"
         bar = _bar(row.step / self._steps, max(0, width - len(counts)), plain)
         loss = f"loss {row.loss:.4f}" + ("" if plain else f" {_spark(self._losses.values(16))}")
-        facts = [loss, *filter(None, (self._scores, speed, used))]
-        while len(facts) > 1 and len(_GAP.join(facts)) > width:
-            facts.pop()
-        lines = [(bar[0], _CYAN), (bar[1], _DIM), (counts, "")], [(_GAP.join(facts)[:width], _BOLD)]
+        texts = [loss, *filter(None, (self._scores, speed, used))]
+        while len(texts) > 1 and len(_GAP.join(texts)) > width:
+            texts.pop()
+        lines = [(bar[0], _CYAN), (bar[1], _DIM), (counts, "")], [(_GAP.join(texts)[:width], _BOLD)]
         self._write("\n".join("".join(_paint(text, style) for text, style in line) for line in lines))
         self._lines = len(lines)
 
@@ -106,28 +126,32 @@ class _History:
     """A series of any length in at most a few hundred values, each the mean of equally many."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start with no values."""
         self._means: list[float] = []
-        self._sum, self._count, self._stride = 0.0, 0, 1
+        self._sum = 0.0
+        self._count = 0
+        self._stride = 1
 
     def add(self, value: float) -> None:
         """Add a value."""
-        self._sum, self._count = self._sum + value, self._count + 1
+        self._sum += value
+        self._count += 1
         if self._count == self._stride:
             self._means.append(self._sum / self._stride)
-            self._sum, self._count = 0.0, 0
+            self._sum = 0.0
+            self._count = 0
         if len(self._means) == 512:
             self._means = [(a + b) / 2 for a, b in zip(self._means[::2], self._means[1::2], strict=True)]
             self._stride *= 2
 
     def values(self, most: int) -> list[float]:
-        """The series in at most `most` values."""
+        """Return the series in at most `most` values."""
         size = -(-len(self._means) // most)
         return [sum(part) / len(part) for i in range(most) if (part := self._means[i * size : (i + 1) * size])]
 
 
 def memory() -> str:
-    """The peak memory of the process so far, on the accelerator if it uses one; empty if unknown."""
+    """Return the peak memory of the process so far, on the accelerator if it uses one; empty if unknown."""
     if torch.cuda.is_initialized():
         return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
     try:
@@ -138,9 +162,9 @@ def memory() -> str:
     return f"{peak / (2**20 if sys.platform == 'darwin' else 2**10):,.0f} MiB"
 
 
-def _bar(share: float, width: int, plain: bool) -> tuple[str, str]:
-    """The part that is done and the part that is not."""
-    halves = round(2 * width * min(1.0, share))
+def _bar(fraction: float, width: int, plain: bool) -> tuple[str, str]:
+    """Return the part that is done and the part that is not."""
+    halves = round(2 * width * min(1.0, fraction))
     if plain:
         return "#" * (halves // 2), "-" * (width - halves // 2)
     done = "━" * (halves // 2) + "╸" * (halves % 2)
@@ -148,7 +172,7 @@ def _bar(share: float, width: int, plain: bool) -> tuple[str, str]:
 
 
 def _spark(values: Sequence[float]) -> str:
-    """A line of blocks whose heights are the values."""
+    """Return a line of blocks whose heights are the values."""
     if not values:
         return ""
     low, span = min(values), max(values) - min(values)

@@ -1,10 +1,10 @@
-"""Muon: momentum, made orthogonal (Jordan et al. 2024), at the scale of AdamW (Liu et al. 2025).
+"""Muon: momentum, orthogonalized (Jordan et al. 2024), at the scale of AdamW (Liu et al. 2025).
 
     m <- β m + (1 - β) g        u = (1 - β) g + β m        W <- (1 - lr · decay) W - 0.2 √max(rows, columns) · lr · O(u)
 
 O(u) has the singular vectors of u, and singular values of about one: no direction of a matrix learns faster than
-another. Its root mean square is about 1/√max(rows, columns), so an entry of W moves by about 0.2 lr a step, as under
-AdamW, and one learning rate and decay suit both.
+another. Its root mean square is about 1/√max(rows, columns), so that an entry of W moves by about 0.2 lr per step, as
+with AdamW, and one learning rate and weight decay suit both.
 
 `torch.optim.Muon` is not used: it computes in bfloat16 on every device, which most CPUs emulate.
 """
@@ -22,17 +22,17 @@ from anymamba.core.linear import linear
 from anymamba.training.distributed.fsdp import ParamShard, map_round_robin
 from anymamba.training.distributed.process_group import World
 
-# x <- a x + b (x xᵀ) x + c (x xᵀ)² x sends singular values from (0, 1] to about one: as steep at zero as a quintic that
-# keeps the others between 0.68 and 1.14 can be.
+# x <- a x + b (x xᵀ) x + c (x xᵀ)² x maps singular values from (0, 1] to about one; it is as steep at zero as a quintic
+# can be that keeps the others between 0.68 and 1.14.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
 
 def orthogonalize(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-    """A matrix with the same singular vectors, and singular values of about one.
+    """Return a matrix with the same singular vectors and singular values of about one.
 
-    A singular value below about a thousandth of the matrix's norm stays smaller. It is computed in float32 or wider on
-    a CPU, and in bfloat16 elsewhere; zeros stay zeros.
+    A singular value below about a thousandth of the matrix's norm stays smaller. The computation is in float32 or
+    float64 on a CPU, and in bfloat16 elsewhere; zeros stay zeros.
     """
     a, b, c = _QUINTIC
     x = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
@@ -47,7 +47,9 @@ def orthogonalize(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over matrices. Give a fused projection as its parts, or they are made orthogonal as one matrix."""
+    """Muon for matrices. Pass the parts of a fused projection as views: a whole one would be orthogonalized as one
+    matrix.
+    """
 
     def __init__(
         self,
@@ -56,17 +58,24 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        shares: Mapping[Tensor, ParamShard] | None = None,
+        shards: Mapping[Tensor, ParamShard] | None = None,
         world: World | None = None,
     ) -> None:
-        """As other optimizers; every parameter must be a matrix, or the rows of one that `shares` says lie here.
+        """Create the optimizer.
 
-        Each of several `workers` makes some of the matrices orthogonal, for all of them.
+        Args:
+            params: Matrices, or this rank's rows of them.
+            lr: Learning rate.
+            momentum: Decay of the momentum, β.
+            weight_decay: Weight decay, relative to the learning rate.
+            shards: Which rows of a matrix each rank holds, for those that are sharded.
+            world: All ranks, each of which orthogonalizes some of the matrices for all of them.
 
         Raises:
-            ValueError: a parameter is not a matrix.
+            ValueError: A parameter is not a matrix.
         """
-        self._shares, self._world = dict(shares or {}), world or World()
+        self._shards = dict(shards or {})
+        self._world = world or World()
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for p in group["params"]:
@@ -75,29 +84,29 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         count = self._world.size
         for group in self.param_groups:
             lr, decay = group["lr"], group["weight_decay"]
-            # Each worker computes one of those taken together, so they should have about the same size.
-            moved = sorted((p for p in group["params"] if p.grad is not None), key=self._size)
-            for begin in range(0, len(moved), count):
-                some = moved[begin : begin + count]
+            # The ranks orthogonalize some matrices at the same time, so these should have about the same size.
+            updated = sorted((p for p in group["params"] if p.grad is not None), key=self._size)
+            for begin in range(0, len(updated), count):
+                some = updated[begin : begin + count]
                 means = [self._momentum(p, group["momentum"]) for p in some]
                 for p, update in zip(some, map_round_robin(orthogonalize, means, self._world), strict=True):
-                    share, largest = self._shares.get(p), max(update.shape)
+                    shard, largest = self._shards.get(p), max(update.shape)
                     p.mul_(1 - lr * decay)
-                    p.add_(update if share is None else update[share.here], alpha=-0.2 * largest**0.5 * lr)
+                    p.add_(update if shard is None else update[shard.local_rows], alpha=-0.2 * largest**0.5 * lr)
 
     def _momentum(self, p: Tensor, beta: float) -> Tensor:
-        """The whole matrix of an update, before it is made orthogonal."""
+        """Update the momentum and return the whole matrix u."""
         assert p.grad is not None
         mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
         mean.lerp_(p.grad, 1 - beta)
-        update, share = p.grad.lerp(mean, beta), self._shares.get(p)
-        return update if share is None else share.whole(update)
+        update, shard = p.grad.lerp(mean, beta), self._shards.get(p)
+        return update if shard is None else shard.gather(update)
 
     def _size(self, p: Tensor) -> int:
-        """How many numbers the whole matrix has."""
-        share = self._shares.get(p)
-        return p.numel() if share is None else share.bounds[-1] * p.shape[1]
+        """Return the number of elements of the whole matrix."""
+        shard = self._shards.get(p)
+        return p.numel() if shard is None else shard.bounds[-1] * p.shape[1]

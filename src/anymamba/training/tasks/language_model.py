@@ -1,4 +1,4 @@
-"""Learning to predict text: the model, its tokenizer, its rows and the held-out text."""
+"""Training a language model on text: the model, its tokenizer, its rows, its loss, and the held-out text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LanguageTask(Task[Batch]):
     """A language model on text.
 
     Attributes:
-        held_out: what the last evaluation found, if there was one.
+        held_out: Result of the last evaluation; None before the first.
     """
 
     METRICS = ("held_out_bits_per_byte",)
@@ -50,11 +50,21 @@ class LanguageTask(Task[Batch]):
         world: World | None = None,
         prepared: bool = False,
     ) -> None:
-        """Prepare the text of a fresh run, or open that of the run with the checkpoint `begun`; `config` is settled.
+        """Prepare the text of a new run, or open that of a run that has a checkpoint.
 
-        The first of several `workers` prepares the text; for the others it is `prepared`.
+        Args:
+            config: Config of the run, after `resolve_config`.
+            directory: Directory of the run.
+            report: Receives lines about what happens.
+            begun: The checkpoint to continue from; None for a new run.
+            world: All ranks; the main rank prepares the text.
+            prepared: Whether the main rank has prepared the text.
+
+        Raises:
+            ValueError: The text or the tokenizer cannot be used.
         """
-        self.config, self._directory = config, directory
+        self.config = config
+        self._directory = directory
         self._world = world = world or World()
         self.held_out: HeldOut | None = None
         self._init = None if config.model.init is None or begun else open_checkpoint(config.model.init)
@@ -65,7 +75,8 @@ class LanguageTask(Task[Batch]):
             self._tokenizer = self._make_tokenizer(text, report)
             self.corpus = prepare(config.data, shards, self._tokenizer, report, text)
         else:
-            self._tokenizer, self.corpus = self._open_tokenizer(), open_corpus(shards)
+            self._tokenizer = self._open_tokenizer()
+            self.corpus = open_corpus(shards)
         self._batches = Batches(
             self.corpus.train,
             mode=config.data.mode,
@@ -73,25 +84,25 @@ class LanguageTask(Task[Batch]):
             rows=config.batch.rows,
             accumulation=config.batch.accumulation,
             seed=config.seed,
-            reader=world.dp_rank,
-            readers=world.dp_size,
+            dp_rank=world.dp_rank,
+            dp_size=world.dp_size,
             cp_group=world.cp_group,
         )
 
     @property
     def fingerprint(self) -> str:
-        """The checksum of the tokenized text."""
+        """Checksum of the tokenized text."""
         return self.corpus.checksum
 
     @property
     def prompt(self) -> str:
-        """What samples begin with."""
+        """The beginning of samples."""
         if self.config.evaluation.prompt is not None:
             return self.config.evaluation.prompt
         return "def " if self.config.data.sources == ("stdlib",) else default_prompt(self.corpus, self._tokenizer)
 
     def make_model(self, dtype: torch.dtype) -> MambaLM:
-        """The language model to start from, or a new one for the tokenizer's vocabulary."""
+        """Create the language model to start from, or a new one for the tokenizer's vocabulary."""
         if self._init is None:
             config = self._begun or self.config.model.lm_config(self._tokenizer.vocab_size)
             return MambaLM(config, dtype=dtype)
@@ -100,14 +111,14 @@ class LanguageTask(Task[Batch]):
         return model
 
     def batches(self, step: int) -> list[Batch]:
-        """Rows of text."""
+        """Return the rows of text of a step."""
         return self._batches.step(step)
 
     def loss(
         self, model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, LMCache | None]:
-        """Nats, and the state after each row of a stream."""
-        return batch_loss_sum(model, batch, carried, dtype, kept=self.config.data.mode == "stream")
+        """Compute the summed loss in nats, and the state after each row of a stream."""
+        return batch_loss_sum(model, batch, carried, dtype, return_state=self.config.data.mode == "stream")
 
     def evaluate(self, model: MambaLM, step: int, dtype: torch.dtype) -> Evaluation:
         """Score the held-out text, and write a sample."""
@@ -115,9 +126,9 @@ class LanguageTask(Task[Batch]):
         def loss_sum(batch: Batch, carried: LMCache | None) -> tuple[Tensor, LMCache | None]:
             return batch_loss_sum(model, batch.to(model.device), carried, dtype)
 
-        self.held_out = found = score_held_out(loss_sum, self.corpus, self._world)
-        beside = "; ".join(f"{name}: {bits:.4f}" for name, bits in found.baselines.items())
-        lines = [f"step {step}: held out {found.bits_per_byte:.4f} bits per byte, lower is better ({beside})"]
+        self.held_out = held_out = score_held_out(loss_sum, self.corpus, self._world)
+        baselines = "; ".join(f"{name}: {bits:.4f}" for name, bits in held_out.baselines.items())
+        lines = [f"step {step}: held out {held_out.bits_per_byte:.4f} bits per byte, lower is better ({baselines})"]
         text = sample_text(model, self._tokenizer, self.prompt, self.config.evaluation, self.config.seed)
         if text and self._world.is_main:
             samples = self._directory / "samples"
@@ -125,7 +136,7 @@ class LanguageTask(Task[Batch]):
             with atomic_write(samples / f"step-{step:08d}.txt") as temporary:
                 temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
             lines += [f"  | {line}" for line in text.splitlines()]
-        return Evaluation({"held_out_bits_per_byte": found.bits_per_byte}, "\n".join(lines))
+        return Evaluation({"held_out_bits_per_byte": held_out.bits_per_byte}, "\n".join(lines))
 
     def write_model(self, model: MambaLM, directory: Path) -> None:
         """Write config, weights and tokenizer, as `MambaLM.from_pretrained` and `anymamba generate` open them."""
@@ -146,23 +157,24 @@ class LanguageTask(Task[Batch]):
         model.load_state_dict(tensors)
 
     def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | TensorShard]:
-        """The states of the streams that this worker reads, in one cache."""
-        found = LMCache.cat(list(parts)).tensors()
+        """Return the states of the streams that this rank reads, as one cache."""
+        tensors = LMCache.cat(list(parts)).tensors()
         if self._world.dp_size == 1:
-            return dict(found)
+            return dict(tensors)
         spans = tuple((rows.start, rows.stop) for rows in self._streams())
-        return {name: TensorShard(x, spans, self.config.batch.rows) for name, x in found.items()}
+        return {name: TensorShard(x, spans, self.config.batch.rows) for name, x in tensors.items()}
 
     def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
-        """The states of each part's streams that this worker reads."""
+        """Read the states of the streams that this rank reads, for each microbatch."""
         return list(carried_from(model, tensors, self.config.batch.rows, self._streams()))
 
     def _streams(self) -> list[slice]:
-        """The rows of a step that this worker reads, for each part."""
+        """Return the rows of a step that this rank reads, for each microbatch."""
         batch, world = self.config.batch, self._world
         size = batch.rows // batch.accumulation
-        own = size // world.dp_size
-        return [slice(begin, begin + own) for begin in range(world.dp_rank * own, batch.rows, size)]
+        local_rows = size // world.dp_size
+        begins = range(world.dp_rank * local_rows, batch.rows, size)
+        return [slice(begin, begin + local_rows) for begin in begins]
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""
@@ -172,22 +184,23 @@ class LanguageTask(Task[Batch]):
             plot_losses(directory / "metrics.csv", directory / "loss.png", self.held_out.baselines, bytes_per_token)
 
     def _open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, from the run's own file."""
+        """Open the run's own tokenizer file."""
         if self.config.data.tokenizer == "bytes":
             return ByteTokenizer()
         return FileTokenizer(self._directory / "tokenizer.json", self.config.data.end_token)
 
     def _make_tokenizer(self, text: Text, report: Callable[[str], None]) -> Tokenizer:
-        """Copy the tokenizer's files into the run, or make one; files of a failed attempt with another are removed."""
-        name, taken, own = self.config.data.tokenizer or "bytes", [], self._directory / "tokenizer.json"
+        """Copy the tokenizer's files into the run, or train one; remove those that a failed attempt has left."""
+        name, used = self.config.data.tokenizer or "bytes", list[str]()
+        target = self._directory / "tokenizer.json"
         if (size := bpe_vocab_size(name)) is not None:
-            train_bpe(text, size, own)
-            taken = [own.name]
+            train_bpe(text, size, target)
+            used = [target.name]
         elif name != "bytes":
-            taken = [*copy_companions(Path(name).parent, self._directory), own.name]
-            with atomic_write(own) as temporary:
+            used = [*copy_companions(Path(name).parent, self._directory), target.name]
+            with atomic_write(target) as temporary:
                 shutil.copyfile(name, temporary)
-        for other in set(COMPANION_FILES) - set(taken):
+        for other in set(COMPANION_FILES) - set(used):
             (self._directory / other).unlink(missing_ok=True)
         tokenizer = self._open_tokenizer()
         if isinstance(tokenizer, FileTokenizer):
@@ -201,25 +214,25 @@ class LanguageTask(Task[Batch]):
 
 
 def batch_loss_sum(
-    model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype, *, kept: bool = True
+    model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype, *, return_state: bool = True
 ) -> tuple[Tensor, LMCache | None]:
-    """The negative log-likelihood of a batch's targets, added up, and the state after each of its rows.
+    """Compute the summed negative log-likelihood of a batch's targets, and the state after each of its rows.
 
     Args:
-        model: the language model.
-        batch: on the model's device.
-        carried: the state of each row after the step before; None if all rows start afresh.
-        dtype: of the computation.
-        kept: whether the state is wanted.
+        model: The language model.
+        batch: The batch, on the model's device.
+        carried: State of each row after the step before; None if all rows start from a zero state.
+        dtype: Dtype of the computation.
+        return_state: Whether to return the state.
 
     Returns:
-        A scalar in float32 or wider, and the new state of each row, without its history.
+        A scalar in float32 or float64, and the detached state of each row (None if not asked for).
     """
     with autocast(model, dtype):
         cache = None
         if carried is not None and bool((batch.carried < len(batch.last)).any()):
-            fresh = model.init_cache(1).to(dtype=dtype)
-            cache = LMCache.cat([carried, fresh]).rows(batch.carried)
+            zero_state = model.init_cache(1).to(dtype=dtype)
+            cache = LMCache.cat([carried, zero_state]).rows(batch.carried)
         output = model(
             batch.inputs,
             cache,
@@ -229,28 +242,34 @@ def batch_loss_sum(
             context=batch.context,
         )
     assert output.nats is not None
-    return output.nats, _states_of_rows(output.cache.detach(), batch) if kept else None
+    return output.nats, _states_of_rows(output.cache.detach(), batch) if return_state else None
 
 
 def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
-    """The state after each row of a batch, from those after its sequences; also of rows that end on another worker."""
-    found = cache.rows(batch.last.clamp(min=0))
+    """Return the state after each row of a batch, also of rows that end on another rank."""
+    states = cache.rows(batch.last.clamp(min=0))
     if batch.context is None:
-        return found
-    cp_group, here = batch.context.cp_group, batch.last >= 0
-    return found.with_tensors(cp_group.broadcast_rows(x, here) for x in found.leaves())
+        return states
+    cp_group, is_local = batch.context.cp_group, batch.last >= 0
+    return states.with_tensors(cp_group.broadcast_rows(x, is_local) for x in states.leaves())
 
 
 def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts: Iterable[slice]) -> list[LMCache]:
-    """The states of some streams, from the tensors of all by name; the others are not read.
+    """Read the states of some streams from the tensors of all, of which nothing else is read.
+
+    Args:
+        model: The language model.
+        tensors: Tensors of all streams by name.
+        streams: Number of all streams.
+        parts: Streams to read, for each microbatch.
 
     Raises:
-        ValueError: the tensors belong to other streams or to another model.
+        ValueError: The tensors belong to other streams or to another model.
     """
-    fresh = model.init_cache(1)
-    expected = fresh.tensors()
+    zero_state = model.init_cache(1)
+    expected = zero_state.tensors()
     check_tensor_names("carried", tensors, expected)
     for name, x in expected.items():
         if tuple(tensors[name].shape) != (shape := (streams, *x.shape[1:])):
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
-    return [fresh.with_tensors(tensors[name][rows].to(model.device) for name in expected) for rows in parts]
+    return [zero_state.with_tensors(tensors[name][rows].to(model.device) for name in expected) for rows in parts]

@@ -1,4 +1,4 @@
-"""What a model that was trained on files predicts for others: classes, numbers, forecasts, embeddings."""
+"""Predictions of a model that was trained on files: classes, numbers, forecasts, embeddings."""
 
 from __future__ import annotations
 
@@ -22,52 +22,54 @@ _MODELS = {name: kind.MODEL for name, kind in TASKS.items()}
 
 
 class Predictor:
-    """A trained model, with what it knows about its files.
+    """A trained model with the metadata of its files.
 
     Attributes:
-        model: the model.
-        facts: about the files, as the run wrote them.
+        model: The model.
+        metadata: What the run wrote about its files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
         """Open the directory of a run, or of one of its checkpoints.
 
         Raises:
-            ValueError: there is no such model, or it was not trained on files.
+            ValueError: There is no such model, or it was not trained on files.
         """
         source = Path(directory)
         if not (source / TASK_FILE).is_file():
             raise ValueError(f"{source}: expected a model of `anymamba train --task`, with {TASK_FILE}; found none")
-        self.facts: dict[str, Any] = read_json(source / TASK_FILE)
-        wrong = [name for name in ("task", "columns", "channels", "targets", "length") if name not in self.facts]
-        if wrong or self.facts["task"] not in _MODELS:
-            raise ValueError(f"{source / TASK_FILE}: not what a run on files writes: {wrong or self.facts['task']!r}")
-        self.model: SequenceModel = _MODELS[self.facts["task"]].from_pretrained(source, device=device)
-        self._scale = _scale(self.facts.get("scale"))
-        self._target_scale = _scale(self.facts.get("target_scale"))
+        self.metadata: dict[str, Any] = read_json(source / TASK_FILE)
+        missing = [name for name in ("task", "columns", "channels", "targets", "length") if name not in self.metadata]
+        if missing or self.metadata["task"] not in _MODELS:
+            raise ValueError(
+                f"{source / TASK_FILE}: not what a run on files writes: {missing or self.metadata['task']!r}"
+            )
+        self.model: SequenceModel = _MODELS[self.metadata["task"]].from_pretrained(source, device=device)
+        self._scale = _scale(self.metadata.get("scale"))
+        self._target_scale = _scale(self.metadata.get("target_scale"))
 
     def read(self, path: str) -> Table:
-        """The sequences of a file, which must have the same inputs as the training files.
+        """Read the sequences of a file, which must have the same inputs as the training files.
 
         Raises:
-            ValueError: something in it cannot be used, or it has other inputs.
+            ValueError: Something in the file cannot be used, or it has other inputs.
         """
-        return open_table(self.facts, path)
+        return open_table(self.metadata, path)
 
     def predict(self, table: Table, *, rows: int = 32, steps: int = 1) -> Iterator[dict[str, Any]]:
-        """What the model predicts for each sequence, in order; a forecast has a line for each step.
+        """Predict for each sequence, in order; a forecast has a line for each step.
 
         A line has the name of its sequence, if a column of the table names them.
 
         Args:
-            table: from `read`.
-            rows: how many sequences are computed together.
-            steps: of a forecast, each predicted from those before it.
+            table: Sequences, from `read`.
+            rows: Number of sequences computed together.
+            steps: Number of steps of a forecast, each predicted from those before it.
         """
         for start in range(0, len(table.sequences), rows):
             chosen = table.sequences[start : start + rows]
-            if self.facts["task"] != "next-value":  # longer ones were cut in training as well
-                chosen = [x[: self.facts["length"]] for x in chosen]
+            if self.metadata["task"] != "next-value":  # longer ones were cut in training as well
+                chosen = [x[: self.metadata["length"]] for x in chosen]
             if self._scale is not None:
                 chosen = [self._scale.shrink(x) for x in chosen]
             weight = next(self.model.parameters())
@@ -76,30 +78,34 @@ class Predictor:
             with torch.no_grad():
                 if isinstance(self.model, LatentModel):
                     names = table.names[start : start + rows] or range(start, start + len(chosen))
-                    said = list(self._forecast(self.model, inputs, mask, steps, names))
+                    lines = list(self._forecast(self.model, inputs, mask, steps, names))
                 else:
-                    said = list(self._said(inputs, mask))
+                    lines = list(self._predict_batch(inputs, mask))
             if table.names and not isinstance(self.model, LatentModel):
-                named = zip(table.names[start : start + rows], said, strict=True)
-                said = [{"sequence": name, **line} for name, line in named]
-            yield from said
+                named = zip(table.names[start : start + rows], lines, strict=True)
+                lines = [{"sequence": name, **line} for name, line in named]
+            yield from lines
 
-    def _said(self, inputs: Tensor, mask: Tensor | None) -> Iterator[dict[str, Any]]:
+    def _predict_batch(self, inputs: Tensor, mask: Tensor | None) -> Iterator[dict[str, Any]]:
         model: Any = self.model
         if isinstance(model, MaskedLM):
             for vector in model.embed(inputs, mask=mask).cpu().tolist():
                 yield {"embedding": vector}
         elif isinstance(model, SequenceRegressor):
             assert self._target_scale is not None
-            names = self.facts["targets"]
+            names = self.metadata["targets"]
             for values in self._target_scale.grow(model(inputs, mask=mask).logits.double().cpu().numpy()).tolist():
                 yield dict(zip(names if len(names) == len(values) else _numbered(values), values, strict=True))
         else:
             assert isinstance(model, SequenceClassifier)
-            for shares in model(inputs, mask=mask).logits.double().softmax(-1).cpu().tolist():
-                best = max(range(len(shares)), key=shares.__getitem__)
-                said = dict(zip(model.config.labels, shares, strict=True))
-                yield {"label": model.config.labels[best], "probability": shares[best], "probabilities": said}
+            for probabilities in model(inputs, mask=mask).logits.double().softmax(-1).cpu().tolist():
+                best = max(range(len(probabilities)), key=probabilities.__getitem__)
+                by_label = dict(zip(model.config.labels, probabilities, strict=True))
+                yield {
+                    "label": model.config.labels[best],
+                    "probability": probabilities[best],
+                    "probabilities": by_label,
+                }
 
     def _forecast(
         self, model: LatentModel, inputs: Tensor, mask: Tensor | None, steps: int, names: Sequence[str | int]
@@ -108,14 +114,14 @@ class Predictor:
         y, cache = model.prefill(inputs, mask=mask)
         ends = torch.full((len(inputs),), inputs.shape[1], device=y.device) if mask is None else mask
         value = y[torch.arange(len(y), device=y.device), ends - 1]
-        found = [value]
+        steps_bc = [value]
         for _ in range(steps - 1):
             value, cache = model.step(value, cache)
-            found.append(value)
-        values = self._scale.grow(torch.stack(found, 1).double().cpu().numpy())
+            steps_bc.append(value)
+        values = self._scale.grow(torch.stack(steps_bc, 1).double().cpu().numpy())
         for name, series in zip(names, values.tolist(), strict=True):
             for step, numbers in enumerate(series):
-                named = dict(zip(self.facts["channels"], numbers, strict=True))
+                named = dict(zip(self.metadata["channels"], numbers, strict=True))
                 yield {"sequence": name, "step": step + 1, **named}
 
 
@@ -127,16 +133,16 @@ def _numbered(values: list[float]) -> list[str]:
     return [f"value {i}" for i in range(len(values))]
 
 
-def open_table(facts: dict[str, Any], path: str) -> Table:
-    """The sequences of a file to predict for, read as in training; targets in it are ignored.
+def open_table(metadata: dict[str, Any], path: str) -> Table:
+    """Read the sequences of a file to predict for, as in training; targets in it are ignored.
 
     Raises:
-        ValueError: something in it cannot be used, or it has other inputs.
+        ValueError: Something in the file cannot be used, or it has other inputs.
     """
-    steps = TASKS[facts["task"]].STEPS
-    columns = facts["columns"] if not path.endswith(".npy") else []
-    table = read_tables([path], inputs=columns, sequence=facts["sequence"], steps=steps)
-    if len(table.channels) != len(facts["channels"]) or table.is_text != (facts["channels"] == ["text"]):
-        expected, found = " ".join(facts["channels"]), " ".join(table.channels)
+    steps = TASKS[metadata["task"]].STEPS
+    columns = metadata["columns"] if not path.endswith(".npy") else []
+    table = read_tables([path], inputs=columns, sequence=metadata["sequence"], steps=steps)
+    if len(table.channels) != len(metadata["channels"]) or table.is_text != (metadata["channels"] == ["text"]):
+        expected, found = " ".join(metadata["channels"]), " ".join(table.channels)
         raise ValueError(f"{path}: expected the inputs that the model was trained on, {expected}, got {found}")
     return table

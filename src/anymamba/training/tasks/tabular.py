@@ -1,4 +1,4 @@
-"""What all tasks on files share: sequences are read, cut, held out, scaled and put into batches."""
+"""The base of all tasks on files: sequences are read, cut, held out, scaled and batched."""
 
 from __future__ import annotations
 
@@ -29,36 +29,44 @@ from anymamba.training.data.tables import read_tables
 from anymamba.training.metrics.loggers import plot_metrics
 from anymamba.training.tasks.task import Evaluation, Task
 
-TASK_FILE = "task.json"  # beside the model: what `predict` must know about the files
+TASK_FILE = "task.json"  # next to the model: what `predict` must know about the files
 
 
 class TabularTask(Task[SequenceBatch]):
-    """Sequences from files.
+    """A task on sequences from files.
 
     Attributes:
-        table: what the files have, sequences cut to the config's length.
-        scale: of the numbers that are read.
-        beside: what simpler methods reach on the held-out data, by name.
+        MODEL: Class of the model.
+        BETTER: Direction of the first metric, for the user.
+        STEPS: Whether a row of a table is a step of a sequence rather than a sequence.
+        table: Content of the files, with sequences cut to the config's length.
+        scale: Scale of the numbers that are read; None for texts.
+        baselines: Scores of simpler methods on the held-out data, by name.
     """
 
     MODEL: ClassVar[type[SequenceModel]]
     BETTER: ClassVar[str] = "lower is better"
-    STEPS: ClassVar[bool] = False  # whether a row of a table is a step of a sequence rather than a sequence
+    STEPS: ClassVar[bool] = False
     config: TabularConfig
-    beside: dict[str, float]
+    baselines: dict[str, float]
 
     def __init__(self, config: TabularConfig, report: Callable[[str], None]) -> None:
-        """Read the files."""
-        self.config, d = config, config.data
+        """Read the files.
+
+        Raises:
+            ValueError: The files or the model cannot be used.
+        """
+        self.config = config
+        d = config.data
         self.table = read_tables(d.sources, targets=d.targets, inputs=d.inputs, sequence=d.sequence, steps=self.STEPS)
         self._checksum = checksum(self.table)
         self._dtype = torch.float64 if config.precision.dtype == "float64" else torch.float32
         self.prepare(report)
-        SequenceConfig(**self.make_config())  # what cannot work is refused before the first step
+        SequenceConfig(**self.make_config())  # raises before the first step
 
     @property
     def fingerprint(self) -> str:
-        """The checksum of all sequences and targets."""
+        """Checksum of all sequences and targets."""
         return self._checksum
 
     @abstractmethod
@@ -81,7 +89,7 @@ class TabularTask(Task[SequenceBatch]):
         report(f"{len(self.training)} sequences to train on, {len(self.held_out)} held out")
 
     def make_config(self, **fields: Any) -> dict[str, Any]:
-        """Fields of the model's config."""
+        """Return the fields of the model's config."""
         m = self.config.model
         inputs = {"vocab_size": 256} if self.table.is_text else {"input_size": len(self.table.channels)}
         return {
@@ -93,11 +101,11 @@ class TabularTask(Task[SequenceBatch]):
         }
 
     def make_model(self, dtype: torch.dtype) -> SequenceModel:
-        """The task's model."""
+        """Create the task's model."""
         return self.MODEL(dtype=dtype, **self.make_config())
 
     def batches(self, step: int) -> list[SequenceBatch]:
-        """All sequences once, in random order, before any comes again."""
+        """Return the microbatches of a step: all sequences once, in random order, before any comes again."""
         c = self.config
         numbers = sequences_of_step(c.seed, step, c.batch.rows, len(self.training))
         chosen = [self.training[i] for i in numbers]
@@ -105,22 +113,22 @@ class TabularTask(Task[SequenceBatch]):
         return [self.batch(chosen[i : i + size], step) for i in range(0, len(chosen), size)]
 
     def batch(self, chosen: list[int], step: int) -> SequenceBatch:
-        """Some sequences with their targets."""
+        """Return some sequences with their targets."""
         inputs, lengths = pad_sequences([self.table.sequences[i] for i in chosen], self._dtype)
         return SequenceBatch(inputs, lengths, self.targets(chosen), len(chosen))
 
     def targets(self, chosen: list[int]) -> Tensor:
-        """What is to be predicted for some sequences."""
+        """Return what is to be predicted for some sequences."""
         raise NotImplementedError
 
     def held_out_batches(self) -> Iterator[SequenceBatch]:
-        """The held-out sequences."""
+        """Yield the held-out sequences."""
         rows = self.config.batch.rows
         for i in range(0, len(self.held_out), rows):
             yield self.batch(self.held_out[i : i + rows], -1)
 
-    def facts(self) -> dict[str, Any]:
-        """What `predict` must know besides the model."""
+    def metadata(self) -> dict[str, Any]:
+        """Return what `predict` must know besides the model."""
         d, scale = self.config.data, self.scale
         return {
             "task": self.config.task,
@@ -134,14 +142,14 @@ class TabularTask(Task[SequenceBatch]):
 
     def write_model(self, model: SequenceModel, directory: Path) -> None:
         """Write config, weights, and what `predict` must know about the files."""
-        write_json(directory / TASK_FILE, self.facts())
+        write_json(directory / TASK_FILE, self.metadata())
         model.save_pretrained(directory)
 
     def make_evaluation(self, step: int, values: dict[str, float], words: str) -> Evaluation:
-        """An evaluation, with what simpler methods reach."""
-        beside = "; ".join(f"{name}: {x:.4f}" for name, x in self.beside.items())
-        return Evaluation(values, f"step {step}: held out {words}, {self.BETTER} ({beside})")
+        """Return an evaluation, with the scores of the baselines in its text."""
+        baselines = "; ".join(f"{name}: {x:.4f}" for name, x in self.baselines.items())
+        return Evaluation(values, f"step {step}: held out {words}, {self.BETTER} ({baselines})")
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""
-        plot_metrics(directory / "metrics.csv", directory / "loss.png", self.METRICS[0], self.beside)
+        plot_metrics(directory / "metrics.csv", directory / "loss.png", self.METRICS[0], self.baselines)

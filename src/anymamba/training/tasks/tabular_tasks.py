@@ -1,4 +1,4 @@
-"""The tasks on files: classes, numbers, hidden bytes, and next values."""
+"""The tasks on files: classes and numbers of sequences, hidden bytes of texts, and the next value of a series."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anymamba.models import LatentModel, MaskedLM, SequenceClassifier, SequenceRegressor, mask_tokens
+from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.config.tabular_config import TabularConfig
 from anymamba.training.data.sequence_batches import Scale, SequenceBatch, pad_sequences
 from anymamba.training.tasks.tabular import TabularTask
@@ -28,7 +29,7 @@ class Classification(TabularTask):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Number the classes."""
-        names = [_label(place, said) for place, said in zip(self.table.places, self.table.targets, strict=True)]
+        names = [_label(place, target) for place, target in zip(self.table.places, self.table.targets, strict=True)]
         self.labels = list(self.config.data.labels) or sorted(set(names))
         number = {name: i for i, name in enumerate(self.labels)}
         for place, name in zip(self.table.places, names, strict=True):
@@ -40,26 +41,26 @@ class Classification(TabularTask):
         self.numbers = [number[name] for name in names]
         self.split_and_scale(report)
         (common, _), *_ = Counter(self.numbers[i] for i in self.training).most_common(1)
-        share = sum(self.numbers[i] == common for i in self.held_out) / len(self.held_out)
-        self.beside = {"always the most frequent class": share}
+        fraction = sum(self.numbers[i] == common for i in self.held_out) / len(self.held_out)
+        self.baselines = {"always the most frequent class": fraction}
 
     def make_config(self, **fields: Any) -> dict[str, Any]:
-        """An output for each class."""
+        """Add an output for each class."""
         return super().make_config(output_size=len(self.labels), labels=self.labels, **fields)
 
     def targets(self, chosen: list[int]) -> Tensor:
-        """Numbers of classes, (b,)."""
+        """Return numbers of classes, (b,)."""
         return torch.tensor([self.numbers[i] for i in chosen])
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """The cross-entropy in nats."""
+        """Compute the cross-entropy in nats."""
         with autocast(model, dtype):
             logits = model(batch.inputs, mask=batch.mask).logits
         return F.cross_entropy(at_least_float32(logits), batch.targets, reduction="sum"), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """The share of held-out sequences whose class has the largest logit, and the mean cost."""
+        """Compute the fraction of held-out sequences whose class has the largest logit, and the mean loss."""
         right, nats = 0, 0.0
         for batch in self.held_out_batches():
             batch = batch.to(next(model.parameters()).device)
@@ -81,8 +82,8 @@ class Regression(TabularTask):
     def prepare(self, report: Callable[[str], None]) -> None:
         """Scale the targets."""
         rows, names = [], self.config.data.targets
-        for place, said in zip(self.table.places, self.table.targets, strict=True):
-            rows.append([_target(place, " ".join(names), x) for x in said])
+        for place, target in zip(self.table.places, self.table.targets, strict=True):
+            rows.append([_target(place, " ".join(names), x) for x in target])
             if len(rows[-1]) != len(rows[0]):
                 raise ValueError(f"{place}: expected {len(rows[0])} numbers to predict, got {len(rows[-1])}")
         self.split_and_scale(report)
@@ -90,44 +91,46 @@ class Regression(TabularTask):
         self.target_scale = Scale.of(values[self.training], self.config.data.standardize)
         self.numbers = self.target_scale.shrink(values)
         error = values[self.held_out] - values[self.training].mean(0)
-        self.beside = {"always the mean": math.sqrt((error**2).mean())}
+        self.baselines = {"always the mean": math.sqrt((error**2).mean())}
 
     def make_config(self, **fields: Any) -> dict[str, Any]:
-        """An output for each number."""
+        """Add an output for each number."""
         return super().make_config(output_size=self.numbers.shape[1], **fields)
 
-    def facts(self) -> dict[str, Any]:
-        """As for other tasks, with the scale of the targets."""
-        return {**super().facts(), "target_scale": [x.tolist() for x in self.target_scale]}
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of all tasks, with the scale of the targets."""
+        return {**super().metadata(), "target_scale": [x.tolist() for x in self.target_scale]}
 
     def targets(self, chosen: list[int]) -> Tensor:
-        """Numbers, (b, o)."""
+        """Return numbers, (b, o)."""
         return torch.tensor(self.numbers[chosen], dtype=self._dtype)
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """The squared error, averaged over the numbers of a sequence."""
+        """Compute the squared error, averaged over the numbers of a sequence."""
         with autocast(model, dtype):
-            found = model(batch.inputs, mask=batch.mask).logits
-        return (at_least_float32(found) - batch.targets).square().mean(1).sum(), None
+            outputs = model(batch.inputs, mask=batch.mask).logits
+        return (at_least_float32(outputs) - batch.targets).square().mean(1).sum(), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """The root of the mean squared error, in the units of the files."""
+        """Compute the root of the mean squared error, in the units of the files."""
         errors = []
         for batch in self.held_out_batches():
             batch = batch.to(next(model.parameters()).device)
             with autocast(model, dtype):
-                found = at_least_float32(model(batch.inputs, mask=batch.mask).logits)
-            errors.append((found - batch.targets).double().cpu().numpy() * self.target_scale.deviation)
+                outputs = at_least_float32(model(batch.inputs, mask=batch.mask).logits)
+            errors.append((outputs - batch.targets).double().cpu().numpy() * self.target_scale.deviation)
         rmse = math.sqrt((np.concatenate(errors) ** 2).mean())
         return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
 
 
-def _label(place: str, said: list[Any]) -> str:
-    """The name of a class: a text as it is written; a whole number of JSON or an array without decimals."""
-    if len(said) != 1 or isinstance(said[0], list | dict) or said[0] is None or said[0] == "":
-        raise ValueError(f"{place}: expected a class, a text or a number, got {said if len(said) != 1 else said[0]!r}")
-    value = said[0]
+def _label(place: str, target: list[Any]) -> str:
+    """Return the name of a class: a text as it is written; an integer of JSON or of an array without decimals."""
+    if len(target) != 1 or isinstance(target[0], list | dict) or target[0] is None or target[0] == "":
+        raise ValueError(
+            f"{place}: expected a class, a text or a number, got {target if len(target) != 1 else target[0]!r}"
+        )
+    value = target[0]
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -141,8 +144,7 @@ def _target(place: str, names: str, text: Any) -> float:
     return value
 
 
-MASK = 256  # the token that stands for a hidden byte
-_IGNORED = -100
+MASK_ID = 256  # the token that stands for a hidden byte
 
 
 class MaskedLanguage(TabularTask):
@@ -152,58 +154,58 @@ class MaskedLanguage(TabularTask):
     MODEL = MaskedLM
 
     def prepare(self, report: Callable[[str], None]) -> None:
-        """Cut texts into pieces."""
+        """Cut texts into chunks."""
         if not self.table.is_text:
             raise ValueError(f"{self.table.places[0]}: masked-lm reads texts, a field of JSON lines, got numbers")
-        length, places, pieces = self.config.batch.length, list[str](), list[np.ndarray]()
+        length, places, chunks = self.config.batch.length, list[str](), list[np.ndarray]()
         for place, x in zip(self.table.places, self.table.sequences, strict=True):
             cut = [x[i : i + length] for i in range(0, len(x), length)]
-            pieces += cut
+            chunks += cut
             places += [place] * len(cut)
-        self.table = self.table._replace(sequences=pieces, places=places, targets=[[]] * len(pieces))
+        self.table = self.table._replace(sequences=chunks, places=places, targets=[[]] * len(chunks))
         self.split_and_scale(report)
-        counts = np.bincount(np.concatenate([pieces[i] for i in self.training]), minlength=256) + 1.0
+        counts = np.bincount(np.concatenate([chunks[i] for i in self.training]), minlength=256) + 1.0
         bits = -np.log2(counts / counts.sum())
-        self.beside = {"by frequency": float(bits[np.concatenate([pieces[i] for i in self.held_out])].mean())}
+        self.baselines = {"by frequency": float(bits[np.concatenate([chunks[i] for i in self.held_out])].mean())}
 
     def make_config(self, **fields: Any) -> dict[str, Any]:
-        """Bytes, and the token that hides one."""
-        return super().make_config(**{"vocab_size": MASK + 1, **fields})
+        """Set the vocabulary: bytes, and the token that hides one."""
+        return super().make_config(**{"vocab_size": MASK_ID + 1, **fields})
 
     def batch(self, chosen: list[int], step: int) -> SequenceBatch:
-        """Some texts with hidden bytes: others at each step, but for held-out texts always the same."""
+        """Return some texts with hidden bytes: others at each step, but for held-out texts always the same."""
         ids, lengths = pad_sequences([self.table.sequences[i] for i in chosen], self._dtype)
         seed = np.random.SeedSequence([self.config.seed, step + 1, chosen[0]]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed) >> 1)
-        hidden, labels = mask_tokens(ids, MASK, share=self.config.batch.hidden, generator=generator)
+        hidden, labels = mask_tokens(ids, MASK_ID, share=self.config.batch.hidden, generator=generator)
         real = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
-        labels = labels.masked_fill(~real, _IGNORED)
-        return SequenceBatch(torch.where(real, hidden, 0), lengths, labels, int((labels != _IGNORED).sum()))
+        labels = labels.masked_fill(~real, IGNORED_LABEL)
+        return SequenceBatch(torch.where(real, hidden, 0), lengths, labels, int((labels != IGNORED_LABEL).sum()))
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """The cross-entropy in nats."""
+        """Compute the cross-entropy in nats."""
         with autocast(model, dtype):
             logits = model(batch.inputs, mask=batch.mask).logits
-        return _hidden_nats(logits, batch.targets), None
+        return _masked_cross_entropy_sum(logits, batch.targets), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """Bits per hidden byte, and the share of hidden bytes that is predicted right."""
+        """Compute bits per hidden byte, and the fraction of hidden bytes that is predicted right."""
         nats, count, right = 0.0, 0, 0
         for batch in self.held_out_batches():
             batch = batch.to(next(model.parameters()).device)
             with autocast(model, dtype):
                 logits = model(batch.inputs, mask=batch.mask).logits
-            nats += _hidden_nats(logits, batch.targets).item()
+            nats += _masked_cross_entropy_sum(logits, batch.targets).item()
             right += int((logits.argmax(-1) == batch.targets).sum())
             count += batch.loss_terms
-        bits, share = nats / math.log(2) / max(1, count), right / max(1, count)
-        values = {"held_out_bits_per_hidden_byte": bits, "held_out_accuracy": share}
-        return self.make_evaluation(step, values, f"{bits:.4f} bits per hidden byte, {100 * share:.1f} % found")
+        bits, accuracy = nats / math.log(2) / max(1, count), right / max(1, count)
+        values = {"held_out_bits_per_hidden_byte": bits, "held_out_accuracy": accuracy}
+        return self.make_evaluation(step, values, f"{bits:.4f} bits per hidden byte, {100 * accuracy:.1f} % found")
 
 
 class NextValue(TabularTask):
-    """The next value of each series; its end is held out."""
+    """The next value of each series, whose end is held out."""
 
     METRICS = ("held_out_rmse",)
     MODEL = LatentModel
@@ -224,16 +226,16 @@ class NextValue(TabularTask):
         self.scale = Scale.of(np.concatenate(known), c.data.standardize)
         self.series = [self.scale.shrink(x) for x in self.table.sequences]
         steps = [(x[1:] - x[:-1])[cut - 1 :] for x, cut in zip(self.table.sequences, self.cuts, strict=True)]
-        self.beside = {"the last value": math.sqrt((np.concatenate(steps) ** 2).mean())}
+        self.baselines = {"the last value": math.sqrt((np.concatenate(steps) ** 2).mean())}
         values = sum(len(x) for x in self.series)
         report(f"{len(self.series)} series of {values} steps, the last {values - sum(self.cuts)} of them held out")
 
     def make_config(self, **fields: Any) -> dict[str, Any]:
-        """An output for each number of a step."""
+        """Add an output for each number of a step."""
         return super().make_config(output_size=len(self.table.channels), **fields)
 
     def batches(self, step: int) -> list[SequenceBatch]:
-        """Windows from anywhere in the training parts; longer series come more often."""
+        """Return windows from anywhere in the training parts; longer series come more often."""
         c = self.config
         rng = np.random.default_rng([c.seed, step])
         cuts = np.array(self.cuts)
@@ -250,16 +252,16 @@ class NextValue(TabularTask):
         return SequenceBatch(values[:, :-1], lengths - 1, values[:, 1:], int((lengths - 1).sum()))
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """The squared errors of the next values, averaged over the numbers of a step."""
+        """Compute the squared errors of the next values, averaged over the numbers of a step."""
         with autocast(model, dtype):
-            found = model(batch.inputs, mask=batch.mask)
-        real = torch.arange(found.shape[1], device=found.device) < batch.lengths.unsqueeze(1)
-        errors = (at_least_float32(found) - batch.targets).square().mean(-1)
+            outputs = model(batch.inputs, mask=batch.mask)
+        real = torch.arange(outputs.shape[1], device=outputs.device) < batch.lengths.unsqueeze(1)
+        errors = (at_least_float32(outputs) - batch.targets).square().mean(-1)
         return errors.masked_fill(~real, 0).sum(), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
-        """The root mean squared error of the held-out values, each predicted from all values before it."""
+        """Compute the root mean squared error of the held-out values, each predicted from all values before it."""
         assert self.scale is not None
         errors = []
         device = next(model.parameters()).device
@@ -270,15 +272,15 @@ class NextValue(TabularTask):
                 for part in inputs[:, :-1].split(self.config.batch.length, dim=1):
                     y, cache = model.prefill(part, cache)
                     outputs.append(at_least_float32(y))
-            found = torch.cat(outputs, 1)[0, cut - 1 :].double().cpu().numpy()
-            errors.append((found - x[cut:]) * self.scale.deviation)
+            predicted = torch.cat(outputs, 1)[0, cut - 1 :].double().cpu().numpy()
+            errors.append((predicted - x[cut:]) * self.scale.deviation)
         rmse = math.sqrt((np.concatenate(errors) ** 2).mean())
         return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
 
 
-def _hidden_nats(logits: Tensor, labels: Tensor) -> Tensor:
+def _masked_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(
-        at_least_float32(logits).flatten(0, 1), labels.flatten(), ignore_index=_IGNORED, reduction="sum"
+        at_least_float32(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
 
 
@@ -291,9 +293,9 @@ TASKS: dict[str, type[TabularTask]] = {
 
 
 def make_task(config: TabularConfig, report: Callable[[str], None]) -> TabularTask:
-    """The task that a config asks for, with its files read.
+    """Create the task that a config names, with its files read.
 
     Raises:
-        ValueError: the files or the model cannot work.
+        ValueError: The files or the model cannot be used.
     """
     return TASKS[config.task](config, report)

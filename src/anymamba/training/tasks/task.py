@@ -1,4 +1,4 @@
-"""What a run learns: the part of training that the loop does not know."""
+"""The interface between the trainer and what a run learns, and what all tasks share."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ B = TypeVar("B", bound="StepBatch")
 
 
 class StepBatch(Protocol):
-    """What one part of a step reads."""
+    """What one microbatch of a step reads."""
 
     @property
     def tokens(self) -> int:
-        """How many positions are read."""
+        """Number of positions that are read."""
 
     @property
     def loss_terms(self) -> int:
-        """How many terms the cost has, over which it is averaged."""
+        """Number of terms of the loss, over which it is averaged."""
 
     def to(self: B, device: torch.device) -> B:
-        """On another device."""
+        """Move the batch to a device."""
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        values: numbers by name, those of `Task.METRICS`.
-        text: lines for the user.
-        solved: whether there is nothing left to learn, so that the run is finished.
+        values: Numbers by name, those of `Task.METRICS`.
+        text: Lines for the user.
+        solved: Whether there is nothing left to learn, so that the run is finished.
     """
 
     values: dict[str, float]
@@ -50,13 +50,13 @@ class Evaluation(NamedTuple):
 
 
 class Task(ABC, Generic[B]):
-    """A model, what it reads at each step, what that costs, and how it is evaluated.
+    """A model, what it reads at each step, its loss, and how it is evaluated.
 
     Everything is a function of the config: a resumed run builds its task again.
 
     Attributes:
-        METRICS: of the numbers that an evaluation finds.
-        config: of the run.
+        METRICS: Names of the numbers that an evaluation computes.
+        config: Config of the run.
     """
 
     METRICS: ClassVar[tuple[str, ...]]
@@ -65,28 +65,28 @@ class Task(ABC, Generic[B]):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Identifies the data, so that a run does not continue with other data."""
+        """Checksum of the data, so that a run does not continue with other data."""
 
     @abstractmethod
     def make_model(self, dtype: torch.dtype) -> nn.Module:
-        """The model, with fresh weights of `dtype` drawn from torch's generator."""
+        """Create the model, with new weights of `dtype` drawn from torch's generator."""
 
     @abstractmethod
     def batches(self, step: int) -> list[B]:
-        """What step 0, 1, ... reads, in parts whose gradients are added up; a function of the config and the step."""
+        """Return the microbatches of step 0, 1, ...: a function of the config and the step."""
 
     @abstractmethod
     def loss(self, model: Any, batch: B, carried: Any, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """The cost of a batch, added up over its `counted` terms.
+        """Compute the loss of a microbatch, summed over its `loss_terms`.
 
         Args:
-            model: from `make_model`.
-            batch: on the model's device.
-            carried: the state after this part of the step before; None at the first step.
-            dtype: of the computation.
+            model: The model, from `make_model`.
+            batch: The microbatch, on the model's device.
+            carried: State after the same microbatch of the step before; None at the first step.
+            dtype: Dtype of the computation.
 
         Returns:
-            A scalar, and the state for the same part of the next step, detached (None if nothing is carried).
+            A scalar, and the detached state for the same microbatch of the next step (None if nothing is carried).
         """
 
     @abstractmethod
@@ -98,47 +98,47 @@ class Task(ABC, Generic[B]):
         write_tensors(directory / "model.safetensors", model.state_dict(), {})
 
     def write_description(self, model: Any, directory: Path) -> None:
-        """Write the other files of `write_model`, if workers write the weights in pieces."""
+        """Write the other files of `write_model`, for ranks that write the weights in shards."""
 
     def read_model(self, model: Any, tensors: dict[str, Tensor]) -> None:
         """Set the weights to those of `model.safetensors`."""
         model.load_state_dict(tensors)
 
     def carried_tensors(self, parts: Sequence[Any]) -> dict[str, Tensor | TensorShard]:
-        """The carried states of all parts as tensors by name; if workers divide them, the rows that are here."""
-        raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is saved")
+        """Return the carried states of all microbatches by name; if ranks divide them, this rank's rows."""
+        raise NotImplementedError(f"{type(self).__name__} carries a state, but does not implement how it is saved")
 
     def carried_from(self, model: Any, tensors: Mapping[str, Any]) -> list[Any]:
-        """The inverse of `carried_tensors`; `tensors[name][begin:end]` reads some of all rows."""
-        raise NotImplementedError(f"{type(self).__name__} carries a state, but does not say how it is restored")
+        """Invert `carried_tensors`; `tensors[name][begin:end]` reads some of all rows."""
+        raise NotImplementedError(f"{type(self).__name__} carries a state, but does not implement how it is restored")
 
     def plot(self, directory: Path) -> None:
         """Draw a plot from `metrics.csv` after an evaluation, if matplotlib is installed."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Float32 or wider."""
+    """Convert a tensor to float32, unless it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Autocast if the computation is narrower than the weights."""
+    """Return a context that computes in `dtype`, with autocast if the weights have another dtype."""
     weight = next(model.parameters())
     return nullcontext() if dtype == weight.dtype else torch.autocast(weight.device.type, dtype)
 
 
 def first_non_finite(
-    model: nn.Module, compute: Callable[[], Tensor], agreed: Callable[[bool], bool] = lambda here: here
+    model: nn.Module, compute: Callable[[], Tensor], any_rank: Callable[[bool], bool] = lambda flag: flag
 ) -> str:
-    """Where a value or gradient that is not finite first appears.
+    """Find where a value or gradient that is not finite first appears.
 
     Args:
-        model: whose modules are watched.
-        compute: runs the model and returns what to differentiate.
-        agreed: whether something is true on any worker; all workers compute the same steps.
+        model: The model, whose modules are watched.
+        compute: Runs the model and returns what to differentiate.
+        any_rank: Returns whether a flag is set on any rank; all ranks compute the same steps.
 
     Returns:
-        Words that name the module; empty if it appears on another worker.
+        Words that name the module; empty if it appears on another rank.
     """
     seen: list[str] = []
 
@@ -147,22 +147,24 @@ def first_non_finite(
             if not torch.isfinite(x).all():
                 seen.append(f"the output of {name}")
             if x.requires_grad:
-                x.register_hook(partial(look, f"the gradient at the output of {name}"))
+                x.register_hook(partial(check_gradient, f"the gradient at the output of {name}"))
 
-    def look(what: str, gradient: Tensor | None) -> None:
+    def check_gradient(place: str, gradient: Tensor | None) -> None:
         if gradient is not None and not torch.isfinite(gradient).all():
-            seen.append(what)
+            seen.append(place)
 
-    wrong = [name for name, parameter in model.named_parameters() if not torch.isfinite(local(parameter)).all()]
-    if agreed(bool(wrong)):
-        return f"the parameter {wrong[0]}" if wrong else ""
+    bad_parameters = [
+        name for name, parameter in model.named_parameters() if not torch.isfinite(local(parameter)).all()
+    ]
+    if any_rank(bool(bad_parameters)):
+        return f"the parameter {bad_parameters[0]}" if bad_parameters else ""
     handles = [m.register_forward_hook(partial(watch, name)) for name, m in model.named_modules() if name]
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled modules cannot be watched
             total = compute()
         if not seen and not torch.isfinite(total).all():
             seen.append("the loss itself")
-        if not agreed(bool(seen)):
+        if not any_rank(bool(seen)):
             total.backward()
     finally:
         for handle in handles:
@@ -172,7 +174,7 @@ def first_non_finite(
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
     ]
-    if agreed(bool(seen)):
+    if any_rank(bool(seen)):
         return seen[0] if seen else ""
     return "the norm of the gradient, whose square overflows"
 
