@@ -1,4 +1,4 @@
-"""A token beside another program that keeps one core busy, and without it.
+"""Decoding with and without another program that keeps one core busy.
 
 The other program is started here and stopped between the calls, so that both are measured side by side in one run. The
 harness marks such a case as not to be trusted: other programs use the processor, which here is what is measured.
@@ -27,7 +27,7 @@ _SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile ti
 
 @cache
 def _neighbor() -> subprocess.Popen[bytes]:
-    """A program that does nothing but keep a core busy, stopped."""
+    """Start a program that only keeps a core busy, and stop it at once."""
     program = subprocess.Popen([sys.executable, "-c", _SPIN, str(_LIVES)])
     atexit.register(program.kill)
     program.send_signal(signal.SIGSTOP)
@@ -36,7 +36,7 @@ def _neighbor() -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def _beside() -> Iterator[None]:
-    """Let it run for a while."""
+    """Let the program run inside the context."""
     program = _neighbor()
     if program.poll() is not None:
         raise RuntimeError(f"the busy program ended after {_LIVES} seconds: measure fewer rounds")
@@ -48,7 +48,7 @@ def _beside() -> Iterator[None]:
 
 
 def set_up(weights: str, is_busy: bool, small: bool = False) -> Call:
-    """Tokens one after another."""
+    """Return a call that decodes tokens one after another."""
     step = stepping(our_model_with(weights, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
     def run() -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def set_up(weights: str, is_busy: bool, small: bool = False) -> Call:
 
 
 def busy_case(weights: str) -> Case:
-    """The same tokens, idle and busy."""
+    """Return the cases: the same tokens on an idle and on a busy machine."""
     contenders = tuple(
         Contender(
             name=name, setup=partial(set_up, weights, busy), tiny=partial(set_up, weights, busy, True), computes=weights

@@ -1,4 +1,4 @@
-"""The command line: choose cases, measure them one after the other, print and write the results."""
+"""The command line: choose cases, measure them one after another, print and write the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def select_cases(globs: Sequence[str]) -> list[Case]:
-    """The cases whose names match any of `globs`, in the order of the registry; without globs, all but the longest.
+    """Return the cases whose names match any of `globs`, in registry order; without globs, all but the longest.
 
     Raises:
         LookupError: if one of them matches nothing.
@@ -113,7 +113,7 @@ def select_cases(globs: Sequence[str]) -> list[Case]:
 
 
 def without_heavy(case: Case) -> Case | None:
-    """`case` without its heavy contenders, or None if its baseline is one of them."""
+    """Return `case` without its heavy contenders, or None if its baseline is one of them."""
     light = tuple(contender for contender in case.contenders if not contender.heavy)
     if all(contender.name != case.baseline for contender in light):
         return None
@@ -121,7 +121,7 @@ def without_heavy(case: Case) -> Case | None:
 
 
 def missing_libraries(cases: Sequence[Case]) -> list[str]:
-    """The packages that the contenders of `cases` need and that are not installed."""
+    """Return the packages that the contenders of `cases` need and that are not installed."""
     needed = {contender.library for case in cases for contender in case.contenders}
     return sorted(library for library in needed if importlib.util.find_spec(library) is None)
 
@@ -141,7 +141,7 @@ def _measure(case: Case, options: argparse.Namespace) -> CaseResult:
 
 
 def _contender(name: str) -> Contender:
-    """The contender called CASE/CONTENDER."""
+    """Return the contender called CASE/CONTENDER."""
     everyone = {f"{case.name}/{contender.name}": contender for case in CASES.values() for contender in case.contenders}
     if name not in everyone:
         raise LookupError(_unknown("contender", name, list(everyone)))
@@ -164,7 +164,7 @@ def _progress(message: str) -> None:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """The command that repeats this measurement: the options with an influence on it."""
+    """Return the command that repeats this measurement: the options with an influence on it."""
     words = ["python", "-m", "benchmarks"]
     if options.only:
         words += ["--only", *options.only]
@@ -181,7 +181,7 @@ def _command(options: argparse.Namespace) -> str:
 
 
 class _Quick(argparse.Action):
-    """--quick, as the options that it stands for."""
+    """The option --quick, an abbreviation of several others."""
 
     def __call__(self, _parser: object, namespace: argparse.Namespace, *_: object) -> None:
         namespace.repeats, namespace.skip_heavy, namespace.memory = 3, True, False

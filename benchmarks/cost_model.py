@@ -27,7 +27,7 @@ _WEIGHT = 4  # bytes of a weight: they are kept in float32
 
 
 class Mesh(NamedTuple):
-    """How the workers are arranged."""
+    """The mesh of ranks."""
 
     replicate: int = 1
     shard: int = 1
@@ -35,12 +35,12 @@ class Mesh(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """Return the number of ranks."""
         return self.replicate * self.shard * self.context
 
     @property
     def copies(self) -> int:
-        """Workers that have the same weights, or the same part of them."""
+        """Return the number of ranks that have the same weights, or the same shard of them."""
         return self.replicate * self.context
 
 
@@ -48,13 +48,13 @@ class Sizes(NamedTuple):
     """The sizes that costs depend on, in a model whose layers are alike.
 
     Attributes:
-        layers: how many there are.
-        layer: shapes of a layer's parameters.
-        rest: those of embedding, head and last norm.
-        carried: bytes that a layer carries from one token to the next, for one sequence.
-        products: forward operations of a token in matrix products other than those of scans.
-        scan: forward operations of a token in the scans of all layers.
-        again: the operations that context adds: the state at the end of a part is computed before the part itself.
+        layers: Number of layers.
+        layer: Shapes of a layer's parameters.
+        rest: Shapes of the parameters of embedding, head and last norm.
+        carried: Bytes of a layer's cache, for one sequence.
+        products: Forward operations per token in matrix products other than those of scans.
+        scan: Forward operations per token in the scans of all layers.
+        again: Operations that context parallelism adds: the final state of a part is computed before the part itself.
     """
 
     layers: int
@@ -67,16 +67,16 @@ class Sizes(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Return the number of parameters of the model."""
         return self.layers * _numbers(self.layer) + _numbers(self.rest)
 
     def flops(self, context: int = 1) -> int:
-        """Operations of a token, forward and backward; backward takes twice as many."""
+        """Return the operations per token, forward and backward; backward takes twice as many as forward."""
         return 3 * (self.products + self.scan + (self.again if context > 1 else 0))
 
 
 def sizes_of(config: MambaLMConfig, dtype: torch.dtype = torch.float32) -> Sizes:
-    """The sizes of a model that computes in `dtype`.
+    """Return the sizes of a model that computes in `dtype`.
 
     Raises:
         ValueError: its layers are not alike, or pass more than once.
@@ -101,10 +101,10 @@ def sizes_of(config: MambaLMConfig, dtype: torch.dtype = torch.float32) -> Sizes
 
 
 def _scan(c: Any) -> tuple[int, int]:
-    """Operations of a token in a layer's scan, and those of its state at the end of a part."""
+    """Return the operations per token of a layer's scan, and those of computing its final state."""
     if isinstance(c, Mamba1Config):
-        found = 7 * c.d_inner * c.d_state  # Δ A, exp, Δ x B, a h + b, h C and its sum
-        return found, found
+        operations = 7 * c.d_inner * c.d_state  # Δ A, exp, Δ x B, a h + b, h C and its sum
+        return operations, operations
     if not isinstance(c, Mamba2Config | Mamba3Config):
         raise ValueError(f"costs: expected Mamba-1, Mamba-2 or Mamba-3, got {type(c).__name__}")
     rank = c.rank if isinstance(c, Mamba3Config) else 1
@@ -117,80 +117,80 @@ def _scan(c: Any) -> tuple[int, int]:
     # are its values.
     keys = c.nheads * c.d_state
     inside = 2 * rank**2 * (chunk * (keys + width) + keys + (width if c.is_mimo else 0))
-    found = inside + 4 * rank * width * c.d_state
-    return found, found
+    operations = inside + 4 * rank * width * c.d_state
+    return operations, operations
 
 
 class Message(NamedTuple):
-    """What workers exchange.
+    """A message between ranks.
 
     Attributes:
-        kind: of the exchange.
-        workers: that take part.
-        size: bytes of the whole tensor in the end, or of what is sent to a neighbor.
+        kind: Kind of exchange.
+        ranks: Number of ranks that take part.
+        size: Bytes of the whole result, or of what is sent to a neighbor.
     """
 
     kind: Kind
-    workers: int
+    ranks: int
     size: int
 
     @property
     def sent(self) -> float:
-        """Bytes that each worker sends, in a ring."""
+        """Return the bytes that each rank sends, in a ring."""
         if self.kind == "send":
             return float(self.size)
-        return (2 if self.kind == "all-reduce" else 1) * self.size * (self.workers - 1) / self.workers
+        return (2 if self.kind == "all-reduce" else 1) * self.size * (self.ranks - 1) / self.ranks
 
 
 def messages(sizes: Sizes, mesh: Mesh, *, parts: int = 1, place: int = 0, gradient: int = 4) -> list[Message]:
-    """What a worker exchanges in a step of AdamW on packed rows.
+    """Return the messages of a rank in a step of AdamW on packed rows.
 
     Args:
-        sizes: of the model.
-        mesh: of the workers.
-        parts: of the step (`batch.accumulation`).
-        place: of the worker among those that share its rows.
-        gradient: bytes of a number when gradients are added up (`parallel.reduce`).
+        sizes: Sizes of the model.
+        mesh: Mesh of ranks.
+        parts: Number of microbatches (`batch.accumulation`).
+        cp_rank: Index of the rank among those that share its rows.
+        gradient: Bytes of a number when gradients are reduced (`parallel.reduce`).
     """
-    found = []
+    messages = []
     if mesh.shard > 1:
         layers, rest = sizes.layers * _padded(sizes.layer, mesh.shard), _padded(sizes.rest, mesh.shard)
         # Layers are put together for the forward pass and for the backward pass, the rest stays together between them.
-        found.append(Message("all-gather", mesh.shard, parts * _WEIGHT * (2 * layers + rest)))
-        found.append(Message("reduce-scatter", mesh.shard, parts * gradient * (layers + rest)))
+        messages.append(Message("all-gather", mesh.shard, parts * _WEIGHT * (2 * layers + rest)))
+        messages.append(Message("reduce-scatter", mesh.shard, parts * gradient * (layers + rest)))
         if mesh.copies > 1:
-            found.append(Message("all-reduce", mesh.copies, gradient * (layers + rest) // mesh.shard))
+            messages.append(Message("all-reduce", mesh.copies, gradient * (layers + rest) // mesh.shard))
     elif mesh.copies > 1:
-        found.append(Message("all-reduce", mesh.copies, gradient * sizes.parameters))
+        messages.append(Message("all-reduce", mesh.copies, gradient * sizes.parameters))
     neighbors = (place > 0) + (place + 1 < mesh.context)
     if neighbors:
-        found.append(Message("send", 2, parts * neighbors * sizes.layers * sizes.carried))
-    return found
+        messages.append(Message("send", 2, parts * neighbors * sizes.layers * sizes.carried))
+    return messages
 
 
 def ring_attention_bytes(layers: int, width: int, length: int, context: int, number: int = 2) -> float:
-    """Bytes that a worker sends for one row under ring attention.
+    """Return the bytes that a rank sends for one row under ring attention.
 
     Keys and values of all other parts are passed on in the forward pass, and with their gradients in the backward pass.
 
     Args:
-        layers: of attention.
-        width: of the keys of a token, and of its values.
-        length: tokens of the row.
-        context: workers that share it.
-        number: bytes of a number.
+        layers: Number of attention layers.
+        width: Width of a token's keys, and of its values.
+        length: Tokens of the row.
+        context: Number of ranks that share the row.
+        number: Bytes of a number.
     """
     return 3 * 2 * layers * width * number * length * (context - 1) / context
 
 
 class Machine(NamedTuple):
-    """One of the workers.
+    """The speed and memory of one rank.
 
     Attributes:
-        flops: operations a second that it achieves.
-        bandwidth: bytes a second that it sends.
-        latency: seconds that even the shortest message takes.
-        memory: bytes.
+        flops: Operations per second that it achieves.
+        bandwidth: Bytes per second that it sends.
+        latency: Seconds of the shortest message.
+        memory: Memory in bytes.
     """
 
     flops: float
@@ -199,30 +199,32 @@ class Machine(NamedTuple):
     memory: float
 
     def hop(self, sizes: Sizes) -> float:
-        """Seconds to send what a layer carries to a neighbor."""
+        """Return the seconds to send a layer's state to the next rank."""
         return self.latency + sizes.carried / self.bandwidth
 
 
 def step_seconds(sizes: Sizes, mesh: Mesh, rows: int, length: int, machine: Machine) -> float:
-    """Seconds of a step in which nothing is sent while something is computed.
+    """Return the seconds of a step in which communication and computation do not overlap.
 
-    A worker that shares a row begins a layer when the worker before it has sent what the layer carries, so it follows
+    A rank that shares a row begins a layer when the rank before it has sent what the layer carries, so it follows
     by one hop in all layers. From the first token's first layer to the last token's last layer there is a hop for every
-    layer and one for every worker, and as many on the way back.
+    layer and one for every rank, and as many on the way back.
     """
-    own = math.ceil(rows / (mesh.replicate * mesh.shard)) * length / mesh.context
+    rank_tokens = math.ceil(rows / (mesh.replicate * mesh.shard)) * length / mesh.context
     sent = sum(message.sent for message in messages(sizes, mesh) if message.kind != "send")
     hops = 2 * (sizes.layers + mesh.context - 2) if mesh.context > 1 else 0
-    return own * sizes.flops(mesh.context) / machine.flops + sent / machine.bandwidth + hops * machine.hop(sizes)
+    return (
+        rank_tokens * sizes.flops(mesh.context) / machine.flops + sent / machine.bandwidth + hops * machine.hop(sizes)
+    )
 
 
 def best_context(sizes: Sizes, length: int, machine: Machine) -> float:
-    """How many workers share a row in the least time: with more of them, waiting outweighs the gain."""
+    """Return the number of ranks that compute a row in the least time: more of them would wait longer."""
     return math.sqrt(length * sizes.flops(2) / machine.flops / (2 * machine.hop(sizes)))
 
 
 def fits(sizes: Sizes, mesh: Mesh, machine: Machine) -> bool:
-    """Whether weights, gradients and the two moments of AdamW fit a worker; activations are not counted."""
+    """Return whether weights, gradients and the two moments of AdamW fit a rank; activations are not counted."""
     return 4 * _WEIGHT * sizes.parameters / mesh.shard <= machine.memory
 
 
@@ -231,5 +233,5 @@ def _numbers(shapes: tuple[Shape, ...]) -> int:
 
 
 def _padded(shapes: tuple[Shape, ...], shard: int) -> int:
-    """How many numbers parameters have whose rows are divided, each padded to the same rows on every worker."""
+    """Return the size of parameters whose rows are sharded, each padded to the same number of rows on every rank."""
     return sum(-(-shape[0] // shard) * shard * math.prod(shape[1:]) for shape in shapes)

@@ -44,13 +44,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def tiny(config: MambaLMConfig) -> MambaLMConfig:
-    """The same model with one layer and few tokens."""
+    """Return the same model with one layer and few tokens."""
     return dataclasses.replace(config, n_layer=1, vocab_size=256, d_model=128)
 
 
 @cache
 def our_model(config: str, small: bool = False) -> MambaLM:
-    """Our model with random weights, the same at every call."""
+    """Return our model with random weights, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MambaLM(tiny(CONFIGS[config]) if small else CONFIGS[config]).eval()
@@ -58,7 +58,7 @@ def our_model(config: str, small: bool = False) -> MambaLM:
 
 @cache
 def our_model_in(dtype: str, small: bool = False) -> MambaLM:
-    """mamba2-130m in another dtype."""
+    """Return mamba2-130m in another dtype."""
     model = MambaLM(tiny(MAMBA2_130M) if small else MAMBA2_130M, dtype=DTYPES[dtype]).eval()
     model.load_state_dict(our_model("mamba2-130m", small).state_dict())
     return model
@@ -66,7 +66,7 @@ def our_model_in(dtype: str, small: bool = False) -> MambaLM:
 
 @cache
 def checkpoint(config: str, format: str, small: bool = False) -> tempfile.TemporaryDirectory[str]:
-    """Our model on disk, for as long as this process lives."""
+    """Save our model to a directory that lives as long as this process, and return it."""
     directory = tempfile.TemporaryDirectory()
     our_model(config, small).save_pretrained(directory.name, format=format)
     return directory
@@ -74,18 +74,18 @@ def checkpoint(config: str, format: str, small: bool = False) -> tempfile.Tempor
 
 @cache
 def transformers_model(config: str, small: bool = False) -> Any:
-    """The model of transformers with the weights of ours, through its own files."""
+    """Return the model of transformers with the weights of ours, read from transformers' files."""
     directory = checkpoint(config, "transformers", small).name
     return import_module("transformers").Mamba2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def prompt(batch: int, t: int) -> Tensor:
-    """Random token ids (b, t)."""
+    """Return random token ids (b, t)."""
     return torch.randint(256, (batch, t), generator=torch.Generator().manual_seed(2))
 
 
 def set_up_prefill(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
-    """A prompt into the logits of the next token and a cache, in segments where ours does so."""
+    """Prefill a prompt, in segments for our model, and return the logits of the next token and a cache."""
     ids_bt = prompt(batch, t)
     if library == "transformers":
         theirs = transformers_model(config, small)
@@ -98,7 +98,7 @@ MODULES = "anymamba, module by module"
 
 
 def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
-    """One token per row after a prompt; each call continues from the cache of the one before it."""
+    """Return a call that decodes one token per row; each call continues from the cache of the previous one."""
     ids_bt, ids_b = prompt(batch, t), prompt(batch, 1)[:, 0]
     if library == "transformers":
         theirs = transformers_model(config, small)
@@ -114,7 +114,7 @@ def set_up_decode(config: str, library: str, batch: int, t: int, small: bool = F
 
 
 def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = False) -> Call:
-    """Our steps after a prompt, as `generate` takes them, or by the model's own modules."""
+    """Return a call that takes our steps after a prompt, as `generate` does or by the model's own modules."""
     with torch.no_grad():
         state = prefill(model, ids_bt).cache
     decode = decoder(model)
@@ -131,7 +131,7 @@ def stepping(model: MambaLM, ids_bt: Tensor, ids_b: Tensor, by_modules: bool = F
 
 
 def set_up_decode_in(dtype: str, small: bool = False) -> Call:
-    """The same with narrower weights, of which there are fewer bytes to read."""
+    """Return a call that decodes with weights of another dtype, of which there are fewer bytes to read."""
     return stepping(our_model_in(dtype, small), prompt(1, 64), prompt(1, 1)[:, 0])
 
 
@@ -141,22 +141,22 @@ WEIGHTS = ("float32", *FORMAT_SPECS, f"bfloat16{IN_BFLOAT16}")
 
 @cache
 def our_model_with(weights: str, small: bool = False) -> MambaLM:
-    """mamba2-130m with its weights in a narrow format, computing in float32 unless the name says otherwise."""
+    """Return mamba2-130m with quantized weights, computing in float32 unless the name ends otherwise."""
     model = our_model("mamba2-130m", small)
     if weights == "float32":
         return model
     format = weights.removesuffix(IN_BFLOAT16)
-    found = quantize_model(copy.deepcopy(model), check_format("benchmark", format))
-    return found if format == weights else found.to(torch.bfloat16)
+    quantized = quantize_model(copy.deepcopy(model), check_format("benchmark", format))
+    return quantized if format == weights else quantized.to(torch.bfloat16)
 
 
 def set_up_decode_with(weights: str, batch: int, small: bool = False) -> Call:
-    """One token per row."""
+    """Return a call that decodes one token per row."""
     return stepping(our_model_with(weights, small), prompt(batch, 64), prompt(batch, 1)[:, 0])
 
 
 def set_up_prefill_with(weights: str, t: int, small: bool = False) -> Call:
-    """A prompt."""
+    """Return a call that prefills a prompt."""
     model = our_model_with(weights, small)
     ids_1t = prompt(1, t)
     return forward(lambda: {"logits": prefill(model, ids_1t).logits})
@@ -179,7 +179,7 @@ print(model.generate(torch.tensor([{ids}]), max_new_tokens=1, do_sample=False)[0
 
 
 def set_up_first_token(config: str, library: str, batch: int, t: int, small: bool = False) -> Call:
-    """From the start of a process to the first token: imports, weights from disk, a prompt."""
+    """Return a call that starts a process and waits for its first token: imports, weights from disk, a prompt."""
     path = Path(checkpoint(config, "official" if library == "anymamba" else library, small).name)
     code = FIRST_TOKEN[library].format(path=str(path), ids=prompt(batch, t)[0].tolist())
 
@@ -191,7 +191,7 @@ def set_up_first_token(config: str, library: str, batch: int, t: int, small: boo
 
 
 def set_up_long_prompt(config: str, tokens: int, small: bool = False) -> Call:
-    """About a million tokens through our model, as prompts of `tokens` each."""
+    """Return a call that prefills about a million tokens, as prompts of `tokens` each."""
     model = our_model(config, small)
     ids_1t = prompt(1, tokens)
     prompts = 1 if small else LONG_PROMPT // tokens
@@ -205,13 +205,13 @@ def set_up_long_prompt(config: str, tokens: int, small: bool = False) -> Call:
 
 
 def set_up_reading(config: str, small: bool = False) -> Call:
-    """Every weight read from memory once, as a sum over each parameter: the least a token can cost."""
+    """Return a call that reads every weight once, as a sum over each parameter: the least that a token can cost."""
     parameters = list(our_model(config, small).parameters())
     return forward(lambda: {"sums": torch.stack([p.view(-1).sum() for p in parameters])})
 
 
 def contender(name: str, set_up: Callable[..., Call], *arguments: Any, **options: Any) -> Contender:
-    """One library on one workload."""
+    """Return the contender of one library on one workload."""
     config = arguments[0]
     return Contender(
         name=name,
@@ -222,7 +222,7 @@ def contender(name: str, set_up: Callable[..., Call], *arguments: Any, **options
 
 
 def against_transformers(name: str, set_up: Callable[..., Call], batch: int, t: int, *, read: bool = False) -> Case:
-    """Mamba-2, ours and transformers', on the same weights."""
+    """Return the cases of Mamba-2, ours and transformers', on the same weights."""
     config = "mamba2-130m"
     contenders = tuple(
         contender(library, set_up, config, library, batch, t, computes=name, library=library, heavy=t > 2048)
@@ -236,19 +236,19 @@ def against_transformers(name: str, set_up: Callable[..., Call], batch: int, t: 
 
 
 def by_family(name: str, set_up: Callable[..., Call], batch: int, t: int) -> Case:
-    """The families side by side."""
+    """Return the cases that compare the families."""
     contenders = tuple(contender(c, set_up, c, "anymamba", batch, t, computes=c) for c in FAMILIES)
     return Case(name=f"generation/{name}", contenders=contenders, baseline="mamba2-130m")
 
 
 def by_dtype() -> Case:
-    """One token by our model with weights of each dtype."""
+    """Return the cases of one token of our model, with weights of each dtype."""
     contenders = tuple(contender(dtype, set_up_decode_in, dtype, computes=dtype) for dtype in DTYPES)
     return Case(name="generation/dtypes/decode/b1", contenders=contenders, baseline="float32")
 
 
 def by_weights(name: str, set_up: Callable[..., Call], size: int) -> Case:
-    """The formats of weights side by side."""
+    """Return the cases that compare weight formats."""
     contenders = tuple(
         Contender(
             name=weights,
@@ -262,7 +262,7 @@ def by_weights(name: str, set_up: Callable[..., Call], size: int) -> Case:
 
 
 def first_token_case() -> Case:
-    """Fresh processes."""
+    """Return the cases that start processes."""
     contenders = tuple(
         contender(
             library, set_up_first_token, "mamba2-130m", library, 1, 16, computes="token", library=library, heavy=True
@@ -273,7 +273,7 @@ def first_token_case() -> Case:
 
 
 def long_prompt_case(config: str) -> Case:
-    """A million tokens in one prompt and in many: a ratio of one says that time is linear in the length."""
+    """Return the cases of a million tokens in one prompt and in many: a ratio of one means that time is linear."""
     contenders = tuple(
         Contender(
             name=f"prompts of {t}",

@@ -18,7 +18,7 @@ BAND = 0.1  # around the time a token takes at the baseline's length
 
 
 def read_growth(path: Path) -> tuple[dict[int, float], int]:
-    """Milliseconds by number of tokens, and the number of tokens that the case compares with.
+    """Return milliseconds by number of tokens, and the number of tokens of the baseline.
 
     Raises:
         ValueError: the file is not a result of the benchmarks, or has no such case.
@@ -34,7 +34,7 @@ def read_growth(path: Path) -> tuple[dict[int, float], int]:
 
 
 def plot_growth(times: dict[int, float], baseline: int, target: Path) -> None:
-    """Total time, and microseconds per token with the band that counts as linear."""
+    """Draw the total time, and microseconds per token with the band that counts as linear."""
     import matplotlib.pyplot as plt  # slow, and an extra
 
     lengths = sorted(times)
@@ -53,7 +53,7 @@ def plot_growth(times: dict[int, float], baseline: int, target: Path) -> None:
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="JSON file of a run that measured kernels/growth")
     parser.add_argument("picture", type=Path, help="PNG file to write")

@@ -1,8 +1,9 @@
-"""What is measured and how: contenders, cases, the agreement check and the interleaved timing.
+"""Contenders, cases, the check that contenders agree, and interleaved timing.
 
 A case is measured in one process. Each contender is set up and called once, and the results of those that claim to
-compute the same function are compared: a case whose contenders disagree is refused, and no figure of it is reported.
-Then come a warm-up and the timed rounds, A B C A B C ..., so that a slow minute of the machine falls on all alike.
+compute the same function are compared: a case whose contenders disagree is rejected, and none of its figures is
+reported. Then come a warm-up and the timed rounds, A B C A B C ..., so that a slow minute of the machine affects
+all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.machine import ContextParallelGroup
+from benchmarks.machine import OtherPrograms
 
 Call = Callable[[], Mapping[str, Tensor]]
 Clock = Callable[[], float]
@@ -36,14 +37,14 @@ class Contender:
     """One way to compute something.
 
     Attributes:
-        name: unique in its case, without "/".
-        setup: allocates parameters and inputs and returns the call to be timed. The call returns its results by name;
-            the results of the first call after a set-up are the ones that are compared.
-        tiny: the same as `setup` at a very small size. It loads library code and starts thread pools before memory is
+        name: Unique name in the case, without "/".
+        setup: Allocates parameters and inputs and returns the call to be timed. The call returns its results by name;
+            the results of the first call after a set-up are compared.
+        tiny: The same as `setup` at a very small size. It loads library code and starts thread pools before memory is
             measured.
-        computes: the function that is computed. Contenders of a case with the same one must agree.
-        library: the package that must be installed.
-        heavy: slow enough that it gets `HEAVY_REPEATS` samples at most and can be left out of a run.
+        computes: Function that is computed. Contenders of a case that compute the same one must agree.
+        library: Package that must be installed.
+        heavy: Whether it is so slow that it gets `HEAVY_REPEATS` samples at most, and can be left out of a run.
     """
 
     name: str
@@ -59,11 +60,11 @@ class Case:
     """Contenders that are timed side by side.
 
     Attributes:
-        name: its parts are separated by "/".
-        contenders: in the order in which they run.
-        baseline: name of the contender that the ratios are relative to.
-        tolerance: largest accepted difference between two results, relative to the largest magnitude in the tensor.
-        on_request: takes so long that it only runs when it is named.
+        name: Name, whose parts are separated by "/".
+        contenders: Contenders in the order in which they run.
+        baseline: Name of the contender that the ratios are relative to.
+        tolerance: Largest accepted difference between two results, relative to the largest magnitude in the tensor.
+        on_request: Whether it takes so long that it only runs when it is named.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Case:
     on_request: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a baseline that does not run and names that cannot be distinguished."""
+        """Raise for a baseline that is no contender, and for ambiguous names."""
         names = [contender.name for contender in self.contenders]
         if len(set(names)) != len(names) or any("/" in name for name in names):
             raise ValueError(f'{self.name}: contender names must be unique and without "/", got {names}')
@@ -91,24 +92,24 @@ class Timing:
 
     @property
     def median_ms(self) -> float:
-        """The middle sample."""
+        """Return the median sample."""
         return statistics.median(self.samples_ms)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the median is so far above the fastest sample that something else must have used the machine."""
+        """Return whether the median is so far above the fastest sample that other programs must have run."""
         return self.median_ms > 1.25 * min(self.samples_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """What was measured of one case.
+    """The measurements of one case.
 
     Attributes:
-        case: what was measured.
-        timings: one for each contender, in the order of the case.
-        cores_used_by_others: mean number of cores that other programs kept busy during the timed rounds, if known.
-        peak_bytes: by contender, what a call needs above its parameters and inputs; None if not measured.
+        case: Case that was measured.
+        timings: Timing of each contender, in the order of the case.
+        cores_used_by_others: Mean number of cores that other programs kept busy during the timed rounds, if known.
+        peak_bytes: Bytes that a call needs above its parameters and inputs, by contender; None if not measured.
     """
 
     case: Case
@@ -118,7 +119,7 @@ class CaseResult:
 
     @property
     def doubt(self) -> str | None:
-        """Why the timings are not to be trusted, if so.
+        """Return why the timings cannot be trusted, None if they can.
 
         The threads of torch wait for each other in busy loops after every operation. When another program takes one of
         their cores, a call may take a hundred times longer, and the one with the most operations suffers the most.
@@ -130,29 +131,29 @@ class CaseResult:
 
 
 class DisagreementError(Exception):
-    """Contenders that claim to compute the same function do not: one line for each result that differs."""
+    """An error about contenders that should compute the same function and do not, one line per difference."""
 
     def __init__(self, case: str, differences: list[str]) -> None:
-        """Keep the case's name and what differs."""
+        """Keep the case's name and the differences."""
         super().__init__(f"{case} is refused, its contenders disagree:\n" + "\n".join(f"  {d}" for d in differences))
         self.case = case
         self.differences = differences
 
 
-def compare(reference: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float) -> list[str]:
-    """Describe each result of `found` that is not the one of `reference`.
+def compare(reference: Mapping[str, Tensor], results: Mapping[str, Tensor], tolerance: float) -> list[str]:
+    """Describe each of `results` that differs from that of `reference`.
 
     Args:
-        reference: results by name.
-        found: results by name; the names and shapes must be those of `reference`.
-        tolerance: largest accepted |found - reference|, relative to max |reference| of that tensor. NaN differs.
+        reference: Expected results by name.
+        results: Results by name; the names and shapes must be those of `reference`.
+        tolerance: Largest accepted |result - reference|, relative to max |reference| of that tensor. NaN differs.
 
     Returns:
         One line for each difference, empty if all agree.
     """
-    differences = [f"{name}: missing from one side" for name in sorted(reference.keys() ^ found.keys())]
-    for name in reference.keys() & found.keys():
-        expected, actual = reference[name].double(), found[name].double()
+    differences = [f"{name}: missing from one side" for name in sorted(reference.keys() ^ results.keys())]
+    for name in reference.keys() & results.keys():
+        expected, actual = reference[name].double(), results[name].double()
         if expected.shape != actual.shape:
             differences.append(f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
             continue
@@ -170,8 +171,8 @@ def check_agreement(case: Case, results: Mapping[str, Mapping[str, Tensor]]) -> 
     """Compare the results of each contender with those of the first that computes the same function.
 
     Args:
-        case: whose contenders are compared.
-        results: by contender, then by the result's name.
+        case: Case whose contenders are compared.
+        results: Results by contender, then by name.
 
     Raises:
         DisagreementError: if any differs.
@@ -189,7 +190,7 @@ def check_agreement(case: Case, results: Mapping[str, Mapping[str, Tensor]]) -> 
 
 
 def seconds(call: Call, calls: int, clock: Clock = time.perf_counter) -> float:
-    """Seconds a call, over `calls` calls."""
+    """Return the seconds per call, over `calls` calls."""
     start = clock()
     for _ in range(calls):
         call()
@@ -205,10 +206,10 @@ def time_case(
     its call for the agreement check is its warm-up.
 
     Args:
-        case: what to measure.
-        repeats: number of rounds.
-        progress: receives lines about what happens.
-        clock: in seconds; one of the processor's time does not see what other programs take.
+        case: Case to measure.
+        repeats: Number of rounds.
+        progress: Function that receives lines of progress.
+        clock: Clock in seconds; one of processor time does not count what other programs use.
 
     Returns:
         The timings; memory is not measured here.
@@ -231,7 +232,7 @@ def time_case(
     # What the set-up left stays out of the collections between the samples, which are then short.
     gc.collect()
     gc.freeze()
-    neighbors = ContextParallelGroup()
+    neighbors = OtherPrograms()
     for turn in range(repeats):
         progress(f"{case.name}: round {turn + 1} of {repeats}")
         for contender in case.contenders:
@@ -246,7 +247,7 @@ def time_case(
 
 
 def forward(function: Callable[[], Mapping[str, Tensor]]) -> Call:
-    """`function` without gradients."""
+    """Return a call of `function` without gradients."""
 
     def call() -> Mapping[str, Tensor]:
         with torch.no_grad():
@@ -255,13 +256,13 @@ def forward(function: Callable[[], Mapping[str, Tensor]]) -> Call:
     return call
 
 
-def forward_backward(function: Callable[[], Tensor], head: Tensor, wanted: Mapping[str, Tensor]) -> Call:
-    """`y = function()` and its gradients, where `head` is the gradient that reaches y.
+def forward_backward(function: Callable[[], Tensor], head: Tensor, inputs: Mapping[str, Tensor]) -> Call:
+    """Return a call of `y = function()` and its gradients, where `head` is the gradient of y.
 
     Args:
-        function: returns y.
-        head: of y's shape.
-        wanted: the tensors, by name, that gradients are computed for.
+        function: Function that returns y.
+        head: Gradient of y.
+        inputs: Tensors whose gradients are computed, by name.
 
     Returns:
         A call with the results `y` and `grad <name>`.
@@ -269,8 +270,8 @@ def forward_backward(function: Callable[[], Tensor], head: Tensor, wanted: Mappi
 
     def call() -> Mapping[str, Tensor]:
         y = function()
-        gradients = torch.autograd.grad(y, list(wanted.values()), head)
-        named = {f"grad {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+        gradients = torch.autograd.grad(y, list(inputs.values()), head)
+        named = {f"grad {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
         return {"y": y.detach(), **named}
 
     return call

@@ -52,7 +52,7 @@ _TINY: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def _model(shape: str, tiny: bool) -> Any:
-    """A language model of transformers with random weights, the same at every call."""
+    """Return a language model of transformers with random weights, the same at every call."""
     transformers = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     name, sizes = SHAPES[shape]
@@ -70,7 +70,7 @@ def _ids(batch: int, t: int) -> Tensor:
 
 @functools.cache
 def _our_model(shape: str, tiny: bool) -> MambaLM:
-    """Our own language model with the same weights, through transformers' files."""
+    """Return our own language model with the same weights, through transformers' files."""
     with tempfile.TemporaryDirectory() as directory:
         _model(shape, tiny).save_pretrained(directory)
         return MambaLM.from_pretrained(directory).eval()
@@ -82,12 +82,14 @@ def _variant(shape: str, variant: Variant, tiny: bool) -> Any:
 
 
 class Projections(nn.Module):
-    """The outer projections of a mixer and nothing between them: (b, t, d) -> (b, t, d)."""
+    """The outer projections of a mixer with nothing between them: (b, t, d) -> (b, t, d)."""
 
     def __init__(self, mixer: Any) -> None:
-        """Take the projections of a mixer."""
+        """Keep the projections of a mixer."""
         super().__init__()
-        self.in_proj, self.out_proj, self.width = mixer.in_proj, mixer.out_proj, int(mixer.intermediate_size)
+        self.in_proj = mixer.in_proj
+        self.out_proj = mixer.out_proj
+        self.width = int(mixer.intermediate_size)
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         """Project in and out."""
@@ -95,14 +97,14 @@ class Projections(nn.Module):
 
 
 def _mixer(shape: str, variant: Variant, tiny: bool) -> tuple[Any, Any]:
-    """The first mixer of the model, and the model's config."""
+    """Return the first mixer of the model, and the model's config."""
     model = _variant(shape, variant, tiny)
     mixer = next(module for module in model.modules() if hasattr(module, "A_log"))
     return (Projections(mixer) if variant == "projections alone" else mixer), model.config
 
 
 def set_up_mixer(shape: str, mode: str, t: int, variant: Variant, tiny: bool = False) -> Call:
-    """A mixer over a sequence."""
+    """Return a call of a mixer over a sequence."""
     mixer, _ = _mixer(shape, variant, tiny)
     width = mixer.in_proj.in_features
     generator = torch.Generator().manual_seed(1)
@@ -118,7 +120,7 @@ def _cache_of(transformers: Any, config: Any) -> Any:
 
 
 def set_up_mixer_token(shape: str, batch: int, variant: Variant, tiny: bool = False) -> Call:
-    """One token from the same cache, which is not put back: its numbers stay of one size."""
+    """Return a call of a mixer for one token; the cache is not reset, as its values keep their magnitude."""
     mixer, config = _mixer(shape, variant, tiny)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(batch, 5, mixer.in_proj.in_features, generator=generator)
@@ -131,7 +133,7 @@ def set_up_mixer_token(shape: str, batch: int, variant: Variant, tiny: bool = Fa
 
 
 def set_up_model(shape: str, mode: str, t: int, variant: Variant, tiny: bool = False) -> Call:
-    """A whole model over a sequence: the last logits, or the loss and the gradient of the embeddings."""
+    """Return a call of a model over a sequence: the last logits, or the loss and the gradient of the embeddings."""
     ids = _ids(1, 8 if tiny else t)
     if variant == "MambaLM":
         ours = _our_model(shape, tiny)
@@ -139,19 +141,19 @@ def set_up_model(shape: str, mode: str, t: int, variant: Variant, tiny: bool = F
     model = _variant(shape, variant, tiny)
     if mode == "forward":
         return forward(lambda: {"logits": model(ids, use_cache=False, logits_to_keep=1).logits})
-    wanted = {name: p for name, p in model.named_parameters() if "embed" in name}
+    embeddings = {name: p for name, p in model.named_parameters() if "embed" in name}
 
     def call() -> Mapping[str, Tensor]:
         loss = model(ids, labels=ids, use_cache=False).loss
         model.zero_grad()
         loss.backward()
-        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in wanted.items()}}
+        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in embeddings.items()}}
 
     return call
 
 
 def set_up_model_token(shape: str, batch: int, variant: Variant, tiny: bool = False) -> Call:
-    """One token of each row through a whole model, after a short prompt; the cache advances from call to call."""
+    """Return a call of a model for one token per row, after a short prompt; the cache advances with every call."""
     if variant == "MambaLM":
         ids = _ids(batch, 17)
         return stepping(_our_model(shape, tiny), ids[:, :16], ids[:, 16])

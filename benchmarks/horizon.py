@@ -17,7 +17,7 @@ CASES = {"stacks/whole": "all passes keep a graph", "stacks/horizon": "the last 
 
 
 def read_memory(path: Path) -> dict[str, dict[int, float]]:
-    """MiB by number of passes, of each case.
+    """Return MiB by number of passes, by case.
 
     Raises:
         ValueError: the file is not a result of the benchmarks, or lacks a case or its memory.
@@ -32,13 +32,13 @@ def read_memory(path: Path) -> dict[str, dict[int, float]]:
         raise ValueError(f"{path}: expected a run of {' and '.join(CASES)} with memory, got {error!r}") from error
 
 
-def plot(found: dict[str, dict[int, float]], target: Path) -> None:
-    """A line for each case."""
+def plot(cases: dict[str, dict[int, float]], target: Path) -> None:
+    """Draw one line per case."""
     from matplotlib.figure import Figure  # slow, and an extra
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="passes", ylabel="MiB above parameters and inputs", ylim=(0, None))
-    for name, by_passes in found.items():
+    for name, by_passes in cases.items():
         axes.plot(list(by_passes), list(by_passes.values()), "o-", label=CASES[name])
     axes.legend()
     with atomic_write(target) as temporary:
@@ -46,7 +46,7 @@ def plot(found: dict[str, dict[int, float]], target: Path) -> None:
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.horizon", description=__doc__.split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="JSON file of a run that measured both cases")
     parser.add_argument("picture", type=Path, help="PNG file to write")

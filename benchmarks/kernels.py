@@ -31,7 +31,7 @@ SEGMENT = 2048
 
 
 def set_up_product(shape: BlockShape) -> Call:
-    """One matrix product with as many multiplications as those of the SSD's forward have: what torch needs for them."""
+    """Return a call of one torch matrix product with as many multiplications as the SSD's forward pass."""
     n, p, chunk = shape.d_state, shape.headdim, SsdPath.fused().chunk_len_or_optimal(shape.d_state, shape.headdim)
     a_token = shape.heads * (2 * n * p + (chunk + 1) * p // 2) + (chunk + 1) * n // 2
     size = 512
@@ -41,7 +41,7 @@ def set_up_product(shape: BlockShape) -> Call:
 
 
 def scan_case(mode: Mode) -> Case:
-    """The SSD by the compiled kernels and by the portable paths."""
+    """Return the cases of the SSD, by the compiled kernels and by the portable algorithms."""
     contenders = tuple(
         Contender(
             name=path.algorithm,
@@ -63,7 +63,7 @@ def scan_case(mode: Mode) -> Case:
 
 
 def step_case(batch: int) -> Case:
-    """One token: our block, its projections alone, and the block of transformers."""
+    """Return the cases of one token: our block, its projections alone, and transformers' block."""
     shape = dataclasses.replace(LAYER_130M, batch=batch, t=64)
     builders = (
         ("projections alone", Projections, "projections", "anymamba"),
@@ -84,7 +84,7 @@ def step_case(batch: int) -> Case:
 
 
 def set_up_growth(t: int, d_model: int = LAYER_130M.d_model) -> Call:
-    """A sequence of `t` tokens through our block in segments, so that memory does not grow with it."""
+    """Return a call of our block over `t` tokens in segments, so that memory does not grow with the length."""
     block = our_block(dataclasses.replace(LAYER_130M, d_model=d_model))
     segment_btd = torch.randn(1, min(t, SEGMENT), d_model, generator=torch.Generator().manual_seed(3))
 
@@ -98,7 +98,7 @@ def set_up_growth(t: int, d_model: int = LAYER_130M.d_model) -> Call:
 
 
 def growth_case() -> Case:
-    """Time against length: every doubling should double it."""
+    """Return the case of time against length: every doubling of the length should double the time."""
     contenders = tuple(
         Contender(
             name=f"t{t}",

@@ -1,4 +1,4 @@
-"""Generation beside llama.cpp: the mamba2-130m shape with the same random weights, through a GGUF file of each format.
+"""Generation compared with llama.cpp: the mamba2-130m shape with the same random weights, in a GGUF file per format.
 
 Its formats are compared with ours of the same number of bits. Their codes differ, and with them the logits, so only
 those of float32 are compared. With weights in bfloat16 it rounds activations to bfloat16, as ours does when it computes
@@ -41,13 +41,13 @@ _AS_MATRIX = ("ssm_in.weight", "ssm_out.weight", "token_embd.weight")
 
 @cache
 def directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory for the files, as long as this process lives."""
+    """Return a directory for the files that lives as long as this process."""
     return tempfile.TemporaryDirectory()
 
 
 @cache
 def gguf_file(format: str, small: bool) -> Path:
-    """Our model as llama.cpp reads it; its tokens have arbitrary names."""
+    """Write our model as llama.cpp reads it, with arbitrary names of the tokens, and return the file."""
     gguf = import_module("gguf")
     model = our_model("mamba2-130m", small)
     config, block = model.config, model.config.block_config()
@@ -91,7 +91,7 @@ def gguf_file(format: str, small: bool) -> Path:
 
 
 def _theirs(name: str, x: Tensor, groups: int) -> Tensor:
-    """A itself, no axis of one in the convolution, one more in A and D."""
+    """Convert a tensor to llama.cpp's form: A itself, no singleton axis in the convolution, one more in A and D."""
     if name == "ssm_a":
         return -torch.exp(x).unsqueeze(1)
     if name == "ssm_d":
@@ -102,7 +102,7 @@ def _theirs(name: str, x: Tensor, groups: int) -> Tensor:
 
 
 def llama(format: str, small: bool) -> Any:
-    """Its model, with as many threads as ours."""
+    """Return llama.cpp's model, with as many threads as ours."""
     threads = torch.get_num_threads()
     return import_module("llama_cpp").Llama(
         str(gguf_file(format, small)),
@@ -120,7 +120,7 @@ def _logits(model: Any) -> dict[str, Tensor]:
 
 
 def their_decode(format: str, small: bool = False) -> Call:
-    """One token."""
+    """Return a call that decodes one token."""
     model, ids, token = llama(format, small), prompt(1, 64)[0].tolist(), prompt(1, 1)[0].tolist()
     model.eval(ids)
 
@@ -134,7 +134,7 @@ def their_decode(format: str, small: bool = False) -> Call:
 
 
 def their_prefill(format: str, t: int, small: bool = False) -> Call:
-    """A prompt."""
+    """Return a call that prefills a prompt."""
     model, ids = llama(format, small), prompt(1, t)[0].tolist()
 
     def run() -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def _forget(model: Any) -> None:
 
 
 def side_by_side(name: str, ours: Callable[..., Call], theirs: Callable[..., Call]) -> Case:
-    """Each of our formats beside its counterpart."""
+    """Return the cases that compare each of our formats with its counterpart."""
     contenders: list[Contender] = []
     for weights, format in FORMATS.items():
         computing = [weights, f"{weights}{IN_BFLOAT16}"] if weights == "bfloat16" else [weights]

@@ -43,7 +43,7 @@ TOKENS = 16
 
 
 class Peaks(NamedTuple):
-    """Bytes: of the weights, of the states, and the peaks over `import torch` after loading and after generating."""
+    """Bytes of the weights, of the states, and of the peaks above `import torch` after loading and generating."""
 
     stored: int
     states: int
@@ -68,12 +68,12 @@ def _run(code: str) -> str:
     return child.stdout
 
 
-def row(name: str, found: list[Peaks]) -> str:
-    """A line of the table."""
-    stored, states = found[0].stored, found[0].states
-    loading = max(peaks.loading for peaks in found)
+def row(name: str, peaks_by_prompt: list[Peaks]) -> str:
+    """Return a line of the table."""
+    stored, states = peaks_by_prompt[0].stored, peaks_by_prompt[0].states
+    loading = max(peaks.loading for peaks in peaks_by_prompt)
     cells = [_mib(stored), f"{_mib(loading)} ({loading / stored:.2f}×)"]
-    for peaks in found:
+    for peaks in peaks_by_prompt:
         cells += [f"{_mib(peaks.generating)} ({peaks.generating / stored:.2f}×)"]
         cells += [_mib(peaks.generating - stored - states)]
     return f"| {name} | {' | '.join(cells)} |"
@@ -84,7 +84,7 @@ def _mib(size: int) -> str:
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads that torch computes with (2)")
     options = parser.parse_args()
@@ -96,8 +96,8 @@ def main() -> int:
         cases: list[tuple[str, str, str | None]] = [(name, name, None) for name in FORMATS]
         cases += [(f"a float32 file as {name}", "float32", name) for name in FROM_FLOAT32]
         for name, stored, weights in cases:
-            found = [measure(Path(directory) / stored, weights, t, options.threads) for t in PROMPTS]
-            print(row(name, found), flush=True)
+            peaks_by_prompt = [measure(Path(directory) / stored, weights, t, options.threads) for t in PROMPTS]
+            print(row(name, peaks_by_prompt), flush=True)
     return 0
 
 

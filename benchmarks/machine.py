@@ -1,4 +1,4 @@
-"""The machine: what it is, and how busy other programs keep it."""
+"""The machine, and how busy other programs keep it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLES = ("ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_S
 
 
 def describe_machine() -> dict[str, Any]:
-    """The processor, its cores and vector width, memory, threads and versions; nothing that names this machine."""
+    """Return the processor, its cores and vector width, memory, threads and versions, but no name of the machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -32,25 +32,25 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-class ContextParallelGroup:
-    """How many cores other programs use, from the creation of this object on."""
+class OtherPrograms:
+    """A clock of how many cores other programs use, from its creation on."""
 
     def __init__(self) -> None:
         """Start the clock."""
         self._start = self._clock()
 
     def cores_used(self) -> float | None:
-        """Mean number of cores that programs other than this one kept busy, None where the system does not say."""
+        """Return the mean number of cores that other programs kept busy, None where the system does not report it."""
         stop = self._clock()
         if self._start is None or stop is None:
             return None
-        wall, everyone, own = (b - a for a, b in zip(self._start, stop, strict=True))
+        wall, all_programs, this_program = (b - a for a, b in zip(self._start, stop, strict=True))
         # Both counts tick in hundredths of a second, so a difference just below zero is possible.
-        return max(0.0, (everyone - own) / wall)
+        return max(0.0, (all_programs - this_program) / wall)
 
     @staticmethod
     def _clock() -> tuple[float, float, float] | None:
-        """Seconds: wall clock, processor time of all programs, processor time of this one."""
+        """Return seconds: wall clock, processor time of all programs, processor time of this one."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return None

@@ -1,4 +1,4 @@
-"""The cases of Mamba-1: a layer of mamba-130m, beside the block of transformers."""
+"""The cases of Mamba-1: a layer of mamba-130m, compared with transformers' block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYER_130M = BlockShape(batch=1, t=2048, d_model=768, d_state=16, headdim=1)
 
 
 def our_block(shape: BlockShape) -> Mamba1:
-    """Our block, the same weights at every call; the skip is random too, so that it counts."""
+    """Return our block with the same weights at every call; the skip is random too, so that it matters."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         block = Mamba1(d_model=shape.d_model, d_state=shape.d_state)
@@ -28,23 +28,24 @@ def our_block(shape: BlockShape) -> Mamba1:
 
 
 def portable_block(shape: BlockShape) -> nn.Module:
-    """Our block on the portable path."""
+    """Return our block on the portable algorithm."""
     return OnPath(our_block(shape), SsdPath.serial_recalculated())
 
 
 def transformers_block(shape: BlockShape) -> TransformersMamba1:
-    """The block of transformers with the weights of ours."""
+    """Return transformers' block with the weights of ours."""
     return TransformersMamba1(our_block(shape).state_dict(), d_model=shape.d_model, d_state=shape.d_state)
 
 
 class Projections(nn.Module):
-    """The four projections of a block and nothing between them: (b, t, d) -> (b, t, d)."""
+    """The four projections of a block with nothing between them: (b, t, d) -> (b, t, d)."""
 
     def __init__(self, shape: BlockShape) -> None:
-        """Take the projections of our block."""
+        """Keep the projections of our block."""
         super().__init__()
         block = our_block(shape)
-        self.width, self.rank = block.config.d_inner, block.config.dt_width
+        self.width = block.config.d_inner
+        self.rank = block.config.dt_width
         self.in_proj, self.x_proj, self.dt_proj, self.out_proj = (
             block.in_proj,
             block.x_proj,
@@ -60,7 +61,7 @@ class Projections(nn.Module):
 
 
 def block_case(mode: Mode, t: int) -> Case:
-    """Our block on its default and on its portable path, its projections alone, and the block of transformers."""
+    """Return the cases of our block, its portable algorithm, its projections alone, and transformers' block."""
     shape = dataclasses.replace(LAYER_130M, t=t)
     builders: tuple[tuple[str, Callable[[BlockShape], nn.Module], str, str], ...] = (
         ("anymamba", our_block, "block", "anymamba"),
@@ -83,7 +84,7 @@ def block_case(mode: Mode, t: int) -> Case:
 
 
 def step_case() -> Case:
-    """One token from a cache."""
+    """Return the cases of one token from a cache."""
     contenders = tuple(
         Contender(
             name=name,

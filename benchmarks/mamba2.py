@@ -40,7 +40,7 @@ class BlockShape:
 
     @property
     def heads(self) -> int:
-        """Number of heads h."""
+        """Return the number of heads h."""
         return 2 * self.d_model // self.headdim
 
 
@@ -50,17 +50,17 @@ TINY = BlockShape(batch=1, t=256, d_model=128, d_state=32, headdim=64)
 
 
 class Block(Protocol):
-    """What a block must offer to be timed token by token."""
+    """A block that can be timed token by token."""
 
     def prefill(self, x: Tensor, /) -> tuple[Tensor, Any]:
-        """(b, t, d) -> (b, t, d) and a cache."""
+        """Map (b, t, d) to (b, t, d) and a cache."""
 
     def step(self, x: Tensor, cache: Any, /) -> tuple[Tensor, Any]:
-        """(b, d) -> (b, d) and the cache after it."""
+        """Map (b, d) to (b, d) and the next cache."""
 
 
 def set_up_ssd(path: SsdPath, mode: Mode, shape: BlockShape) -> Call:
-    """The SSD on random inputs with steps and decay rates in the range of the official initialization."""
+    """Return a call of the SSD on random inputs, with step sizes and decay rates as officially initialized."""
     generator = torch.Generator().manual_seed(0)
     normal = partial(torch.randn, generator=generator)
     sizes_bt = (shape.batch, shape.t)
@@ -81,7 +81,7 @@ def set_up_ssd(path: SsdPath, mode: Mode, shape: BlockShape) -> Call:
 
 
 def our_block(shape: BlockShape) -> Mamba2:
-    """Our block, the same weights at every call; the norm and the skip are random too, so that both count."""
+    """Return our block with the same weights at every call; norm and skip are random too, so that both matter."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         block = Mamba2(d_model=shape.d_model, d_state=shape.d_state, headdim=shape.headdim)
@@ -91,13 +91,13 @@ def our_block(shape: BlockShape) -> Mamba2:
 
 
 def transformers_block(shape: BlockShape) -> TransformersMamba2:
-    """The block of transformers with the weights of ours."""
+    """Return transformers' block with the weights of ours."""
     weights = our_block(shape).state_dict()
     return TransformersMamba2(weights, d_model=shape.d_model, d_state=shape.d_state, headdim=shape.headdim)
 
 
 def transformers_mixer(shape: BlockShape) -> nn.Module:
-    """The same as a module from (b, t, d) to (b, t, d)."""
+    """Return transformers' block as a module from (b, t, d) to (b, t, d)."""
     return transformers_block(shape).mixer
 
 
@@ -105,56 +105,58 @@ class OnPath(nn.Module):
     """A block on one path of the scan."""
 
     def __init__(self, block: nn.Module, path: SsdPath) -> None:
-        """Hold the block and the path."""
+        """Keep the block and the path."""
         super().__init__()
-        self.block, self.path = block, path
+        self.block = block
+        self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, t, d) -> (b, t, d)."""
+        """Map (b, t, d) to (b, t, d)."""
         block: Any = self.block
         y_btd: Tensor = block.prefill(x, path=self.path)[0]
         return y_btd
 
 
 class Projections(nn.Module):
-    """The two projections of a block and nothing between them: (b, t, d) -> (b, t, d)."""
+    """The two projections of a block with nothing between them: (b, t, d) -> (b, t, d)."""
 
     def __init__(self, shape: BlockShape) -> None:
-        """Take the projections of our block."""
+        """Keep the projections of our block."""
         super().__init__()
         block = our_block(shape)
         self.width = block.config.d_inner
-        self.in_proj, self.out_proj = block.in_proj, block.out_proj
+        self.in_proj = block.in_proj
+        self.out_proj = block.out_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project in, drop all but the width that goes out, project out."""
+        """Project in, drop all channels but those of the output projection, project out."""
         return apply_linear(self.out_proj, apply_linear(self.in_proj, x)[..., : self.width])
 
     def prefill(self, x: Tensor, /) -> tuple[Tensor, None]:
-        """As a block that keeps nothing."""
+        """Process a sequence or a token as a block without a cache does."""
         return self(x), None
 
     def step(self, x: Tensor, cache: None, /) -> tuple[Tensor, None]:
-        """As a block that keeps nothing."""
+        """Process a sequence or a token as a block without a cache does."""
         return self(x), None
 
 
 class TorchProjections(Projections):
-    """The same by torch's own product, as an `nn.Linear` computes it."""
+    """The same projections by torch's own product, as an `nn.Linear` computes it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project in, drop all but the width that goes out, project out."""
+        """Project in, drop all channels but those of the output projection, project out."""
         out: Tensor = self.out_proj(self.in_proj(x)[..., : self.width])
         return out
 
 
 def portable_block(shape: BlockShape) -> nn.Module:
-    """Our block on the portable path."""
+    """Return our block on the portable algorithm."""
     return OnPath(our_block(shape), SsdPath.serial_recalculated())
 
 
 def set_up_block(build: Callable[[BlockShape], nn.Module], mode: Mode, shape: BlockShape) -> Call:
-    """A block on random input, with gradients to the input and all parameters where `mode` asks for them."""
+    """Return a call of a block on random input, with gradients of input and parameters if `mode` asks for them."""
     generator = torch.Generator().manual_seed(1)
     block = build(shape)
     x_btd, head_btd = torch.randn(2, shape.batch, shape.t, shape.d_model, generator=generator)
@@ -169,7 +171,7 @@ def set_up_block(build: Callable[[BlockShape], nn.Module], mode: Mode, shape: Bl
 
 
 def set_up_step(build: Callable[[BlockShape], Block], shape: BlockShape) -> Call:
-    """One token after `shape.t` others; each call continues from the cache that the one before it left."""
+    """Return a call of one token after `shape.t` others; each call continues from the cache of the previous one."""
     generator = torch.Generator().manual_seed(1)
     block = build(shape)
     x_btd = torch.randn(shape.batch, shape.t, shape.d_model, generator=generator)
@@ -186,7 +188,7 @@ def set_up_step(build: Callable[[BlockShape], Block], shape: BlockShape) -> Call
 
 
 def ssd_case(t: int, mode: Mode) -> Case:
-    """The SSD by each algorithm, each with its default chunk length."""
+    """Return the cases of the SSD by each algorithm, with its default chunk length."""
     shape = dataclasses.replace(LAYER_130M, t=t)
     contenders = tuple(
         Contender(
@@ -201,7 +203,7 @@ def ssd_case(t: int, mode: Mode) -> Case:
 
 
 def block_case(name: str, mode: Mode, shape: BlockShape, *, heavy_peers: bool) -> Case:
-    """Our block on its default and on its portable path, its projections alone, and the block of transformers."""
+    """Return the cases of our block, its portable algorithm, its projections alone, and transformers' block."""
     builders: tuple[tuple[str, Callable[[BlockShape], nn.Module], str, str], ...] = (
         ("anymamba", our_block, "block", "anymamba"),
         ("anymamba (portable)", portable_block, "block", "anymamba"),
@@ -224,7 +226,7 @@ def block_case(name: str, mode: Mode, shape: BlockShape, *, heavy_peers: bool) -
 
 
 def step_case(name: str, shape: BlockShape) -> Case:
-    """One token from a cache, by our block and by the one of transformers."""
+    """Return the cases of one token from a cache, by our block and by transformers'."""
     contenders = tuple(
         Contender(
             name=contender,
@@ -239,7 +241,7 @@ def step_case(name: str, shape: BlockShape) -> Case:
 
 
 def growth_case(mode: Mode, short: int, long: int) -> Case:
-    """Our block at two lengths: the ratio says how time grows with length."""
+    """Return the cases of our block at two lengths: their ratio shows how time grows with length."""
     contenders = tuple(
         Contender(
             name=f"t{t}",

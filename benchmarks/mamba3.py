@@ -1,4 +1,4 @@
-"""The cases of Mamba-3 beside our Mamba-2: SISO on both pathways, MIMO of rank 4, and quaternion rotation.
+"""The cases of Mamba-3 compared with our Mamba-2: SISO on both pathways, MIMO of rank 4, and quaternion rotation.
 
 The layer has the sizes of mamba3-187m; `seeds` has those that burn-mamba reports. Sequences run on the portable path.
 """
@@ -31,7 +31,7 @@ LAYER_187M = LAYER_130M
 
 
 def block_of(family: type[Mamba2] | type[Mamba3], shape: BlockShape, **options: Any) -> Mamba2 | Mamba3:
-    """A block with the same weights at every call."""
+    """Return a block with the same weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return family(d_model=shape.d_model, d_state=shape.d_state, headdim=shape.headdim, **options)
@@ -46,7 +46,7 @@ FAMILIES: dict[str, Callable[[BlockShape], Mamba2 | Mamba3]] = {
 
 
 def sequence_case(name: str, mode: Mode, shape: BlockShape, path: SsdPath) -> Case:
-    """Every family over a sequence, on one path; SISO on both pathways."""
+    """Return the cases of every family over a sequence, on one path; SISO on both pathways."""
 
     def on_path(family: str, path: SsdPath, shape: BlockShape) -> nn.Module:
         return OnPath(FAMILIES[family](shape), path)
@@ -68,7 +68,7 @@ def sequence_case(name: str, mode: Mode, shape: BlockShape, path: SsdPath) -> Ca
 
 
 def step_case(name: str, shape: BlockShape) -> Case:
-    """One token from a cache, every family."""
+    """Return the cases of one token from a cache, by every family."""
     contenders = tuple(
         Contender(
             name=family,

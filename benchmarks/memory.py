@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def measure_in_child(case: str, contender: str, threads: int) -> int:
-    """Bytes that the call of `contender` needs above its parameters and inputs, from a child process.
+    """Measure the bytes that a call of `contender` needs above its parameters and inputs, in a child process.
 
     Raises:
         RuntimeError: if the child fails, with what it wrote.
@@ -33,7 +33,7 @@ def measure_in_child(case: str, contender: str, threads: int) -> int:
 
 
 def measure_here(contender: Contender) -> int:
-    """Bytes that the first call of `contender` needs above its parameters and inputs, in this process.
+    """Measure the bytes that the first call of `contender` needs above its parameters and inputs, in this process.
 
     Where the kernel cannot reset a process's high-water mark the figure is by how much the mark rises, which is too
     small by what the set-up allocated and freed again.
@@ -49,7 +49,7 @@ def measure_here(contender: Contender) -> int:
 
 
 def high_water_mark() -> int:
-    """The largest resident set of this process since the last reset, in bytes."""
+    """Return the largest resident set of this process since the last reset, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -1,11 +1,11 @@
-"""Two workers with a thread each, against one process with two threads that trains on the same batches.
+"""Two ranks with one thread each, compared with one process with two threads that trains on the same batches.
 
 python -m benchmarks.parallel          # on two idle cores
 python -m benchmarks.parallel --tiny   # in a moment: that it works, and no figures
 
 A contender is started anew in each round, takes one step that does not count, and then some that do. Losses must agree.
-Memory is the most that a worker has resident during those steps, above what it has after a step of a tiny model. Bytes
-and time of context are those of exchanges between workers that share a row; the time is that in which a worker waits.
+Memory is the most that a rank has resident during those steps, above what it has after a step of a tiny model. Bytes
+and time of context are those of exchanges between ranks that share a row; the time is that in which a rank waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TINY = {"d_model": 32, "n_layer": 1}
 
 
 class Plan(NamedTuple):
-    """What a contender trains."""
+    """The training run of a contender."""
 
     name: str
     length: int
@@ -51,24 +51,24 @@ class Plan(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Processes; one has as many threads as there are workers elsewhere."""
+        """Return the number of ranks; a single one has as many threads as the others have ranks."""
         return 1 if not self.mesh else 2
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Return the tokens of a step."""
         return self.length * self.rows
 
 
-class Found(NamedTuple):
-    """What was measured of one run.
+class RunMeasurements(NamedTuple):
+    """The measurements of one run.
 
     Attributes:
-        seconds: of each step.
-        loss: of the first step.
-        memory: of the worker that needs most.
-        sent: bytes to neighbors in a step, of the worker that sends most.
-        waited: seconds for neighbors in a step, of the worker that waits most.
+        seconds: Seconds of each step.
+        loss: Loss of the first step.
+        memory: Bytes of the rank that needs most.
+        sent: Bytes to neighbors per step, of the rank that sends most.
+        waited: Seconds of waiting for neighbors per step, of the rank that waits most.
     """
 
     seconds: list[float]
@@ -79,12 +79,13 @@ class Found(NamedTuple):
 
 
 class TimedNeighbors:
-    """Counts the time in which a worker waits for its neighbors."""
+    """A clock of the time in which a rank waits for its neighbors."""
 
     def __init__(self, cp_group: ContextParallelGroup) -> None:
-        """Stand between the workers and their messages."""
+        """Wrap the calls that send and receive messages."""
         self.seconds = 0.0
-        self._send, self._receive = cp_group.send, cp_group.receive
+        self._send = cp_group.send
+        self._receive = cp_group.receive
         vars(cp_group).update(send=self._sending, receive=self._receiving)
 
     def _sending(self, values: Any, *, to_next: bool) -> tuple[TimedNeighbors, Any]:
@@ -92,20 +93,20 @@ class TimedNeighbors:
         return self, message
 
     def wait(self) -> None:
-        """Until a message is sent."""
+        """Wait until a message is sent."""
         began = perf_counter()
         self._work.wait()
         self.seconds += perf_counter() - began
 
     def _receiving(self, like: Any, *, from_prev: bool) -> Any:
         began = perf_counter()
-        found = self._receive(like, from_prev=from_prev)
+        values = self._receive(like, from_prev=from_prev)
         self.seconds += perf_counter() - began
-        return found
+        return values
 
 
 def start(directory: Path, plan: Plan, sizes: dict[str, Any], world: World) -> Trainer[Any]:
-    """A run that has taken no step yet."""
+    """Return a run that has taken no step yet."""
     config = TrainingConfig.from_dict(
         {
             "model": sizes,
@@ -121,7 +122,7 @@ def start(directory: Path, plan: Plan, sizes: dict[str, Any], world: World) -> T
 
 
 def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None:
-    """One of the processes of a contender: train, and write what was measured into the directory."""
+    """Train as one rank of a contender, and write the measurements into the directory."""
     keep_freed_memory()
     world = init_distributed()
     # What is imported on the way counts as there before.
@@ -141,12 +142,12 @@ def work(directory: Path, plan: Plan, sizes: dict[str, Any], steps: int) -> None
         seconds.append(perf_counter() - began)
     if cp_group and timed:
         sent, waited = (cp_group.sent - sent) // steps, (timed.seconds - waited) / steps
-    found = Found(seconds, loss, high_water_mark() - before, sent, waited)
-    (directory / f"found-{world.rank}.json").write_text(json.dumps(found))
+    measurements = RunMeasurements(seconds, loss, high_water_mark() - before, sent, waited)
+    (directory / f"rank-{world.rank}.json").write_text(json.dumps(measurements))
 
 
-def run(plan: Plan, sizes: dict[str, Any], steps: int) -> Found:
-    """What the processes of a contender have measured.
+def run(plan: Plan, sizes: dict[str, Any], steps: int) -> RunMeasurements:
+    """Run the ranks of a contender, and return their measurements.
 
     Raises:
         RuntimeError: they failed, with what they wrote.
@@ -154,45 +155,45 @@ def run(plan: Plan, sizes: dict[str, Any], steps: int) -> Found:
     print(f"{plan.name}, {plan.rows} x {plan.length:,} tokens", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "words.txt").write_bytes(_text())
-        arguments = ["-m", "benchmarks.parallel", "--worker", name, json.dumps(plan), json.dumps(sizes), str(steps)]
+        arguments = ["-m", "benchmarks.parallel", "--rank", name, json.dumps(plan), json.dumps(sizes), str(steps)]
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.world)]
         command = [sys.executable, *(launch if plan.world > 1 else []), *arguments]
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{plan.name}: exit code {done.returncode}\n{done.stderr}")
-        found = [Found(*json.loads(file.read_text())) for file in sorted(Path(name).glob("found-*.json"))]
-    most = {field: max(getattr(one, field) for one in found) for field in ("memory", "sent", "waited")}
-    return found[0]._replace(**most)
+        process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise RuntimeError(f"{plan.name}: exit code {process.returncode}\n{process.stderr}")
+        ranks = [RunMeasurements(*json.loads(file.read_text())) for file in sorted(Path(name).glob("rank-*.json"))]
+    most = {field: max(getattr(one, field) for one in ranks) for field in ("memory", "sent", "waited")}
+    return ranks[0]._replace(**most)
 
 
 def _text() -> bytes:
-    """Words that no two steps share, the same in every run."""
+    """Write words that no two steps share, the same in every run."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     return torch.randint(97, 123, (_TEXT,), generator=generator, dtype=torch.uint8).numpy().tobytes()
 
 
-def compare(plans: list[Plan], sizes: dict[str, Any], rounds: int, steps: int) -> dict[str, list[Found]]:
-    """Runs of contenders that take turns, by their names; the first is what the others are compared with.
+def compare(plans: list[Plan], sizes: dict[str, Any], rounds: int, steps: int) -> dict[str, list[RunMeasurements]]:
+    """Run contenders in interleaved rounds, print how they compare with the first, and return the runs by name.
 
     Raises:
         RuntimeError: their losses differ.
     """
-    found: dict[str, list[Found]] = {plan.name: [] for plan in plans}
+    runs_by_name: dict[str, list[RunMeasurements]] = {plan.name: [] for plan in plans}
     for _ in range(rounds):
         for plan in plans:
-            found[plan.name].append(run(plan, sizes, steps))
-    losses = {name: runs[0].loss for name, runs in found.items()}
+            runs_by_name[plan.name].append(run(plan, sizes, steps))
+    losses = {name: runs[0].loss for name, runs in runs_by_name.items()}
     if max(losses.values()) - min(losses.values()) > 1e-4 * min(losses.values()):
         raise RuntimeError(f"the contenders train something else: losses {losses}")
-    seconds = {name: [s for f in runs for s in f.seconds] for name, runs in found.items()}
+    seconds = {name: [s for f in runs for s in f.seconds] for name, runs in runs_by_name.items()}
     rates = {name: plans[0].tokens / statistics.median(times) for name, times in seconds.items()}
-    memory = {name: statistics.median(f.memory for f in runs) for name, runs in found.items()}
+    memory = {name: statistics.median(f.memory for f in runs) for name, runs in runs_by_name.items()}
     first = plans[0]
-    print(f"| {first.rows} x {first.length:,} tokens a step | tokens/s | ratio | memory of a worker | ratio |")
+    print(f"| {first.rows} x {first.length:,} tokens a step | tokens/s | ratio | memory of a rank | ratio |")
     print("|---|---:|---:|---:|---:|")
-    for name in found:
+    for name in runs_by_name:
         spread = [first.tokens / one for one in (max(seconds[name]), min(seconds[name]))]
         print(
             f"| {name} | {rates[name]:,.0f} ({spread[0]:,.0f} to {spread[1]:,.0f}) | "
@@ -201,35 +202,38 @@ def compare(plans: list[Plan], sizes: dict[str, Any], rounds: int, steps: int) -
             flush=True,
         )
     print()
-    return found
+    return runs_by_name
 
 
-def exchanges(runs: dict[int, list[Found]]) -> None:
-    """Bytes and time of context by the length of a row."""
-    print("| context = 2: tokens of a row | bytes that a worker sends in a step | waits for its neighbor | a step |")
+def exchanges(runs: dict[int, list[RunMeasurements]]) -> None:
+    """Print the bytes and the time of context parallelism by the length of a row."""
+    print("| context = 2: tokens of a row | bytes that a rank sends in a step | waits for its neighbor | a step |")
     print("|---:|---:|---:|---:|")
-    for length, found in sorted(runs.items()):
-        step = statistics.median(s for f in found for s in f.seconds)
-        waited = statistics.median(f.waited for f in found)
-        print(f"| {length:,} | {found[0].sent:,} | {waited:.3f} s ({waited / step:.1%}) | {step:.2f} s |", flush=True)
+    for length, length_runs in sorted(runs.items()):
+        step = statistics.median(s for f in length_runs for s in f.seconds)
+        waited = statistics.median(f.waited for f in length_runs)
+        print(
+            f"| {length:,} | {length_runs[0].sent:,} | {waited:.3f} s ({waited / step:.1%}) | {step:.2f} s |",
+            flush=True,
+        )
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", choices=["Mamba1", "Mamba2", "Mamba3"], default="Mamba2")
     parser.add_argument(
-        "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: rows divided over workers alone"
+        "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: rows divided over ranks alone"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="that count, in each round")
     parser.add_argument("--tiny", action="store_true", help="a small model and short rows")
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker is not None:
-        directory, plan, sizes, steps = options.worker
+    if options.rank is not None:
+        directory, plan, sizes, steps = options.rank
         work(Path(directory), Plan(*json.loads(plan)), json.loads(sizes), int(steps))
         return 0
     sizes = {**(SMALL if options.tiny else LARGE), "family": options.family}
@@ -242,8 +246,8 @@ def main() -> int:
     if options.optimizer != "adamw":
         return 0
     shared = {length: Plan("context = 2", length, 1, {"context": 2}) for length in lengths}
-    found = compare([Plan(one, lengths[1], 1, {}), shared[lengths[1]]], sizes, options.rounds, options.steps)
-    runs = {lengths[1]: found["context = 2"]}
+    by_name = compare([Plan(one, lengths[1], 1, {}), shared[lengths[1]]], sizes, options.rounds, options.steps)
+    runs = {lengths[1]: by_name["context = 2"]}
     for length in (lengths[0], lengths[2]):
         runs[length] = [run(shared[length], sizes, 1)]
     exchanges(runs)

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 
 class _Stepping:
-    """A mixer of transformers as something with `prefill` and `step`."""
+    """A mixer of transformers with the methods `prefill` and `step`."""
 
     transformers: Any
     config: Any
     mixer: nn.Module
 
     def prefill(self, x: Tensor) -> tuple[Tensor, Any]:
-        """(b, t, d) -> (b, t, d) and a new cache."""
+        """Map (b, t, d) to (b, t, d) and a new cache."""
         cache = self.transformers.DynamicCache(config=self.config)
         y: Tensor = self.mixer(x, cache_params=cache)
         return y, cache
 
     def step(self, x_bd: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """(b, d) -> (b, d) and `cache`, which is advanced in place."""
+        """Map (b, d) to (b, d) and `cache`, which is advanced in place."""
         y_btd: Tensor = self.mixer(x_bd.unsqueeze(1), cache_params=cache)
         return y_btd.squeeze(1), cache
 
@@ -35,7 +35,7 @@ class TransformersMamba1(_Stepping):
     """The Mamba-1 block of Hugging Face `transformers`.
 
     Attributes:
-        mixer: the block itself, (b, t, d) -> (b, t, d). Its parameters have the official names.
+        mixer: Block itself, (b, t, d) -> (b, t, d). Its parameters have the official names.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], *, d_model: int, d_state: int) -> None:
@@ -55,7 +55,7 @@ class TransformersMamba2(_Stepping):
     The norm's epsilon and the limits of dt are set to those of the official block and of ours.
 
     Attributes:
-        mixer: the block itself, (b, t, d) -> (b, t, d). Its parameters have the official names.
+        mixer: Block itself, (b, t, d) -> (b, t, d). Its parameters have the official names.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], *, d_model: int, d_state: int, headdim: int) -> None:

@@ -14,7 +14,7 @@ _HEADER = ("case", "contender", "median ms", "spread ms", "ratio", "peak MiB")
 
 @dataclass(kw_only=True)
 class Report:
-    """All that one run of the program found."""
+    """All results of one run of the program."""
 
     command: str
     machine: dict[str, Any]
@@ -22,7 +22,7 @@ class Report:
     refused: list[DisagreementError] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """The machine, the command, the table, and what cannot be trusted or was refused."""
+        """Return the report as Markdown: machine, command, table, and cases that failed or cannot be trusted."""
         sections = [self._machine_line(), f"```\n{self.command}\n```", self._table()]
         doubts = [
             f"Not to be trusted: `{result.case.name}`, {doubt}." for result in self.results if (doubt := result.doubt)
@@ -34,7 +34,7 @@ class Report:
         return "\n\n".join(sections) + "\n"
 
     def json(self) -> str:
-        """Everything, with every sample."""
+        """Return everything as a dict, with every sample."""
         document = {
             "command": self.command,
             "machine": self.machine,
@@ -112,5 +112,5 @@ def _case_as_json(result: CaseResult) -> dict[str, Any]:
 
 
 def _figure(milliseconds: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:#.3g}"

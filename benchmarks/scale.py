@@ -1,8 +1,8 @@
-"""What the cost model (`benchmarks.cost_model`) predicts for large models on many workers: tables, and a picture.
+"""Tables and a picture of what the cost model (`benchmarks.cost_model`) predicts for large models on many ranks.
 
 python -m benchmarks.scale --picture docs/scale.png
 
-Nothing is measured here. The figures of a worker are assumptions, and options.
+Nothing is measured here. The figures of a rank are assumptions, and options.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SHAPES = {
     "7B": {"d_model": 4096, "n_layer": 64, "vocab_size": 32768},
 }
 FAMILIES = {"Mamba-1": "Mamba1", "Mamba-2": "Mamba2", "Mamba-3": "Mamba3"}
-WORKERS = (8, 64, 512, 4096)
+RANKS = (8, 64, 512, 4096)
 LENGTHS = {"2k": 2**11, "128k": 2**17, "1M": 2**20, "10M": 10 * 2**20}
 GIGABITS = (10, 100, 400)
 GROUPED = 1024  # width of the keys of eight heads of 128, which groups of query heads share
 
 
 def sizes_by_name() -> dict[str, dict[str, Sizes]]:
-    """The sizes of every model, which computes in bfloat16, by its size and family."""
+    """Return the sizes of every model, computing in bfloat16, by size and family."""
     return {
         shape: {
             name: sizes_of(MambaLMConfig(**fields, ssm_cfg={"layer": family}), torch.bfloat16)  # type: ignore[arg-type]
@@ -52,34 +52,34 @@ def sizes_by_name() -> dict[str, dict[str, Sizes]]:
 
 
 def machine_with(gigabits: float, options: argparse.Namespace) -> Machine:
-    """A worker that sends so many Gbit/s."""
+    """Return a rank that sends so many Gbit/s."""
     return Machine(options.flops, gigabits * 1e9 / 8, options.latency, options.memory * 1e9)
 
 
 def sent(sizes: Sizes, mesh: Mesh) -> float:
-    """Bytes that a worker sends in a step; of those that share a row, one in the middle."""
+    """Return the bytes that a rank sends in a step; of those that share a row, one in the middle."""
     return sum(message.sent for message in messages(sizes, mesh, place=min(1, mesh.context - 1)))
 
 
 def bytes_table(sizes: dict[str, dict[str, Sizes]]) -> Iterator[str]:
-    """What a worker sends in a step, by what it shares."""
+    """Yield the tables of bytes per step, by how the ranks are arranged."""
     columns = [(shape, family) for shape, families in sizes.items() for family in families]
-    yield f"| bytes that a worker sends in a step | {' | '.join(f'{s} {f}' for s, f in columns)} |"
+    yield f"| bytes that a rank sends in a step | {' | '.join(f'{s} {f}' for s, f in columns)} |"
     yield "|---|" + "---:|" * len(columns)
 
     def row(name: str, cells: list[str]) -> str:
         return f"| {name} | {' | '.join(cells)} |"
 
-    found = [sizes[shape][family] for shape, family in columns]
-    yield row("parameters", [f"{x.parameters / 1e9:.2f} · 10⁹" for x in found])
-    yield row("operations of a token, forward and backward", [f"{x.flops() / 1e9:.1f} · 10⁹" for x in found])
+    models = [sizes[shape][family] for shape, family in columns]
+    yield row("parameters", [f"{x.parameters / 1e9:.2f} · 10⁹" for x in models])
+    yield row("operations of a token, forward and backward", [f"{x.flops() / 1e9:.1f} · 10⁹" for x in models])
     for count in (8, 4096):
-        yield row(f"replicate = {count:,}", [_bytes(sent(x, Mesh(replicate=count))) for x in found])
-    yield row("shard = 8", [_bytes(sent(x, Mesh(shard=8))) for x in found])
-    yield row("replicate = 512, shard = 8", [_bytes(sent(x, Mesh(replicate=512, shard=8))) for x in found])
-    # What is left after the gradients, which all workers add up whatever they share.
-    own = [sent(x, Mesh(context=8)) - sent(x, Mesh(replicate=8)) for x in found]
-    yield row("context, above the gradients, any length", [_bytes(x) for x in own])
+        yield row(f"replicate = {count:,}", [_bytes(sent(x, Mesh(replicate=count))) for x in models])
+    yield row("shard = 8", [_bytes(sent(x, Mesh(shard=8))) for x in models])
+    yield row("replicate = 512, shard = 8", [_bytes(sent(x, Mesh(replicate=512, shard=8))) for x in models])
+    # What is left after the gradients, which all ranks add up whatever they share.
+    added = [sent(x, Mesh(context=8)) - sent(x, Mesh(replicate=8)) for x in models]
+    yield row("context, above the gradients, any length", [_bytes(x) for x in added])
     for name, length in LENGTHS.items():
         cells = []
         for shape, _ in columns:
@@ -89,14 +89,14 @@ def bytes_table(sizes: dict[str, dict[str, Sizes]]) -> Iterator[str]:
         yield row(f"ring attention, {name} tokens: all heads / grouped", cells)
 
 
-def fastest(sizes: Sizes, workers: int, length: int, machine: Machine, tokens: int, most: int) -> tuple[Mesh, float]:
-    """The mesh with the shortest step whose `context` is at most `most`, and its seconds; ties go to less context."""
-    powers = [2**i for i in range(workers.bit_length())]
+def fastest(sizes: Sizes, ranks: int, length: int, machine: Machine, tokens: int, most: int) -> tuple[Mesh, float]:
+    """Return the mesh with the shortest step whose `context` is at most `most`, and its seconds."""
+    powers = [2**i for i in range(ranks.bit_length())]
     meshes = [
-        Mesh(workers // (shard * context), shard, context)
+        Mesh(ranks // (shard * context), shard, context)
         for context in powers
         for shard in powers
-        if shard * context <= workers and context <= most
+        if shard * context <= ranks and context <= most
     ]
     rows = max(1, tokens // length)
     timed = [(step_seconds(sizes, m, rows, length, machine), m) for m in meshes if fits(sizes, m, machine)]
@@ -105,33 +105,33 @@ def fastest(sizes: Sizes, workers: int, length: int, machine: Machine, tokens: i
 
 
 def time_table(shape: str, sizes: Sizes, options: argparse.Namespace) -> Iterator[str]:
-    """The shortest steps, with context and without."""
+    """Yield the tables of the shortest steps, with context and without."""
     speeds = " / ".join(map(str, GIGABITS))
     yield (
-        f"| {shape} Mamba-2: tokens of a row | workers | replicate · shard · context at {GIGABITS[1]} Gbit/s | "
+        f"| {shape} Mamba-2: tokens of a row | ranks | replicate · shard · context at {GIGABITS[1]} Gbit/s | "
         f"seconds of a step at {speeds} Gbit/s | without context | of ideal |"
     )
     yield "|---:|---:|---|---:|---:|---:|"
     for name, length in LENGTHS.items():
-        for workers in WORKERS:
-            found = []
+        for ranks in RANKS:
+            meshes = []
             for gigabits in GIGABITS:
                 machine = machine_with(gigabits, options)
-                shared = fastest(sizes, workers, length, machine, options.tokens, workers)
-                alone = fastest(sizes, workers, length, machine, options.tokens, 1)
-                found.append((shared, alone, machine))
-            (mesh, seconds), _, machine = found[1]
+                shared = fastest(sizes, ranks, length, machine, options.tokens, ranks)
+                alone = fastest(sizes, ranks, length, machine, options.tokens, 1)
+                meshes.append((shared, alone, machine))
+            (mesh, seconds), _, machine = meshes[1]
             tokens = max(1, options.tokens // length) * length
-            ideal = tokens * sizes.flops() / machine.flops / workers / seconds
-            times = [" / ".join(_seconds(run[which][1]) for run in found) for which in (0, 1)]
+            ideal = tokens * sizes.flops() / machine.flops / ranks / seconds
+            times = [" / ".join(_seconds(run[which][1]) for run in meshes) for which in (0, 1)]
             yield (
-                f"| {name} | {workers:,} | {mesh.replicate} · {mesh.shard} · {mesh.context} | {times[0]} | "
+                f"| {name} | {ranks:,} | {mesh.replicate} · {mesh.shard} · {mesh.context} | {times[0]} | "
                 f"{times[1]} | {ideal:.0%} |"
             )
 
 
 def tables(options: argparse.Namespace) -> Iterator[str]:
-    """All lines of all tables."""
+    """Yield all lines of all tables."""
     sizes = sizes_by_name()
     yield from bytes_table(sizes)
     for shape, families in sizes.items():
@@ -140,7 +140,7 @@ def tables(options: argparse.Namespace) -> Iterator[str]:
 
 
 def plot(options: argparse.Namespace, target: Path) -> None:
-    """Bytes against the length of a row, and seconds against the workers that share it."""
+    """Draw bytes over the length of a row, and seconds over the number of ranks that share it."""
     import matplotlib.pyplot as plt  # slow, and an extra
 
     shape, length = "1.3B", LENGTHS["1M"]
@@ -158,7 +158,7 @@ def plot(options: argparse.Namespace, target: Path) -> None:
     left.axhline(gradients, color="gray", linestyle=":", label="gradients, for comparison")
     left.set_xscale("log", base=2)
     left.set_yscale("log")
-    left.set(xlabel="tokens of a row", ylabel="bytes", title=f"sent by a worker of 8 that share a row, {shape}")
+    left.set(xlabel="tokens of a row", ylabel="bytes", title=f"sent by a rank of 8 that share a row, {shape}")
     left.legend(fontsize=8)
     _plot_seconds(right, families["Mamba-2"], length, options)
     right.set_title(f"a step of one row of {length:,} tokens, {shape} Mamba-2")
@@ -178,7 +178,7 @@ def _plot_seconds(axes: Any, sizes: Sizes, length: int, options: argparse.Namesp
     axes.plot(counts, [alone / count for count in counts], "--", color="gray", label="ideal")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set(xlabel="workers that share the row (dotted: the best number)", ylabel="seconds")
+    axes.set(xlabel="ranks that share the row (dotted: the best number)", ylabel="seconds")
     axes.legend(fontsize=8)
 
 
@@ -194,20 +194,20 @@ def _seconds(seconds: float) -> str:
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
-    """The assumptions, and where to draw."""
+    """Return the parsed options: the assumptions, and the file of the plot."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flops", type=float, default=2e14, help="operations a second that a worker achieves")
+    parser.add_argument("--flops", type=float, default=2e14, help="operations a second that a rank achieves")
     parser.add_argument("--latency", type=float, default=1e-5, help="seconds of a message, however short")
-    parser.add_argument("--memory", type=float, default=80, help="gigabytes of a worker")
+    parser.add_argument("--memory", type=float, default=80, help="gigabytes of a rank")
     parser.add_argument("--tokens", type=int, default=2**22, help="of a step, or one row if that is longer")
     parser.add_argument("--picture", type=Path, help="PNG file to write")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     options = options_of(sys.argv[1:])
     print("\n".join(tables(options)))
     if options.picture is not None:

@@ -1,11 +1,11 @@
-"""A server under load, beside `generate` and llama-server; turns of a conversation; memory of conversations.
+"""A server under load compared with `generate` and llama-server; turns of a conversation; memory of conversations.
 
 python -m benchmarks.serving throughput --model mamba2-130m --clients 1 8 32 64
 python -m benchmarks.serving llama --server path/to/llama-server --clients 1 8
 python -m benchmarks.serving turns --model mamba2-130m
 python -m benchmarks.serving memory
 
-A server is a process of its own with two threads, and its clients share the two cores with it. A client asks for 64
+A server is a separate process with two threads, and its clients share the two cores with it. A client asks for 64
 tokens after a prompt of 64, and again when it has them.
 
 throughput: `generate` gets as many such prompts as there are clients and reads them as one batch, or one by one, as the
@@ -50,14 +50,14 @@ from benchmarks.generation import CONFIGS, our_model
 from benchmarks.machine import describe_machine
 
 READ, WRITE = 64, 64
-# 64 conversations of 100,000 tokens are read in minutes, and a byte that is kept of each of their tokens is 2 % more.
+# 64 conversations of 100,000 tokens are read in minutes, and a byte per token would add 2 %.
 TWO_SMALL_LAYERS = MambaLMConfig(d_model=128, n_layer=2, vocab_size=256, ssm_cfg={"layer": "Mamba2"})
 SEGMENT_LEN = 256
 
 
 @contextmanager
 def serving(directory: str, *options: str, threads: int = 2) -> Iterator[Target]:
-    """Our server of a model, in a process of its own."""
+    """Start our server of a model in a separate process."""
     command = [sys.executable, "-m", "anymamba", "serve", directory, "--port", "0", "--threads", str(threads), *options]
     with process_of(command) as target:
         yield target
@@ -65,19 +65,19 @@ def serving(directory: str, *options: str, threads: int = 2) -> Iterator[Target]
 
 @contextmanager
 def process_of(command: list[str]) -> Iterator[Target]:
-    """A server, from the line in which it says where it listens until it has ended."""
+    """Start a server, wait for the line with its address, and stop it at the end of the context."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        said = []
+        lines = []
         try:
             for line in process.stdout:
-                said.append(line)
-                if found := re.search(r"listening on (http\S+)", line):
+                lines.append(line)
+                if address := re.search(r"listening on (http\S+)", line):
                     break
             else:
-                raise RuntimeError(f"{' '.join(command)} does not listen:\n{''.join(said[-5:])}")
+                raise RuntimeError(f"{' '.join(command)} does not listen:\n{''.join(lines[-5:])}")
             threading.Thread(target=process.stdout.read, daemon=True).start()  # or a full pipe would stop it
-            yield Target.from_url(found[1])
+            yield Target.from_url(address[1])
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
@@ -85,7 +85,7 @@ def process_of(command: list[str]) -> Iterator[Target]:
 
 @contextmanager
 def saved(model: MambaLM) -> Iterator[str]:
-    """A model with random weights in a directory, and a tokenizer in which every token is a word of its own."""
+    """Write a model with random weights, and a tokenizer in which every token is a word, into a directory."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     size = model.config.vocab_size
@@ -98,7 +98,7 @@ def saved(model: MambaLM) -> Iterator[str]:
 
 
 def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -> float:
-    """Tokens a second that `generate` writes in so many rows at once, whose prompts it reads together or one by one."""
+    """Measure the tokens per second of `generate` with so many rows, whose prompts are read together or one by one."""
     ids_bt = torch.randint(model.config.vocab_size, (rows, READ), generator=torch.Generator().manual_seed(seed))
     began = time.perf_counter()
     if one_by_one:
@@ -110,7 +110,7 @@ def offline(model: MambaLM, rows: int, seed: int, *, one_by_one: bool = False) -
 
 
 def load(target: Target, model: TargetModel, clients: int, waves: int, seed: int, **fields: Any) -> dict[str, Any]:
-    """So many clients, each of which asks `waves` times, with these fields in every request."""
+    """Run so many clients, each of which sends `waves` requests with these fields."""
     plan = LoadPlan(
         requests=clients * waves,
         seconds=None,
@@ -125,16 +125,16 @@ def load(target: Target, model: TargetModel, clients: int, waves: int, seed: int
     )
     load_test = LoadTest(target, plan, model)
     asyncio.run(load_test.run())
-    found = summarize(load_test.results)
-    if found["errors"]:
-        raise RuntimeError(f"requests failed: {found['errors']}, {found['error_messages']}")
-    if found["written_tokens"] != clients * waves * WRITE:
-        raise RuntimeError(f"expected {clients * waves * WRITE} tokens, got {found['written_tokens']}")
-    return found
+    summary = summarize(load_test.results)
+    if summary["errors"]:
+        raise RuntimeError(f"requests failed: {summary['errors']}, {summary['error_messages']}")
+    if summary["written_tokens"] != clients * waves * WRITE:
+        raise RuntimeError(f"expected {clients * waves * WRITE} tokens, got {summary['written_tokens']}")
+    return summary
 
 
 def throughput(name: str, clients: list[int], rounds: int, waves: int, tiny: bool) -> None:
-    """Tokens a second written by the server, and by `generate` with as many rows."""
+    """Compare the tokens per second of the server with those of `generate` with as many rows."""
     model = our_model(name, tiny)
     print(f"| {name}: clients | server, tokens/s | generate | ratio | prompts one by one | ratio | first token, p50 |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
@@ -148,14 +148,14 @@ def throughput(name: str, clients: list[int], rounds: int, waves: int, tiny: boo
                 batched.append(offline(model, count, i))
                 served_there.append(load(target, served, count, waves, i))
                 single.append(offline(model, count, i, one_by_one=True))
-            ours = statistics.median(found["written_tokens_per_second"] for found in served_there)
-            first = statistics.median(found["first_token_seconds"]["p50"] for found in served_there)
+            ours = statistics.median(summary["written_tokens_per_second"] for summary in served_there)
+            first = statistics.median(summary["first_token_seconds"]["p50"] for summary in served_there)
             ratios = (f"{x:.1f} | {ours / x:.2f}" for x in map(statistics.median, (batched, single)))
             print(f"| {count} | {ours:.1f} | {' | '.join(ratios)} | {1e3 * first:.0f} ms |", flush=True)
 
 
 def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int, tiny: bool) -> None:
-    """Tokens a second written by our server and by llama.cpp's, on the same weights."""
+    """Compare the tokens per second of our server with those of llama.cpp's, on the same weights."""
     from benchmarks.llama import FORMATS, gguf_file
 
     model = our_model("mamba2-130m", tiny)
@@ -186,13 +186,13 @@ def llama(server: str, weights: str, clients: list[int], rounds: int, waves: int
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def agreement(servers: dict[Target, TargetModel]) -> int:
-    """How many of 8 prompts the servers continue with the same likeliest token.
+    """Count the prompts, of 8, that both servers continue with the same likeliest token.
 
     Raises:
         RuntimeError: fewer than half, so that they cannot have the same weights.
@@ -212,7 +212,7 @@ def agreement(servers: dict[Target, TargetModel]) -> int:
 
 
 def post(target: Target, body: dict[str, Any]) -> Any:
-    """The answer to a completion."""
+    """Return the response to a completion request."""
     with closing(http.client.HTTPConnection(target.host, target.port, timeout=3600)) as connection:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -245,7 +245,7 @@ async def talk(target: Target, model: str, turns: int, seed: int) -> tuple[list[
 
 
 def turns(name: str, conversations: int, tiny: bool) -> None:
-    """Time to the first token in the course of a conversation whose every turn has as much new text."""
+    """Print the time to the first token by turn of a conversation whose turns have equally much new text."""
     print(f"| {name}: turn | time to first token (median of {conversations}) | tokens read |")
     print("|---:|---:|---:|")
     with saved(our_model(name, tiny)) as directory, serving(directory) as target:
@@ -259,7 +259,7 @@ def turns(name: str, conversations: int, tiny: bool) -> None:
 
 
 def resident(target: Target) -> int:
-    """Bytes of memory that the server has."""
+    """Return the server's resident memory in bytes."""
     with closing(http.client.HTTPConnection(target.host, target.port)) as connection:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
@@ -267,7 +267,7 @@ def resident(target: Target) -> int:
 
 
 def open_conversations(target: Target, vocab_size: int, count: int, tokens: int) -> None:
-    """Sessions that have read so many tokens and written a few."""
+    """Open sessions that have read so many tokens and generated a few."""
     chance = random.Random(tokens)
     for i in range(count):
         ids = [chance.randrange(vocab_size) for _ in range(tokens)]
@@ -276,7 +276,7 @@ def open_conversations(target: Target, vocab_size: int, count: int, tokens: int)
 
 
 def memory(count: int, long: int, short: int) -> None:
-    """Memory of a server with so many long conversations open, and of one with as many short ones."""
+    """Compare the memory of a server with so many long conversations and with as many short ones."""
     model, vocab, found = MambaLM(TWO_SMALL_LAYERS).eval(), TWO_SMALL_LAYERS.vocab_size, {}
     size, patient = model.init_cache(1).nbytes, ("--request-seconds", "3600")
     width = TWO_SMALL_LAYERS.d_model
@@ -298,7 +298,7 @@ def memory(count: int, long: int, short: int) -> None:
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,22 +29,22 @@ def _fields(shape: BlockShape) -> dict[str, Any]:
 
 
 def pair(shape: BlockShape) -> nn.Module:
-    """One pair of our bidirectional stack, with the same weights at every call."""
+    """Return one pair of our bidirectional stack, with the same weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return BidirectionalStack(**_fields(shape), n_layer=2)
 
 
 class ByHand(nn.Module):
-    """The same pair: two norms and blocks, and flips."""
+    """The same pair written by hand: two norms and blocks, and flips."""
 
     def __init__(self, shape: BlockShape) -> None:
-        """Take the layers of the stack."""
+        """Keep the layers of the stack."""
         super().__init__()
         self.layers = pair(shape).layers
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, t, d) -> (b, t, d)."""
+        """Map (b, t, d) to (b, t, d)."""
         there, back = self._parts(0), self._parts(1)
         f, g = there[1](there[0](x)), back[1](back[0](x.flip(1))).flip(1)
         return x + (f + g) / 2
@@ -55,7 +55,7 @@ class ByHand(nn.Module):
 
 
 def pair_case(mode: Mode, shape: BlockShape) -> Case:
-    """A bidirectional pair beside two blocks and flips by hand."""
+    """Return the cases of a bidirectional pair, compared with two blocks and flips by hand."""
     builders: dict[str, Callable[[BlockShape], nn.Module]] = {"pair": pair, "by hand": ByHand}
     contenders = tuple(
         Contender(
@@ -70,14 +70,14 @@ def pair_case(mode: Mode, shape: BlockShape) -> Case:
 
 
 def deep(depth: int, horizon: int | None, shape: BlockShape) -> nn.Module:
-    """A stack of virtual layers whose last passes, or all, keep a graph."""
+    """Return a stack of virtual layers whose last passes, or all, keep a graph."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Stack(**_fields(shape), n_layer=1, n_virtual=depth, grad_horizon=horizon)
 
 
 def horizon_case(name: str, horizon: int | None, shape: BlockShape) -> Case:
-    """Training at several depths."""
+    """Return the cases of training at several depths."""
     contenders = tuple(
         Contender(
             name=f"{depth} passes",
@@ -91,7 +91,7 @@ def horizon_case(name: str, horizon: int | None, shape: BlockShape) -> Case:
 
 
 def _set_up_steps(fields: dict[str, Any], shape: BlockShape) -> Call:
-    """One token through a stack; each call continues from the cache that the one before it left."""
+    """Return a call of a stack for one token; each call continues from the cache of the previous one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stack = Stack(**_fields(shape), **fields).eval()
@@ -108,7 +108,7 @@ def _set_up_steps(fields: dict[str, Any], shape: BlockShape) -> Call:
 
 
 def virtual_case(shape: BlockShape) -> Case:
-    """Steps of eight virtual layers over two beside those of eight real ones."""
+    """Return the cases of a step of eight virtual layers over two, compared with eight real ones."""
     kinds: dict[str, dict[str, Any]] = {"virtual": {"n_layer": 2, "n_virtual": 8}, "real": {"n_layer": 8}}
     contenders = tuple(
         Contender(
@@ -138,7 +138,7 @@ _TINY_CLASSIFIER = ClassifierShape(batch=1, t=8, d_model=64, n_layer=1)
 
 
 def our_classifier(shape: ClassifierShape) -> Any:
-    """A classifier with the mean of its steps before the head, with the same weights at every call."""
+    """Return a classifier with mean pooling, with the same weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stack = {"d_model": shape.d_model, "n_layer": shape.n_layer, "ssm_cfg": {"layer": "Mamba1"}}
@@ -146,24 +146,25 @@ def our_classifier(shape: ClassifierShape) -> Any:
 
 
 class TheirClassifier(nn.Module):
-    """transformers' Mamba backbone with the same head and weights."""
+    """A classifier on transformers' Mamba backbone with the same head and weights."""
 
     def __init__(self, shape: ClassifierShape) -> None:
-        """Take the weights of ours."""
+        """Copy the weights of our classifier."""
         super().__init__()
         transformers, ours = import_module("transformers"), our_classifier(shape)
         transformers.utils.logging.set_verbosity_error()
         config = transformers.MambaConfig(
             vocab_size=shape.vocab, hidden_size=shape.d_model, num_hidden_layers=shape.n_layer, use_cache=False
         )
-        self.backbone, self.head = transformers.MambaModel(config), ours.head
+        self.backbone = transformers.MambaModel(config)
+        self.head = ours.head
         names = {"embeddings.weight": "embedding.weight"}
         weights = ours.state_dict()
         own = self.backbone.state_dict()
         self.backbone.load_state_dict({name: weights[names.get(name, f"backbone.{name}")] for name in own})
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(b, t) -> (b, k)."""
+        """Map (b, t) to (b, k)."""
         logits: Tensor = self.head(self.backbone(ids).last_hidden_state.mean(1))
         return logits
 
@@ -180,14 +181,14 @@ def _set_up_classifier(ours: bool, shape: ClassifierShape) -> Call:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    """The embedding and all layers, by names that both have."""
+    """Return the parameters of the embedding and all layers, by names that both models have."""
     embedding = model.embedding if hasattr(model, "embedding") else model.backbone.embeddings
     layers = {name: x for name, x in model.backbone.named_parameters() if name.startswith(("layers", "norm_f"))}
     return {"embedding": embedding.weight, **layers}
 
 
 def classifier_case(shape: ClassifierShape) -> Case:
-    """A training step of a classifier beside transformers' backbone and a linear head, without the optimizer's part."""
+    """Return the cases of a classifier's forward and backward pass, compared with transformers' backbone and a head."""
     contenders = tuple(
         Contender(
             name=name,

@@ -1,4 +1,4 @@
-"""The cases of training: a step of the mamba2-130m shape beside transformers, and what the trainer adds to a step.
+"""The cases of training: a step of the mamba2-130m shape compared with transformers, and the trainer's overhead.
 
 A step is forward, backward and torch's fused AdamW. The contenders have the same weights and read the same random
 tokens; their losses and the gradients of the first layer's projection must agree. Memory is what a step needs above
@@ -37,20 +37,21 @@ _CORPUS_BYTES = 2**20
 
 
 class Matrices(nn.Module):
-    """The projections, embedding and head of the model, and nothing between them: what no implementation can avoid."""
+    """The projections, embedding and head of a model with nothing between them: what no implementation can avoid."""
 
     def __init__(self, small: bool) -> None:
-        """Take the parameters of our model."""
+        """Keep the parameters of our model."""
         super().__init__()
         model: Any = our_model.__wrapped__(CONFIG, small)
-        self.embedding, self.head = model.backbone.embedding, model.lm_head
+        self.embedding = model.backbone.embedding
+        self.head = model.lm_head
         self.layers = nn.ModuleList(
             nn.ModuleDict({"in_proj": layer.mixer.in_proj, "out_proj": layer.mixer.out_proj})
             for layer in model.backbone.layers
         )
 
     def loss(self, ids_bt: Tensor) -> Tensor:
-        """The mean cost of the next token under a stack of projections."""
+        """Return the mean loss of the next token under a stack of projections."""
         hidden_btd = self.embedding(ids_bt)
         for layer in self.layers:
             projections: Any = layer
@@ -60,7 +61,7 @@ class Matrices(nn.Module):
 
 
 def build(name: str, small: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """A model, and its mean cost of the next token."""
+    """Return a model and the function that computes its mean loss."""
     if name == "matrices alone":
         matrices = Matrices(small)
         return matrices, matrices.loss
@@ -72,7 +73,7 @@ def build(name: str, small: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]
 
 
 def set_up_step(name: str, t: int, small: bool = False) -> Call:
-    """Steps on one row of tokens; gradients and optimizer state are there before the first."""
+    """Return a call of training steps on one row; gradients and optimizer state exist before the first."""
     ids_bt = prompt(1, t)
     model, loss_of = build(name, small)
     model.train()
@@ -96,7 +97,7 @@ def set_up_step(name: str, t: int, small: bool = False) -> Call:
 
 
 def step_case(t: int) -> Case:
-    """Whole training steps: ours, those of transformers, and those of a model that is only its matrices."""
+    """Return the cases of whole training steps: ours, transformers', and those of the matrix products alone."""
     contenders = tuple(
         Contender(
             name=name,
@@ -112,7 +113,7 @@ def step_case(t: int) -> Case:
 
 
 def start_run(**sections: Any) -> Trainer[LanguageTask]:
-    """A run on random words, in its own directory."""
+    """Return a run on random words, in a directory of its own."""
     directory = Path(tempfile.mkdtemp(prefix="anymamba-benchmark-"))
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(97, 123, (_CORPUS_BYTES,), generator=generator, dtype=torch.uint8)
@@ -127,7 +128,7 @@ def start_run(**sections: Any) -> Trainer[LanguageTask]:
 
 
 def set_up_trainer(bare: bool, small: bool = False) -> Call:
-    """Steps of a run; `bare`: forward, backward and optimizer alone, on batches that already exist."""
+    """Return a call of steps of a run; `bare`: forward, backward and optimizer alone, on existing batches."""
     trainer = start_run(model={"depth": 1 if small else 4})
     trainer.save()
     if bare:
@@ -157,7 +158,7 @@ def set_up_trainer(bare: bool, small: bool = False) -> Call:
 
 
 def trainer_case() -> Case:
-    """What the trainer does around forward, backward and optimizer: batches, clipping, checks, metrics, display."""
+    """Return the case of the trainer's overhead: batches, clipping, checks, metrics, display."""
     contenders = tuple(
         Contender(
             name=name,

@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Milliseconds of a forward, of a forward and backward, and the size of what they computed."""
+    """Milliseconds of a forward, and of a forward and backward pass, and a checksum of the results."""
 
     forward: float
     both: float
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 
 
 def parse_tile(text: str) -> str:
-    """A tile as `8x2`.
+    """Return a tile as `8x2`.
 
     Raises:
         argparse.ArgumentTypeError: it is something else.
@@ -61,7 +61,7 @@ def parse_tile(text: str) -> str:
 
 
 def build(tile: str, isa: str, folder: Path) -> Path:
-    """The library with that tile, for one instruction set."""
+    """Build the library with that tile for one instruction set, and return it."""
     target = folder / tile
     options = [f"-DANYMAMBA_VARIANTS={isa}", f"-DANYMAMBA_TILE={tile}"]
     for command in (["-S", str(ROOT), "-B", str(target), *options], ["--build", str(target)]):
@@ -70,7 +70,7 @@ def build(tile: str, isa: str, folder: Path) -> Path:
 
 
 def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
-    """With the library of this process: the SSD of a mamba2-130m layer, the best of three calls."""
+    """Measure the SSD of a mamba2-130m layer with this process's library, the best of three calls."""
     from dataclasses import replace
 
     from anymamba import SsdPath
@@ -90,7 +90,7 @@ def measure_here(chunk_rows: list[int], tokens: int) -> dict[int, Measured]:
 
 
 def measure(library: Path, options: argparse.Namespace) -> tuple[dict[int, Measured], float | None]:
-    """`measure_here` in a process with another library, and the cores that other programs used meanwhile."""
+    """Run `measure_here` in a process with another library; also return the cores that other programs used."""
     command = [sys.executable, "-m", "benchmarks.tune", "--here", "--tokens", str(options.tokens), "--chunk-rows"]
     command += map(str, options.chunk_rows)
     environment = {**os.environ, "ANYMAMBA_LIBRARY": str(library)}
@@ -100,7 +100,7 @@ def measure(library: Path, options: argparse.Namespace) -> tuple[dict[int, Measu
 
 
 def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
-    """Of every choice.
+    """Measure every choice.
 
     Raises:
         ValueError: the choices do not compute the same.
@@ -116,7 +116,7 @@ def medians(samples: dict[Choice, list[Measured]]) -> dict[Choice, Measured]:
 
 
 def best(found: dict[Choice, Measured], present: Choice) -> Choice:
-    """The fastest forward and backward, or the present choice if it is as fast except for noise."""
+    """Return the fastest choice, or the present one if it is as fast except for noise."""
     fastest = min(found, key=lambda choice: found[choice].both)
     if present in found and found[present].both <= (1 + NOISE) * found[fastest].both:
         return present
@@ -124,7 +124,7 @@ def best(found: dict[Choice, Measured], present: Choice) -> Choice:
 
 
 def report(found: dict[Choice, Measured], present: Choice, isa: str) -> str:
-    """The table, and what to write."""
+    """Return the table, and the constants to write."""
     lines = ["| tile | rows of a chunk | forward | forward + backward |", "|---|---:|---:|---:|"]
     for (tile, rows), (forward, both, _) in sorted(found.items(), key=lambda item: item[1].both):
         lines.append(f"| {tile} | {rows} | {forward:.2f} ms | {both:.2f} ms |")
@@ -136,7 +136,7 @@ def report(found: dict[Choice, Measured], present: Choice, isa: str) -> str:
 
 
 def warning(others: list[float | None], advice: str) -> str:
-    """A line about the cores that other programs used, the most of several times; empty if the machine was idle."""
+    """Return a line about the cores that other programs used at most; empty if the machine was idle."""
     from benchmarks.harness import MAX_CORES_USED_BY_OTHERS
 
     most = max((used for used in others if used is not None), default=0.0)
@@ -144,7 +144,7 @@ def warning(others: list[float | None], advice: str) -> str:
 
 
 def main() -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--tiles", type=parse_tile, nargs="+", help="rows x vectors; several for each instruction set")
     parser.add_argument("--chunk-rows", type=int, nargs="+", default=CHUNK_ROWS, metavar="N", help="steps times ranks")
@@ -152,11 +152,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (2048)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    from benchmarks.machine import ContextParallelGroup
+    from benchmarks.machine import OtherPrograms
 
     if options.here:
-        neighbors = ContextParallelGroup()
-        print(json.dumps((measure_here(options.chunk_rows, options.tokens), neighbors.cores_used())))
+        other_programs = OtherPrograms()
+        print(json.dumps((measure_here(options.chunk_rows, options.tokens), other_programs.cores_used())))
         return 0
     from anymamba.kernels.cpu.bindings import LIBRARY
     from anymamba.kernels.cpu.scan_kernels import CHUNK_ROWS as PRESENT_ROWS
@@ -165,9 +165,9 @@ def main() -> int:
         parser.error(f"the kernels must be built, but: {LIBRARY.reason}")
     tiles = options.tiles or TILES[LIBRARY.isa]
     samples: dict[Choice, list[Measured]] = defaultdict(list)
-    neighbors = ContextParallelGroup()
+    other_programs = OtherPrograms()
     time.sleep(1)
-    others = [neighbors.cores_used()]
+    others = [other_programs.cores_used()]
     print(warning(others, "do not trust what follows"), end="", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         libraries = {tile: build(tile, LIBRARY.isa, Path(folder)) for tile in tiles}

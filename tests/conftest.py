@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("patient")
 
 
 def pytest_sessionstart():
-    """Refuse to skip what is required: kernels that a compiler failed to build, and the page's tests in a browser."""
+    """Raise if required kernels were not built, or a required browser is missing, instead of skipping their tests."""
     if os.environ.get("ANYMAMBA_REQUIRE_BROWSER") == "1" and chromium() is None:
         raise pytest.UsageError("expected a browser, as ANYMAMBA_REQUIRE_BROWSER asks for one, got none")
     if os.environ.get("ANYMAMBA_REQUIRE_KERNELS") != "1" or os.environ.get("ANYMAMBA_KERNELS") == "off":
@@ -39,7 +39,7 @@ def pytest_sessionstart():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fill what `torch.empty` returns with NaN, so that a value nobody wrote is seen."""
+    """Fill what `torch.empty` returns with NaN, so that a value that was never written is seen."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -53,7 +53,7 @@ def seed():
 
 @pytest.fixture
 def unchecked():
-    """Switch the annotations' checks off: for bad input, which must meet our own errors, and for tracing."""
+    """Switch the checks of annotations off: for invalid input, which must meet our own errors, and for tracing."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""The code blocks of a page, run in order as a reader would who pastes them.
+"""Runs the code blocks of a page in order, as a reader who pastes them would.
 
 `python -m tests.documents PAGE DIRECTORY` runs those of one page in a directory that has what the documents speak of:
 a model, texts, a config. Python blocks of a page share their names. Of a shell block, commands of `anymamba` run in the
@@ -62,27 +62,27 @@ class Block(NamedTuple):
 
     @property
     def marked(self):
-        """Whether it says itself what it needs."""
+        """Return whether the block is marked as one that is checked and not run."""
         return bool(MARK.match(self.code))
 
     @property
     def place(self):
-        """For people."""
+        """Return the page and line for messages."""
         return f"{self.page.name}, line {self.line}"
 
     @property
     def lines(self):
-        """Commands of a shell block, each whole."""
+        """Return the commands of a shell block, each on one line."""
         return [line for line in self.code.replace("\\\n", " ").splitlines() if line.strip() and line[:1] != "#"]
 
 
 def pages():
-    """Every page whose code is promised to run."""
+    """Return every page whose code must run."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page):
-    """The blocks of a page. One without a language is a shell's if it begins with a command, and otherwise no code."""
+    """Return the blocks of a page. One without a language is shell code if it begins with a command, else no code."""
     found, opened = [], None
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = re.match(r"\s*(```+)\s*([\w+-]*)", line)
@@ -102,7 +102,7 @@ def blocks(page):
 
 
 def check(block):
-    """Refuse a block that cannot be run by anybody."""
+    """Raise for a block that nobody can run."""
     if block.language == "python":
         tree = ast.parse(block.code, block.place)
         for node in ast.walk(tree):
@@ -124,7 +124,7 @@ def check(block):
 
 
 def check_command(line):
-    """Refuse a command with an option, target or module that there is not."""
+    """Raise for a command with an option, target or module that does not exist."""
     words = shlex.split(line, comments=True)
     words = words[next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), 0) :]
     if words[:1] == ["anymamba"] and "|" not in words:
@@ -141,7 +141,7 @@ def check_command(line):
 
 
 def arguments(words):
-    """Of a command line of anymamba: those after the name, without what is the shell's."""
+    """Return the arguments of an anymamba command line, without the shell's own."""
     found = []
     for word in words[1:]:
         if word in (">", "2>", "<", "&", "&&", ";"):
@@ -171,7 +171,7 @@ def run_shell(block):
 
 
 def prepare(directory):
-    """Put what the documents speak of into a directory: models, texts, prompts, configs."""
+    """Write the files that the documents use into a directory: models, texts, prompts, configs."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,10 +1,10 @@
-"""The part of the suite that a processor can change, once for every kind of processor that this one can play.
+"""Runs the tests that can differ between processors, for every kind of processor that this one can stand in for.
 
     python -m tests.processors            every row
     python -m tests.processors --quick    a few rows and tests: at most 4 minutes on two idle cores
 
 A row is a set of variables: which vector instructions torch, MKL and our kernels use, and how many threads. A row that
-this processor cannot play is skipped, with the reason. Exits with 1 if a row failed.
+this processor cannot run is skipped, with the reason. Exits with 1 if a row failed.
 """
 
 import argparse
@@ -50,28 +50,28 @@ QUICK_KERNELS = (*QUICK, "tests/kernels")
 
 @functools.cache
 def probe(**variables: str) -> dict[str, str]:
-    """What torch and our kernels say that they use in a process with these variables."""
+    """Return what torch and our kernels use in a process with these variables."""
     code = (
         "import torch; from anymamba.kernels.cpu.bindings import LIBRARY;"
         "print(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.backends.mkl.is_available(),"
         " torch.backends.mkldnn.is_available(), LIBRARY.isa or 'none', sep='|')"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("ATEN_CPU_CAPABILITY", "ANYMAMBA_ISA")}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env={**environment, **variables}, capture_output=True, text=True, check=True
     )
-    return dict(zip(("torch", "aten", "mkl", "onednn", "isa"), found.stdout.strip().split("|"), strict=True))
+    return dict(zip(("torch", "aten", "mkl", "onednn", "isa"), process.stdout.strip().split("|"), strict=True))
 
 
-def no_aten(wanted: str) -> Callable[[], str]:
-    """torch believes the variable, whatever the processor has: what it would choose itself is the limit."""
+def no_aten(level: str) -> Callable[[], str]:
+    """Return a check that torch has this level; torch obeys the variable on any processor."""
     order = ["DEFAULT", "AVX2", "AVX512"]
 
     def reason() -> str:
         has = probe()["aten"]
-        if has in order and order.index(wanted) <= order.index(has):
+        if has in order and order.index(level) <= order.index(has):
             return ""
-        return f"torch has {has} here, not {wanted}"
+        return f"torch has {has} here, not {level}"
 
     return reason
 
@@ -84,16 +84,16 @@ def no_onednn() -> str:
     return "" if probe()["onednn"] == "True" else "this torch has no oneDNN"
 
 
-def no_isa(wanted: str) -> Callable[[], str]:
+def no_isa(level: str) -> Callable[[], str]:
     def reason() -> str:
-        found = probe(ANYMAMBA_ISA=wanted)["isa"]
-        return "" if found == wanted else f"the kernels have {found} here, not {wanted}"
+        isa = probe(ANYMAMBA_ISA=level)["isa"]
+        return "" if isa == level else f"the kernels have {isa} here, not {level}"
 
     return reason
 
 
 def no_wide() -> str:
-    """Builds AVX-512's vectors for AVX2, which takes about a minute."""
+    """Build AVX-512's vectors for AVX2, which takes about a minute, and return why it cannot be done."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"the wide variant is for x86-64, this is {platform.machine()}"
     if not shutil.which("cmake"):
@@ -103,8 +103,8 @@ def no_wide() -> str:
         ["cmake", "--build", str(WIDE.parent)],
     ):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = probe(ANYMAMBA_LIBRARY=str(WIDE))["isa"]
-    return "" if found == "wide" else "this processor has no AVX2"
+    isa = probe(ANYMAMBA_LIBRARY=str(WIDE))["isa"]
+    return "" if isa == "wide" else "this processor has no AVX2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +112,11 @@ class Row:
     """One kind of processor.
 
     Args:
-        name: what the table calls it.
-        variables: the environment that makes this processor play it.
-        missing: why it cannot be played here; empty where it can.
-        tests: what is run in `make test-processors`.
-        quick: what is run with `--quick`; nothing: not part of it.
+        name: Name in the table.
+        variables: Environment variables that select it.
+        missing: Function that returns why it cannot run here; empty if it can.
+        tests: Tests of `make test-processors`.
+        quick: Tests with `--quick`; empty if it is not part of that.
     """
 
     name: str
@@ -157,7 +157,7 @@ ROWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a row ended: passed, failed or skipped, and in one line how or why."""
+    """The result of a row: passed, failed or skipped, with a line of explanation."""
 
     name: str
     result: str
@@ -166,11 +166,11 @@ class Outcome:
 
 
 def run(row: Row, tests: tuple[str, ...]) -> Outcome:
-    """The tests in a process with the row's variables."""
+    """Run the tests in a process with the row's variables."""
     if reason := row.missing():
         return Outcome(name=row.name, result="skipped", line=reason)
     start = time.monotonic()
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env={**os.environ, **row.variables},
@@ -179,10 +179,10 @@ def run(row: Row, tests: tuple[str, ...]) -> Outcome:
         text=True,
         check=False,
     )
-    output = found.stdout.strip()
+    output = process.stdout.strip()
     summary = re.sub(r" in [\d.]+s.*", "", output.splitlines()[-1].strip("= ")) if output else "no output"
     line = f"{summary} in {time.monotonic() - start:.0f} s"
-    result = "passed" if found.returncode == 0 else "failed"
+    result = "passed" if process.returncode == 0 else "failed"
     return Outcome(name=row.name, result=result, line=line, output=output)
 
 
@@ -195,8 +195,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for row in ROWS if (not options.quick or row.quick) and (options.only or "") in row.name]
     if not rows:
         parser.error(f"expected one of {', '.join(row.name for row in ROWS)}, got {options.only!r}")
-    here = probe()
-    print(f"torch {here['torch']} with {here['aten']}, kernels with {here['isa']}, {platform.machine()}", flush=True)
+    machine = probe()
+    print(
+        f"torch {machine['torch']} with {machine['aten']}, kernels with {machine['isa']}, {platform.machine()}",
+        flush=True,
+    )
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(run, row, row.quick if options.quick else row.tests) for row in rows]
         outcomes = []

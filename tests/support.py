@@ -1,4 +1,4 @@
-"""Comparisons and inputs that several tests share, and the one policy for equality.
+"""Comparisons that several tests share, and the one policy for equality.
 
 Bits are compared where one code path runs the same operations in the same order by construction, and nowhere else:
 
@@ -36,7 +36,7 @@ LOSSES_FLOOR = 1e-9
 
 
 def relative_error(actual, expected, least=0.0):
-    """Largest difference relative to the largest entry of `expected` (or `least`); infinite if not finite."""
+    """Return the largest difference relative to the largest entry of `expected` or `least`; inf if not finite."""
     if actual.numel() == 0:
         return 0.0
     difference = (actual.detach().double() - expected.detach().double()).abs().max()
@@ -54,14 +54,14 @@ def assert_near(actual, expected, tolerance, name="", least=0.0):
 
 
 def assert_all_near(actual, expected, tolerance, least=0.0):
-    """`assert_near` over two dicts with the same keys."""
+    """Assert `assert_near` over two dicts with the same keys."""
     assert actual.keys() == expected.keys()
     for name in expected:
         assert_near(actual[name], expected[name], tolerance, name, least)
 
 
 def in_another_process(code, **environment):
-    """What a fresh Python prints when it runs `code` with these variables; warnings are errors there as well."""
+    """Run `code` in a new Python with these variables and warnings as errors, and return its output."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, **environment},
@@ -74,5 +74,5 @@ def in_another_process(code, **environment):
 
 
 def chromium():
-    """The path of a browser that can be driven, None if there is none."""
+    """Return the path of a browser that can be driven, None if there is none."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

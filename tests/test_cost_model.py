@@ -81,7 +81,7 @@ OTHERS = ("all_gather", "broadcast", "gather", "scatter", "reduce", "all_to_all"
 
 @contextmanager
 def counted():
-    """The bytes of collectives in the block, by kind and number of workers; single numbers are left out."""
+    """Collect the bytes of collectives in the context, by kind and number of ranks; scalars are left out."""
     found, nested = Counter(), []
 
     def wrapped(function, kind, place, name):
@@ -112,7 +112,7 @@ def counted():
 
 
 def step_case(rank, name, model, sections, mesh):
-    """One step of a real run; where workers share rows, each has a part of one row, and no document ends at a cut."""
+    """Take one step of a real run; with context parallelism each rank has a part of one document's row."""
     corpus, size = shared_directory("corpus"), dist.get_world_size()
     if rank == 0:
         corpus.mkdir(exist_ok=True)
@@ -135,11 +135,11 @@ def step_case(rank, name, model, sections, mesh):
         gradient=2 if mesh.get("reduce") == "bfloat16" else 4,
     )
     assert expected
-    assert dict(found) == {(message.kind, message.world): message.size for message in expected}
+    assert dict(found) == {(message.kind, message.ranks): message.size for message in expected}
 
 
 def bytes_on_the_wire():
-    """The bytes that this process has sent through TCP."""
+    """Return the bytes that this process has sent over TCP."""
     total = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
@@ -234,7 +234,7 @@ def test_a_row_is_shared_by_as_many_workers_as_pay():
 
 @pytest.mark.parametrize(("layers", "context"), [(1, 2), (2, 3), (6, 2), (5, 9)])
 def test_a_shared_row_takes_the_time_of_its_schedule(layers, context):
-    """Worker by worker and layer by layer, there and back."""
+    """Rank by rank and layer by layer, there and back."""
     sizes = sizes_of(MambaLMConfig(d_model=64, n_layer=layers, vocab_size=64, ssm_cfg=dict(FAMILIES["Mamba2"])))
     machine, length = Machine(flops=1e9, bandwidth=1e6, latency=1e-2, memory=1e9), 90
     work = length / context * sizes.flops(context) / machine.flops / (2 * layers)

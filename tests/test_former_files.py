@@ -1,4 +1,4 @@
-"""Files of former versions still open, and continue as they did then."""
+"""Files of earlier versions still open, and continue as they did."""
 
 import copy
 import shutil
@@ -20,7 +20,7 @@ MODELS = sorted(path.parent.name for path in FIXTURES.glob("*/generation.state")
 
 @pytest.fixture(params=MODELS)
 def saved(request):
-    """The directory of a model with its states, the model, and what is expected of it."""
+    """Return the directory of a model with its states, the model, and its expected results."""
     directory = FIXTURES / request.param
     return directory, MambaLM.from_pretrained(directory), load_file(directory / "expected.safetensors")
 

@@ -1,4 +1,4 @@
-"""The fuzzer itself: it repeats what it drew, finds planted errors, and says how to reproduce them."""
+"""The fuzzer itself: it repeats what it drew, finds planted errors, and prints how to reproduce them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every name that docs/names.md gives for this library is there, and takes the arguments that it is shown with."""
+"""Every name that docs/names.md gives for this library exists, and accepts the arguments it is shown with."""
 
 import ast
 import dataclasses
@@ -28,19 +28,19 @@ KNOWN |= {"anymamba": anymamba, "block": BLOCK, "path": anymamba.SsdPath(), "mod
 
 
 def rows(section):
-    """What the second column of the tables of a section has, row by row."""
+    """Return the second column of the tables of a section, row by row."""
     text = (ROOT / "docs/names.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     table = [re.split(r"(?<!\\)\|", line)[1:] for line in text.splitlines() if line.startswith("| ")]
     return [cells[1] for cells in table[1:]]
 
 
 def spans(section):
-    """The code of that column."""
+    """Return the code of that column."""
     return [code for cell in rows(section) for code in re.findall(r"`([^`]+)`", cell)]
 
 
 def resolved(node):
-    """The object that an expression names, None for an argument."""
+    """Return the object that an expression names, None for an argument."""
     if isinstance(node, ast.Name):
         return KNOWN.get(node.id)
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Cases that need several processes: many of them in one process group, on loopback.
+"""Runs cases that need several processes, many of them in one process group, on loopback.
 
 A test module lists functions of `rank` in `WORKER_CASES`, by the number of processes and a name. They run in a separate
 process, which is forked once for each rank; a case fails if it fails on any rank.
@@ -24,12 +24,12 @@ DIRECTORY = "ANYMAMBA_TEST_DIRECTORY"  # names the directory that the ranks shar
 
 
 def shared_directory(name):
-    """A directory for a case, the same on every rank."""
+    """Return a directory for a case, the same on every rank."""
     return Path(os.environ[DIRECTORY]) / name
 
 
 def run_cases(module, size):
-    """The error of each case of a module, by its name; empty for a case that passed."""
+    """Return the error of each case of a module by name; empty for a case that passed."""
     command = [sys.executable, "-m", "tests.workers", module, str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr

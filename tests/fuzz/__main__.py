@@ -51,7 +51,7 @@ def main(arguments=None):
 
 
 def fuzz(name, seed, seconds, cases, work):
-    """Run the cases of a part until time is up; returns how many showed an error."""
+    """Run the cases of a part until time is up, and return how many showed an error."""
     part, began, outcomes, known = PARTS[name][0], time.monotonic(), Counter(), set()
     prepared = work / "prepared"
     prepared.mkdir(parents=True)
@@ -74,7 +74,7 @@ def fuzz(name, seed, seconds, cases, work):
 
 
 def attempt(part, case, prepared, work):
-    """Run a case in a child process; returns how it ended, or what it showed."""
+    """Run a case in a child process, and return how it ended, or the error it showed."""
     directory = Path(tempfile.mkdtemp(dir=work))
     try:
         return run_in_child(part.run, case, prepared, directory, seconds=part.SECONDS)

@@ -22,11 +22,11 @@ REFUSALS = (ValueError, TypeError, IndexError, RuntimeError)
 
 
 def prepare(directory):
-    """There is nothing to prepare."""
+    """Prepare nothing."""
 
 
 def make(chance, prepared):
-    """A case: a call and its sizes, as a table."""
+    """Draw a case: a call and its sizes, as a dict."""
     call = chance.choice(["scan", "ssd", "selective_scan", "block", "block", "block"])
     case = {
         "call": call,
@@ -107,7 +107,7 @@ def _block_options(chance):
 
 
 def simpler(case):
-    """The same with smaller sizes, and without what may not matter."""
+    """Yield simpler cases: smaller sizes, and fewer options."""
     least = {"bounds": None, "state": False, "strided": False, "mask": None, "wrong": None, "pathway": "single"}
     least["gradients"] = False
     least |= {"chunk_len": None, "skip": None, "algorithm": "fastest", "dtype": "float64", "how": "prefill"}
@@ -129,7 +129,7 @@ def _divides(case):
 
 
 def run(case, prepared, directory):
-    """Call, and compare.
+    """Run a case, and compare its results.
 
     Returns:
         "right", "refused", or "as it was" for a call that was made wrong and made sense all the same.
@@ -150,7 +150,7 @@ def run(case, prepared, directory):
 
 
 def _is_not_offered(case):
-    """Mamba-1's scan is no matrix product, and kernels may be missing."""
+    """Return the algorithms that a call has: Mamba-1's scan has fewer, and kernels may be missing."""
     channelwise = case["call"] == "selective_scan" or case.get("family") == "Mamba1"
     if channelwise and case["algorithm"] in ("minimal", "serial"):
         return True
@@ -174,7 +174,7 @@ def _path(case):
 
 
 def _inputs(case):
-    """The arguments of a function by name, and how its recurrence reads them."""
+    """Draw the arguments of a function by name, and return them with the form that its recurrence reads."""
     dtype, bounds = DTYPES[case["dtype"]], case["bounds"]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     b, t, rows = (1, bounds[-1], len(bounds) - 1) if bounds else (case["b"], case["t"], case["b"])
@@ -227,7 +227,7 @@ def _run_function(case):
 
 
 def _by_recurrence(call, inputs, state, state_shape, bounds):
-    """The definition, one step after another, in float64, row by row."""
+    """Compute the definition step by step in float64, row by row."""
     rows = state_shape[0]
     states = torch.zeros(state_shape, dtype=torch.float64) if state is None else state.double()
     step = {"scan": _scan_step, "ssd": _ssd_step, "selective_scan": _selective_step}[call]
@@ -304,7 +304,7 @@ def _run_block(case):
 
 
 def _make_block(case, dtype):
-    """A block whose parameters are away from their initial values, and the same in float64."""
+    """Return a block whose parameters differ from their initial values, and the same block in float64."""
     kind = BLOCKS[case["family"]]
     block = kind(**case["options"], dtype=dtype)
     for parameter in block.parameters():
@@ -321,7 +321,7 @@ def _mask(kind, b, t):
 
 
 def _called(how, block, x, cache, options):
-    """What the block gives: outputs, and the cache where the call returns one."""
+    """Run the block, and return its outputs, and the cache if the call returns one."""
     if how == "forward":
         return {"y": block(x, cache, **options)}
     if how == "step":
@@ -340,7 +340,7 @@ def _called(how, block, x, cache, options):
 
 
 def _by_steps(block, x, cache, bounds, mask):
-    """One token after another in float64, each sequence alone, its padding left out."""
+    """Run the block token by token in float64, each sequence alone and without its padding."""
     caches, outputs = [], {}
     for row in range(cache.batch_size):
         source, places = (0, range(bounds[row], bounds[row + 1])) if bounds else (row, range(x.shape[1]))
@@ -369,7 +369,7 @@ def _compare(case, found, expected):
 
 
 def _compare_gradients(case, outputs, leaves, expected_outputs, expected_leaves):
-    """Those of all inputs and parameters under one random loss, where the dtype has digits enough to tell."""
+    """Compute the gradients of all inputs and parameters under one random loss, if the dtype is precise enough."""
     if not case["gradients"] or case["dtype"] in ("bfloat16", "float16"):
         return
     heads = [torch.randn(x.shape, dtype=torch.float64) for x in outputs]
@@ -391,7 +391,7 @@ def _compare_gradients(case, outputs, leaves, expected_outputs, expected_leaves)
 
 
 def _flat(results):
-    """Tensors by name; an angle, which is kept modulo a full turn, as its cosine and sine."""
+    """Return tensors by name; an angle, which is defined modulo a full circle, as its cosine and sine."""
     flat = {name: x for name, x in results.items() if isinstance(x, torch.Tensor)}
     for name, x in results["cache"].tensors().items() if "cache" in results else ():
         flat |= {"cos": x.cos(), "sin": x.sin()} if name == "rotation" and x.ndim == 3 else {name: x}

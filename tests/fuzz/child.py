@@ -14,7 +14,7 @@ FORBIDDEN = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.P
 
 
 class Finding(Exception):  # noqa: N818
-    """What must not happen, in words."""
+    """An error that the fuzzer found."""
 
 
 def run_in_child(function, *arguments, seconds=30.0):
@@ -48,7 +48,7 @@ def run_in_child(function, *arguments, seconds=30.0):
 
 
 def _read(descriptor, seconds):
-    """All that comes until the writer closes, and whether time ran out before.
+    """Read until the writer closes, and return the bytes and whether time ran out.
 
     Counted in tenths of seconds of waiting: a machine that was suspended meanwhile has waited for one of them.
     """
@@ -64,7 +64,7 @@ def _read(descriptor, seconds):
 
 
 def _report(send, function, arguments):
-    """In the child: call, write what came of it, and end."""
+    """Call a function in the child, write its result, and exit."""
     answer = {"finding": "the child ended early"}
     try:
         _restrain()
@@ -83,7 +83,7 @@ def _report(send, function, arguments):
 
 
 def _restrain():
-    """Little memory, no core files, no output, and no other programs."""
+    """Limit memory, and forbid core files, output and other programs."""
     faulthandler.disable()
     with open("/proc/self/statm") as file:  # noqa: PTH123
         taken = int(file.read().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Part 1: files of every kind that we read, damaged or forged.
+"""Part 1: files of every kind that the library reads, damaged or forged.
 
 Opening one gives what it gave before, or one line of a ValueError or OSError: no other exception, crash or hang, and no
 code that runs. Where a checksum covers a file, any change is refused, unless the forger mended the checksum too.
@@ -50,7 +50,7 @@ def open_tokenizer(directory):
 
 @torch.no_grad()
 def open_states(directory):
-    """The states of a model: every tensor that was read."""
+    """Return every tensor of the saved states of a model."""
     model = MambaLM.from_pretrained(directory)
     cache = LMCache.load(directory / "cache.state", model)
     state = GenerationState.load(directory / "generation.state", model)
@@ -63,7 +63,7 @@ def open_states(directory):
 
 
 def open_run(directory):
-    """A run that is resumed and run to its end: all weights then."""
+    """Resume a run, finish it, and return its weights."""
     trainer = resume(directory, report=silent)
     return digest(dict(trainer.model.named_parameters()))
 
@@ -75,14 +75,14 @@ def open_data(directory):
 
 
 def open_texts(directory):
-    """A config of a run, and lines of JSON."""
+    """Read the config of a run, and lines of JSON."""
     read_config(directory / "run.toml")
     for document in find_documents((str(directory / "lines.jsonl"),), "text").documents:
         document.read(b"")
 
 
 def digest(tensors):
-    """What a dict of tensors holds, as a text that differs when a bit does."""
+    """Return a digest of a dict of tensors, which differs when a bit does."""
     found = hashlib.blake2b(digest_size=16)
     for name, x in sorted(tensors.items()):
         found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
@@ -106,7 +106,7 @@ TARGETS = {
 
 
 def prepare(directory):
-    """Make one of everything."""
+    """Make one file of every kind."""
     for name in OFFICIAL:
         _copy(FIXTURES / name, directory / f"model {name}", "config.json", "model.safetensors")
         target = _copy(FIXTURES / name, directory / f"states {name}", "config.json", "model.safetensors")
@@ -171,7 +171,7 @@ def _save_tokenizer(directory):
 
 
 def make(chance, prepared):
-    """A case: what is opened, and one to three mutations of its files, the last maybe a mended checksum."""
+    """Draw a case: a kind of file, and one to three mutations; the last may repair the checksum."""
     target = chance.choice(list(TARGETS))
     files = sorted(path for path in (prepared / target).rglob("*") if path.is_file())
     mutations = []
@@ -184,7 +184,7 @@ def make(chance, prepared):
 
 
 def simpler(case):
-    """The same with a mutation less, or without its signature."""
+    """Yield simpler cases: one mutation less, or without a repaired checksum."""
     for i in range(len(case["mutations"])):
         if len(case["mutations"]) > 1:
             yield {**case, "mutations": case["mutations"][:i] + case["mutations"][i + 1 :]}
@@ -193,7 +193,7 @@ def simpler(case):
 
 
 def run(case, prepared, directory):
-    """Open what was damaged.
+    """Run a case: open the damaged files.
 
     Returns:
         "opened" or "refused".
@@ -231,12 +231,12 @@ def run(case, prepared, directory):
 
 
 def prepared_copy(source, directory):
-    """The undamaged files, to open them too."""
+    """Return the undamaged files, which are opened too."""
     return shutil.copytree(source, directory / "whole", dirs_exist_ok=True)
 
 
 def _sign(place, target):
-    """Mend every checksum, as a forger would."""
+    """Repair every checksum, as an attacker would."""
     for file in place.glob("*.state"):
         file.write_bytes(sign_state(file.read_bytes()))
     for index in place.rglob("index.json"):

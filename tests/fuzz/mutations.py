@@ -1,4 +1,4 @@
-"""Ways to damage a file, each a table that says all of it: {"how": "flip", "at": 17, "bit": 3}."""
+"""Ways to damage a file, each described completely by a dict: {"how": "flip", "at": 17, "bit": 3}."""
 
 import hashlib
 import json
@@ -67,7 +67,7 @@ PICKLES = {
 
 
 class _Bomb:
-    """What a pickle that runs code holds: opening it makes a file."""
+    """An object whose pickle runs code: opening it creates a file."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -77,7 +77,7 @@ class _Bomb:
 
 
 def draw(chance, content, kind):
-    """A mutation of a file of a kind ("json", "safetensors", "pickle" or "bytes"), as a table."""
+    """Draw a mutation of a file of a kind ("json", "safetensors", "pickle" or "bytes"), as a dict."""
     ways = {"json": ["bytes", "json", "json", "json"], "safetensors": ["bytes", "header", "tensor", "tensor"]}
     ways = {**ways, "pickle": ["bytes", "bytes", "pickle"]}.get(kind, ["bytes"])
     way = chance.choice(ways)
@@ -132,7 +132,7 @@ def _draw_json(chance, text):
 
 
 def apply(mutation, content, marker):
-    """The content of a file after a mutation; unchanged where it does not apply."""
+    """Return the content of a file after a mutation; unchanged where the mutation does not apply."""
     how, at = mutation["how"], mutation.get("at", 0)
     if how == "flip":
         return content[:at] + bytes(x ^ (1 << mutation["bit"]) for x in content[at : at + 1]) + content[at + 1 :]
@@ -248,7 +248,7 @@ def _pickled(value):
 
 
 def sign_state(content):
-    """A state file with a checksum that is right again, where it has a place for one."""
+    """Return a state file with a valid checksum, if it has one."""
     place = content.find(b'"checksum":"') + 12
     if place < 12:
         return content

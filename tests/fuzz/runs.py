@@ -1,4 +1,4 @@
-"""Part 3: training runs that are killed or stopped or cannot write, and that end like undisturbed ones once resumed."""
+"""Part 3: training runs that are killed, stopped or cannot write, and end like undisturbed ones when resumed."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EAC
 
 
 def prepare(directory):
-    """Text, and for each mode a run that nobody disturbs."""
+    """Write text, and finish one undisturbed run per mode."""
     os.fsync = lambda descriptor: None  # no case needs to survive a power cut
     write_corpus(directory / "corpus")
     for mode in MODES:
@@ -27,7 +27,7 @@ def prepare(directory):
 
 
 def make(chance, prepared):
-    """A case: a mode, and one to three faults that come one after another."""
+    """Draw a case: a mode, and one to three faults, one after another."""
     return {"mode": chance.choice(MODES), "faults": [_fault(chance) for _ in range(chance.choice([1, 2, 3]))]}
 
 
@@ -45,14 +45,14 @@ def _fault(chance):
 
 
 def simpler(case):
-    """The same with a fault less."""
+    """Yield simpler cases: one fault less."""
     for i in range(len(case["faults"])):
         if len(case["faults"]) > 1:
             yield {**case, "faults": case["faults"][:i] + case["faults"][i + 1 :]}
 
 
 def run(case, prepared, directory):
-    """Let every fault happen, then run to the end and compare with the run that was left alone."""
+    """Let every fault happen, then finish the run and compare it with the undisturbed one."""
     run_directory = directory / "run"
     (directory / "corpus").symlink_to(prepared / "corpus")
     ends = [_disturbed(run_directory, case["mode"], fault) for fault in case["faults"]]
@@ -63,7 +63,7 @@ def run(case, prepared, directory):
 
 
 def _disturbed(directory, mode, fault):
-    """How a run ends that meets a fault."""
+    """Run until a fault, and return how the run ended."""
     try:
         return run_in_child(_train, directory, mode, fault, seconds=SECONDS / 4)
     except Finding as finding:
@@ -74,7 +74,7 @@ def _disturbed(directory, mode, fault):
 
 
 def _train(directory, mode, fault):
-    """In a child: begin or resume, with a fault at the n-th operation on the file system."""
+    """Begin or resume a run in a child, with a fault at the n-th operation on the file system."""
     left = None if fault is None else fault["at"]
 
     def count(event, arguments):
