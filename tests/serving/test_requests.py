@@ -1,9 +1,13 @@
+import asyncio
 import json
+import threading
 
 import pytest
+from starlette.requests import Request
 
 from anymamba.serving.api.errors import ApiError
-from anymamba.serving.api.requests import Limits, parse_body, read_chat, read_completion
+from anymamba.serving.api.requests import Limits, parse_body, preview, read_chat, read_completion
+from anymamba.serving.routes import read_request
 from tests.serving.bodies import bodies
 
 LIMITS = Limits(max_tokens=100, max_choices=4)
@@ -51,6 +55,7 @@ def test_both_forms_of_a_field_are_one():
         (completion, {"top_p": 0}, "top_p", "above 0"),
         (completion, {"temperature": float("nan")}, "temperature", "got NaN"),
         (completion, {"repetition_penalty": 1e-40}, "repetition_penalty", "between 1e-30 and"),
+        (completion, {"repetition_penalty": 1e-40}, "repetition_penalty", "repetition_penalty must be"),
         (completion, {"seed": 2**64}, "seed", "seed must be an integer"),
         (completion, {"logit_bias": {"256": 1}}, "logit_bias", "below 256"),
         (completion, {"logit_bias": {"1": 101}}, "1", "from -100"),
@@ -113,3 +118,30 @@ def test_the_server_answers_any_body_with_a_client_error_or_success(server):
         statuses.add(status)
     assert {200, 400} <= statuses
     assert server.ask("/health")[0] == 200
+
+
+class Unvisited(dict):
+    def values(self):
+        raise AssertionError("a large value must not be visited")
+
+
+def test_a_large_value_is_described_by_its_size():
+    assert preview(Unvisited.fromkeys(map(str, range(300_000)))) == "an object with 300,000 entries"
+    assert preview([[0] * 600, [0] * 600]) == "a list with 2 entries"
+    assert preview("x" * 10**6) == f'"{"x" * 59} ... (1000000 characters)'
+    assert preview({"a": [1, None]}) == '{"a": [1, null]}'
+    with pytest.raises(ApiError, match="got an object with 300,000 entries"):
+        completion(logit_bias=Unvisited.fromkeys(map(str, range(300_000)), 1))
+
+
+@pytest.mark.parametrize(("size", "is_elsewhere"), [(10, False), (2**17, True)])
+def test_long_bodies_are_parsed_in_another_thread(size, is_elsewhere):
+    content = json.dumps({"prompt": "x" * size}).encode()
+
+    async def receive():
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+    thread = asyncio.run(read_request(request, LIMITS, lambda _: threading.get_ident()))
+    assert (thread != threading.get_ident()) == is_elsewhere

@@ -264,6 +264,37 @@ class TestStates:
         assert files
         assert not any("passwd" in str(file) or file.stat().st_mode & 0o077 for file in files)
 
+    def test_a_session_deleted_during_its_reply_stays_deleted(self, server):
+        body = {"prompt": "x", "max_tokens": 300, "session": "short-lived", "stream": True, "ignore_eos": True}
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as held:
+            send(held, body)
+            content = held.recv(100)
+            status, _, answer = server.ask("/v1/sessions/short-lived", method="DELETE")
+            assert (status, json.loads(answer)["deleted"]) == (200, True)
+            while not content.endswith(b"0\r\n\r\n"):
+                content += held.recv(2**16)
+        assert b"[DONE]" in content
+        assert server.ask("/v1/sessions/short-lived")[0] == 404
+
+    def test_a_chat_session_without_memory_is_429_and_unfinished_files_are_removed(self, served, tmp_path):
+        server = Running(served[1], "--state-memory", "0")
+        for stream in (False, True):
+            body = {"messages": [user("hi")], "session": "mine", "stream": stream}
+            status, headers, content = server.ask("/v1/chat/completions", body)
+            assert (status, headers["Retry-After"], json.loads(content)["error"]["code"]) == (
+                429,
+                "60",
+                "session_limit",
+            )
+        assert server.stop() == 0
+        (tmp_path / "sessions").mkdir()
+        (tmp_path / "sessions" / ".x.safetensors.1.tmp").write_bytes(b"unfinished")
+        server = Running(served[1], "--states", tmp_path)
+        assert server.metrics()["anymamba_unfinished_files_total"] == 1
+        assert server.stop() == 0
+        assert "removed 1 unfinished files" in "".join(server.errors)
+        assert not list(tmp_path.rglob("*.tmp"))
+
     def test_a_session_is_for_one_request_at_a_time(self, server):
         body = {"prompt": "x", "max_tokens": 2000, "session": "busy", "stream": True}
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as held:
