@@ -36,9 +36,9 @@ def computed(monkeypatch):
         return product(x, weight, bias)
 
     monkeypatch.setattr(linear_module, "matmul_library", lambda: "onednn")
-    monkeypatch.setattr(linear_module, "_MOST_ROWS", {"onednn": 0})
-    monkeypatch.setattr(linear_module, "_FEWEST", 1)
-    monkeypatch.setattr(linear_module, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(linear_module, "_MAX_ROWS", {"onednn": 0})
+    monkeypatch.setattr(linear_module, "_MIN_DIM", 1)
+    monkeypatch.setattr(linear_module, "_MIN_PRODUCTS", 1)
     monkeypatch.setattr(linear_module, "_product", counted)
     return found
 
@@ -203,8 +203,8 @@ def test_a_block_and_a_language_model_run_on_it(computed):
 def few_rows(monkeypatch):
     """Leave sequences to torch, and let weights of any size be read by our kernels where rows are few."""
     monkeypatch.setattr(linear_module, "matmul_library", lambda: "torch")
-    monkeypatch.setattr(linear_module, "_SMALLEST", 1)
-    monkeypatch.setattr(linear_module, "_MOST_ROWS", {"torch": 256})
+    monkeypatch.setattr(linear_module, "_MIN_WEIGHT_NUMEL", 1)
+    monkeypatch.setattr(linear_module, "_MAX_ROWS", {"torch": 256})
     return 256
 
 
@@ -326,7 +326,7 @@ def test_the_variable_chooses_the_library(name, computed):
 
 
 def test_an_unknown_library_is_named(monkeypatch):
-    monkeypatch.setattr(linear_module, "_CHOSEN", "blis")
+    monkeypatch.setattr(linear_module, "_REQUESTED", "blis")
     with pytest.raises(ValueError, match="ANYMAMBA_MATMUL must be one of torch, onednn, got 'blis'"):
         linear_module.matmul_library.__wrapped__()
 
@@ -351,7 +351,7 @@ def test_bfloat16_is_multiplied_where_the_processor_has_units_for_it(monkeypatch
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(linear_module, "_processor", lambda: ["processor\t: 0", *said.splitlines()])
+    monkeypatch.setattr(linear_module, "_cpuinfo", lambda: ["processor\t: 0", *said.splitlines()])
     monkeypatch.setattr(linear_module.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_acl_available", lambda: True)

@@ -120,5 +120,5 @@ def test_bad_seq_idx(model):
         model.prefill(x, seq_idx=SEQ_IDX[:2])
     with pytest.raises(TypeError, match="seq_idx must be a tensor of int32 or int64"):
         model.prefill(x, seq_idx=SEQ_IDX.float())
-    with pytest.raises(ValueError, match="seq_idx and cu_seqlens and mask exclude each other, got also mask"):
+    with pytest.raises(ValueError, match="seq_idx cannot be combined with cu_seqlens or mask, got mask"):
         model.prefill(x, seq_idx=SEQ_IDX, mask=torch.tensor([6, 6, 6]))

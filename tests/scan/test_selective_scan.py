@@ -207,7 +207,7 @@ def test_matrix_products_do_not_compute_it(algorithm):
         ({"B": torch.zeros(2, 11, 4, dtype=torch.float64)}, ValueError, "B must have shape"),
         ({"C": torch.zeros(2, 11, 5)}, TypeError, "C must be torch.float64"),
         ({"dt": torch.zeros(2, 11, 6)}, TypeError, "dt must be torch.float64"),
-        ({"D": torch.zeros(6, dtype=torch.int64)}, TypeError, "D must be of a floating-point dtype"),
+        ({"D": torch.zeros(6, dtype=torch.int64)}, TypeError, "D must have a floating-point dtype"),
         ({"D": torch.zeros(5)}, ValueError, r"D must have shape \(i=6\)"),
         ({"z": torch.zeros(2, 10, 6, dtype=torch.float64)}, ValueError, "z must have shape"),
         ({"initial_state": torch.zeros(1, 6, 5, dtype=torch.float64)}, ValueError, "initial_state must have shape"),

@@ -1,1 +1,18 @@
-"""The ground floor: every other room uses it, and it imports none of them."""
+"""Foundations that know no model: operators and their implementations, checks, layouts of batches, caches, files.
+
+Reading order:
+
+- `operators.py` and `registry.py`: one operator per computation, and which implementation runs;
+- `checks.py`, `config_fields.py`: errors about tensors, and about names and values of config fields;
+- `dtypes.py`, `linear.py`, `recompute.py`: dtypes of computations, products with weights, backward passes that keep
+  only their inputs;
+- `layout.py`, `context_parallel.py`: padded and packed batches, and sequences that several ranks share;
+- `cache_tree.py`, `cache_io.py`: caches as values, and their files;
+- `weight_formats.py`: formats of quantized weights;
+- `io.py`, `anomaly.py`, `hooks.py`, `process.py`: files, a guard against NaN, hooks of modules, process settings.
+
+One call: a block calls `causal_conv(x, window, weight, ...)`. `check_annotated_shapes` compares the tensors with the
+annotations; the operator asks the registry for the first implementation that covers the inputs, and calls it directly,
+or, if autograd or a tracer follows, as the node `anymamba::causal_conv`. The block's new cache is a `Tree`, which can
+be sliced, concatenated, and written to a state file.
+"""

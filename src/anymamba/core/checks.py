@@ -1,4 +1,4 @@
-"""Checks of inputs, with errors that say what was expected and what was given.
+"""Checks of inputs, with errors that name what was expected and what came.
 
 Shapes are stated once, in the annotations of a function; `check_annotated_shapes` reads them from there.
 """
@@ -24,7 +24,7 @@ Sizes = dict[str, int]
 
 
 def check_annotated_shapes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Raise unless the arguments are tensors of the shapes that the annotations of `function` state.
+    """Decorate a function to raise unless its arguments are tensors of the shapes in its annotations.
 
     A letter stands for one size throughout a call. Axes before a `*` or `...` are not checked.
     """
@@ -36,18 +36,18 @@ def check_annotated_shapes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         sizes: Sizes = {}
         for name, axes in shapes:
-            if name in given and not (given[name] is None and name in optional):
-                _check_axes(where, name, given[name], axes, sizes)
+            if name in arguments and not (arguments[name] is None and name in optional):
+                _check_axes(where, name, arguments[name], axes, sizes)
         return function(*args, **kwargs)
 
     return call
 
 
 def _dims_of(hint: Any) -> str | None:
-    """The axes in a jaxtyping annotation of floating-point numbers, alone or with None."""
+    """Return the axes in a jaxtyping annotation of floating-point numbers, alone or with None; None for any other."""
     for part in (hint, *typing.get_args(hint)):
         if "float32" in getattr(part, "dtypes", ()):
             return str(part.dim_str)
@@ -61,7 +61,7 @@ def check_tensor(where: str, name: str, x: object) -> None:
 
 
 def check_shape(where: str, name: str, x: Any, letters: str, sizes: Sizes) -> None:
-    """Match the shape of `x` with `letters` ("b t h"), adding unseen letters to `sizes`, or raise `ValueError`.
+    """Raise `ValueError` unless the shape of `x` matches `letters` ("b t h"); unseen letters are added to `sizes`.
 
     A `*name` or `...` among the letters stands for any number of axes.
     """
@@ -70,7 +70,7 @@ def check_shape(where: str, name: str, x: Any, letters: str, sizes: Sizes) -> No
 
 class _Axes(NamedTuple):
     letters: list[str]
-    star: int | None  # which of them stands for any number of axes
+    star: int | None  # index of the letter that stands for any number of axes
 
 
 def _axes(letters: str) -> _Axes:
@@ -79,7 +79,7 @@ def _axes(letters: str) -> _Axes:
 
 
 def _check_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> None:
-    # Every operator runs this for every token, so it is written for speed.
+    # Every operator calls this for every token, so it is written for speed.
     check_tensor(where, name, x)
     letters, star = axes
     shape, seen = x.shape, len(sizes)
@@ -93,7 +93,7 @@ def _check_axes(where: str, name: str, x: Any, axes: _Axes, sizes: Sizes) -> Non
                 break
         else:
             return
-    # Only now is a size written out: a tracer takes what is written for a constant.
+    # Sizes are formatted only on failure: a tracer would turn a formatted size into a constant.
     before = dict(list(sizes.items())[:seen])
     known = ", ".join(
         "..." if i == star else f"{letter}={before[letter]}" if letter in before else letter
@@ -121,7 +121,7 @@ def check_dtypes(where: str, first: str, x: Tensor, *, activations: dict[str, An
         states: Tensors of the dtype of states by name; None is skipped.
     """
     if not x.dtype.is_floating_point:
-        raise TypeError(f"{where}: {first} must be of a floating-point dtype, got {x.dtype}")
+        raise TypeError(f"{where}: {first} must have a floating-point dtype, got {x.dtype}")
     for others, dtype in ((activations, x.dtype), (states, state_dtype(x.dtype))):
         for name, other in others.items():
             if other is not None:
@@ -129,26 +129,26 @@ def check_dtypes(where: str, first: str, x: Tensor, *, activations: dict[str, An
 
 
 def check_parameter(where: str, name: str, x: Tensor | None, like: Tensor) -> None:
-    """Raise unless a parameter, if given, holds floating-point numbers on the device of `like`, in memory."""
+    """Raise unless a parameter, if there is one, holds floating-point numbers in memory, on the device of `like`."""
     if x is None:
         return
     if not x.dtype.is_floating_point:
-        raise TypeError(f"{where}: {name} must be of a floating-point dtype, got {x.dtype}")
+        raise TypeError(f"{where}: {name} must have a floating-point dtype, got {x.dtype}")
     check_dtype_and_device(where, name, x, x.dtype, like.device)
     if not is_tracing():
         check_memory(where, name, x)
 
 
 def check_memory(where: str, name: str, x: Tensor | None) -> None:
-    """Raise `ValueError` if a tensor on the CPU was freed: torch's own operators read it, which ends the process."""
+    """Raise `ValueError` if the memory of a tensor on the CPU was freed: reading it would end the process."""
     if x is not None and type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.numel() and not x.data_ptr():
         raise ValueError(f"{where}: {name} has no memory: its storage was resized or freed")
 
 
 def check_mutually_exclusive(where: str, name: str, **others: Any) -> None:
-    """Raise `ValueError` if an argument was given with others that exclude it."""
-    if also := [other for other, value in others.items() if value is not None]:
-        raise ValueError(f"{where}: {name} and {' and '.join(others)} exclude each other, got also {', '.join(also)}")
+    """Raise `ValueError` if an argument is combined with others that it excludes."""
+    if present := [other for other, value in others.items() if value is not None]:
+        raise ValueError(f"{where}: {name} cannot be combined with {' or '.join(others)}, got {', '.join(present)}")
 
 
 def check_time_steps(where: str, t: int) -> None:
@@ -158,13 +158,13 @@ def check_time_steps(where: str, t: int) -> None:
 
 
 def check_nonpositive(where: str, name: str, x: Tensor, why: str = "") -> None:
-    """Raise `ValueError` if a number of `x` is positive, where looking is cheap."""
+    """Raise `ValueError` if a number of `x` is positive, where reading the values is cheap."""
     if can_read_values(x) and x.numel() and (largest := x.detach().max().item()) > 0:
         raise ValueError(f"{where}: {name} must never be positive{why}, got up to {largest:.6g}")
 
 
 def can_read_values(x: Tensor) -> bool:
-    """Whether looking at values needs no device synchronization and does not break a graph: eager mode, on the CPU."""
+    """Return whether values can be read without device synchronization or a graph break: in eager mode, on the CPU."""
     return x.device.type == "cpu" and not is_tracing()
 
 
@@ -191,13 +191,13 @@ def check_cu_seqlens(where: str, cu_seqlens: Any, batch: int, t: int, device: to
 def initial_state_or_zeros(
     where: str, state: Tensor | None, like: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None
 ) -> Tensor:
-    """The initial states (z, *shape), one for each row of `like` or packed sequence; zeros if none were given."""
+    """Return the initial states (z, *shape), one per row of `like` or packed sequence; zeros if there are none."""
     rows = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    wide = state_dtype(like.dtype)
+    dtype = state_dtype(like.dtype)
     if state is None:
-        return like.new_zeros((rows, *shape), dtype=wide)
+        return like.new_zeros((rows, *shape), dtype=dtype)
     check_tensor(where, "initial_state", state)
     if state.shape != (rows, *shape):
         raise ValueError(f"{where}: initial_state must have shape {(rows, *shape)}, got {tuple(state.shape)}")
-    check_dtype_and_device(where, "initial_state", state, wide, like.device)
+    check_dtype_and_device(where, "initial_state", state, dtype, like.device)
     return state

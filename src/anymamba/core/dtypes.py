@@ -6,28 +6,28 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# Asked once, because the tracer of torch 2.10 cannot follow the question.
+# Computed once, because the tracer of torch 2.10 cannot follow the call.
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "ipu", torch._C._get_privateuse1_backend_name())
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, _DEVICES))
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, decays and weights for activations of `dtype`: float64 for float64, else float32."""
+    """Return the dtype of states and decays for activations of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of long sums: float64 where the device has it."""
+    """Return the dtype of long sums: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for `device`."""
+    """Return whether autocast is on for `device`."""
     return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which `device` computes in the dtypes of its inputs."""
+    """Return a context in which `device` computes in the dtypes of its inputs."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 

@@ -1,9 +1,8 @@
-"""Padded batches: rows of different lengths, padded anywhere, computed as if each were alone.
+"""Layout of a batch in time: one sequence per row, padded rows of different lengths, or packed sequences.
 
-The real tokens of a row are moved to its front, in order, so that a block sees rows that are padded at the end, where a
-causal model does not look; the outputs are moved back and are zero at the padding.
-
-§ How a batch is laid out in time: one sequence per row, or several packed one after another into a batch of one.
+Packed sequences follow one another in a batch of one row. In padded rows, the real tokens are moved to the front, in
+order, so that a block sees padding at the end alone, where a causal model does not look; the outputs are moved back and
+are zero at the padding.
 
 Letters: b batch, t time, z sequences: the rows of a batch, or the packed sequences.
 """
@@ -30,7 +29,7 @@ class Span(NamedTuple):
 
 
 def sequence_spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
-    """Time, one span for all rows, or one for each packed sequence."""
+    """Return one span of time for all rows, or one per packed sequence."""
     if cu_seqlens is None:
         return [Span(slice(None), 0, t)]
     pairs = itertools.pairwise(cu_seqlens.tolist())
@@ -38,25 +37,26 @@ def sequence_spans(t: int, cu_seqlens: Tensor | None) -> list[Span]:
 
 
 def cu_seqlens_from_seq_idx(where: str, seq_idx: Any, b: int, t: int, device: torch.device) -> Tensor:
-    """The boundaries of sequences that rows (b, t) hold one after another, as of all rows laid end to end, (z + 1,).
+    """Return the boundaries (z + 1,) of the sequences in rows (b, t), as if all rows were laid end to end.
 
     Args:
-        where: named in errors.
-        seq_idx: a number for every step, (b, t): a sequence ends where it changes, and at the end of a row.
-        b: rows.
-        t: steps.
-        device: of the inputs.
+        where: Name of the function that checks, for errors.
+        seq_idx: Number of the sequence of every step, (b, t): a sequence ends where the number changes, and at the end
+            of a row.
+        b: Number of rows.
+        t: Number of steps.
+        device: Device of the inputs.
 
     Raises:
-        TypeError: not a tensor, or not of whole numbers.
-        ValueError: another shape or device.
+        TypeError: Not a tensor of integers.
+        ValueError: Another shape or device.
     """
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in (torch.int32, torch.int64):
-        found = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
-        raise TypeError(f"{where}: seq_idx must be a tensor of int32 or int64, got {found}")
+        kind = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise TypeError(f"{where}: seq_idx must be a tensor of int32 or int64, got {kind}")
     if seq_idx.shape != (b, t) or seq_idx.device != device:
-        found = f"{tuple(seq_idx.shape)} on {seq_idx.device}"
-        raise ValueError(f"{where}: seq_idx must have shape (b={b}, t={t}) on {device}, got {found}")
+        shape = f"{tuple(seq_idx.shape)} on {seq_idx.device}"
+        raise ValueError(f"{where}: seq_idx must have shape (b={b}, t={t}) on {device}, got {shape}")
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     ends = torch.tensor([b * t], device=device)
@@ -64,30 +64,30 @@ def cu_seqlens_from_seq_idx(where: str, seq_idx: Any, b: int, t: int, device: to
 
 
 def split_span(span: Span, length: int) -> Iterator[slice]:
-    """A span cut into pieces of `length`; the last is as long as what is left."""
+    """Yield a span in chunks of `length`; the last one may be shorter."""
     for start in range(span.start, span.stop, length):
         yield slice(start, min(start + length, span.stop))
 
 
 def split_packed(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """(b, t, ...) and the starts (z, ...) as one pair, or packed (1, t, ...) as one pair for each sequence."""
+    """Return (b, t, ...) and the start values (z, ...) as one pair, or packed (1, t, ...) as one pair per sequence."""
     if cu_seqlens is None:
         return [(x, start)]
     return list(zip(x.split(cu_seqlens.diff().tolist(), dim=1), start.split(1), strict=True))
 
 
 def last_sequence_time(cu_seqlens: Tensor | None) -> slice:
-    """The time of the last packed sequence, or all of it."""
+    """Return the time of the last packed sequence, or all of it."""
     return slice(0 if cu_seqlens is None else int(cu_seqlens[-2]), None)
 
 
 def first_steps(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """(b, t, ...) -> (z, ...): the first step of each sequence."""
+    """Return the first step of each sequence: (b, t, ...) -> (z, ...)."""
     return x[:, 0] if cu_seqlens is None else x[0, cu_seqlens[:-1].long()]
 
 
 def last_steps(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, before: Tensor) -> Tensor:
-    """(b, t, ...) -> (z, ...): a copy of the last real step of each sequence; `before` for rows that have none."""
+    """Return a copy of the last real step of each sequence, (b, t, ...) -> (z, ...); `before` for rows without one."""
     if cu_seqlens is not None:
         return x[0, cu_seqlens[1:].long() - 1]
     if lengths is None:
@@ -97,19 +97,19 @@ def last_steps(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, bef
 
 
 def is_padding(lengths: Tensor, t: int) -> Tensor:
-    """(b, t): True for the steps of each row after its `lengths` real ones."""
+    """Return (b, t), True for the steps of each row after its `lengths` real ones."""
     return torch.arange(t, device=lengths.device) >= lengths.unsqueeze(1)
 
 
 def select_real(lengths: Tensor | None, x: Tensor, before: Tensor) -> Tensor:
-    """`x` (b, ...) for rows that have a real step, `before` for those that have none."""
+    """Return `x` (b, ...) for rows that have a real step, `before` for those that have none."""
     if lengths is None:
         return x
     return torch.where((lengths > 0).view(-1, *[1] * (x.ndim - 1)), x, before)
 
 
 def shift_earlier(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """(b, t, ...) shifted one step earlier; the last step of a sequence sees zero."""
+    """Shift (b, t, ...) one step earlier; the last step of a sequence becomes zero."""
     # A roll keeps the length: a traced graph would have to distinguish a length of t - 1 from one of 1.
     last = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
     if cu_seqlens is not None:
@@ -118,7 +118,7 @@ def shift_earlier(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def shift_later(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """(b, t, ...) shifted one step later; the first step of a sequence sees zero."""
+    """Shift (b, t, ...) one step later; the first step of a sequence becomes zero."""
     first = torch.arange(x.shape[1], device=x.device) == 0
     if cu_seqlens is not None:
         first = first.index_fill(0, cu_seqlens[:-1].long(), True)
@@ -126,7 +126,7 @@ def shift_later(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def reversal_order(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor | None:
-    """Where each step comes from when every sequence is reversed, (b, t) or (1, t); None: a flip does it.
+    """Return the index (b, t) or (1, t) of each step's source when every sequence is reversed; None if a flip does it.
 
     Padding after the `lengths` stays where it is. The order is its own inverse.
     """
@@ -141,18 +141,18 @@ def reversal_order(t: int, cu_seqlens: Tensor | None, lengths: Tensor | None, de
 
 
 def reverse_time(x: Tensor, order: Tensor | None) -> Tensor:
-    """(b, t, d) with every sequence reversed; `order` from `reversal_order`."""
+    """Reverse every sequence of (b, t, d); `order` comes from `reversal_order`."""
     return x.flip(1) if order is None else x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
 class Padding(NamedTuple):
-    """Which steps of a batch are real.
+    """The padding of a batch: which steps are real.
 
     Attributes:
-        lengths: real steps of each row, (b,).
+        lengths: Number of real steps of each row, (b,).
         front: True for the first `lengths` steps of each row, (b, t).
-        order: where the i-th step of the compacted row comes from, (b, t); None if the rows are already compact.
-        is_compact: the caller has compacted the rows and will restore them: there is nothing to do in between.
+        order: Index of the source of the i-th step of the compacted row, (b, t); None if the padding is at the end.
+        is_compact: True if the caller has compacted the rows and will restore them, so that callees do neither.
     """
 
     lengths: Int[Tensor, " b"]
@@ -162,7 +162,7 @@ class Padding(NamedTuple):
 
     @staticmethod
     def from_mask(where: str, mask: Tensor | Padding, b: int, t: int, device: torch.device) -> Padding:
-        """Read a boolean mask (b, t), True for real tokens, or the lengths (b,) of rows that are padded at the end."""
+        """Return the padding of a boolean mask (b, t), True for real tokens, or of the lengths (b,) of rows."""
         if isinstance(mask, Padding):
             return mask
         check_tensor(where, "mask", mask)
@@ -187,7 +187,7 @@ class Padding(NamedTuple):
         return Padding(mask.long(), time < mask.unsqueeze(1), None)
 
     def real_mask(self) -> Bool[Tensor, "b t"]:
-        """True for real steps, where they stand."""
+        """Return (b, t), True for real steps, in their original positions."""
         return self.front if self.order is None else torch.zeros_like(self.front).scatter(1, self.order, self.front)
 
     def compact(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
@@ -199,7 +199,7 @@ class Padding(NamedTuple):
         return x.masked_fill(~self.front.unsqueeze(-1), 0)
 
     def restore(self, y: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Undo `compact`: every real token back in its place, zeros at the padding."""
+        """Undo `compact`: move every real token back, with zeros at the padding."""
         if self.is_compact:
             return y
         y = y.masked_fill(~self.front.unsqueeze(-1), 0)
@@ -208,5 +208,5 @@ class Padding(NamedTuple):
         return torch.zeros_like(y).scatter(1, self.order.unsqueeze(-1).expand_as(y), y)
 
     def as_compact(self) -> Padding:
-        """The same padding for callees that receive rows which are already compact."""
+        """Return the padding for callees that receive rows which are already compact."""
         return self._replace(order=None, is_compact=True)

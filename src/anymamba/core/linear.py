@@ -1,12 +1,12 @@
-"""Products with the weights of projections, by the fastest of those that there are for them.
+"""Products with the weights of projections, by the fastest library for the processor and the sizes.
 
-On x86-64, torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, with which
-torch multiplies bfloat16, uses it on all. So on the others that have AVX-512 a projection of many rows runs on oneDNN,
-forward and backward, in about half the time. A projection of few rows without gradients, as of a short prompt, runs on
-our own kernels, which read the weight once for all of them. What is chosen follows from the processor and the sizes,
-never from a measurement, so that a run that is resumed continues with the same bits.
+On x86-64, torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. oneDNN, with which
+torch multiplies bfloat16, uses it on all. On other processors with AVX-512, a projection of many rows therefore runs on
+oneDNN, forward and backward, in about half the time. A projection of few rows without gradients, as of a short prompt,
+runs on our own kernels, which read the weight once for all rows. The choice follows from the processor and the sizes,
+never from a measurement, so that a resumed run continues with the same bits.
 
-What follows operations (tracers, transforms, `anymamba.portable()`), other dtypes and devices see torch's own product.
+Tracers and transforms, `anymamba.portable()`, other dtypes and other devices see torch's own product.
 
 Environment:
     ANYMAMBA_MATMUL: `torch` or `onednn` chooses torch's library; `onednn` then computes products of any size.
@@ -32,13 +32,15 @@ from anymamba.core.registry import find_kernel, is_portable
 
 Library = Literal["torch", "onednn"]
 _NAMES = ("torch", "onednn")
-_CHOSEN = os.environ.get("ANYMAMBA_MATMUL", "")
-# Of rows, inputs and outputs, and of products, for oneDNN.
-_FEWEST, _FEWEST_PRODUCTS = (1, 1) if _CHOSEN == "onednn" else (16, 2**22)
-# Of rows, beside each of torch's libraries, and of numbers in a weight, for our own kernels. They were measured beside
-# MKL's product, not beside those of other processors and systems, such as Apple's.
-_MOST_ROWS, _SMALLEST = {"torch": 256 if torch.backends.mkl.is_available() else 0, "onednn": _FEWEST - 1}, 2**16
-_UNITS_IN = ("flags", "Features")  # lines of /proc/cpuinfo, on x86-64 and on Arm
+_REQUESTED = os.environ.get("ANYMAMBA_MATMUL", "")
+# Fewest rows, inputs and outputs, and fewest multiplications, for oneDNN.
+_MIN_DIM = 1 if _REQUESTED == "onednn" else 16
+_MIN_PRODUCTS = 1 if _REQUESTED == "onednn" else 2**22
+# Most rows, by torch's library, and smallest weight for our own kernels. They were measured against MKL, not against
+# the libraries of other processors and systems, such as Apple's.
+_MAX_ROWS = {"torch": 256 if torch.backends.mkl.is_available() else 0, "onednn": _MIN_DIM - 1}
+_MIN_WEIGHT_NUMEL = 2**16
+_FEATURE_LINES = ("flags", "Features")  # of /proc/cpuinfo, on x86-64 and on Arm
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bfloat16 as float32.
 _WITHOUT_BFLOAT16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
 
@@ -47,7 +49,7 @@ _FORWARD = nn.Linear.forward
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """`module(x)`. A plain `nn.Linear` is computed by `linear`; any other module, or one with hooks, is called."""
+    """Return `module(x)`; a plain `nn.Linear` without hooks is computed by `linear`, any other module is called."""
     is_eager = not torch.compiler.is_compiling()
     if is_eager and type(module) is nn.Linear and nn.Linear.forward is _FORWARD and has_no_hooks(module):
         return linear(x, module.weight, module.bias)
@@ -56,7 +58,7 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`: (..., i), (o, i), (o) -> (..., o), with derivatives of any order."""
+    """Compute `torch.nn.functional.linear`: (..., i), (o, i), (o) -> (..., o), with derivatives of any order."""
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if torch.compiler.is_compiling() or not _are_covered(inputs):
         return F.linear(x, weight, bias)
@@ -71,57 +73,59 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def matmul_library() -> Library:
-    """The library that multiplies float32 matrices on a CPU here.
+    """Return the library that multiplies float32 matrices on this CPU.
 
     Raises:
-        ValueError: ANYMAMBA_MATMUL names another than there is.
+        ValueError: ANYMAMBA_MATMUL names an unknown or missing library.
     """
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if _CHOSEN not in ("", *_NAMES):
-        raise ValueError(f"ANYMAMBA_MATMUL must be one of {', '.join(_NAMES)}, got {_CHOSEN!r}")
-    if _CHOSEN == "onednn" and not has_onednn:
+    if _REQUESTED not in ("", *_NAMES):
+        raise ValueError(f"ANYMAMBA_MATMUL must be one of {', '.join(_NAMES)}, got {_REQUESTED!r}")
+    if _REQUESTED == "onednn" and not has_onednn:
         raise ValueError("ANYMAMBA_MATMUL is onednn, which this build of torch does not have")
-    if _CHOSEN:
-        return "onednn" if _CHOSEN == "onednn" else "torch"
+    if _REQUESTED:
+        return "onednn" if _REQUESTED == "onednn" else "torch"
     has_wide_vectors = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    is_held_back = torch.backends.mkl.is_available() and not _is_of_intel()
+    is_held_back = torch.backends.mkl.is_available() and not _is_intel()
     return "onednn" if has_onednn and has_wide_vectors and is_held_back else "torch"
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 in the processor's own units for it: AVX-512 BF16, AMX, or Arm's.
+    """Return whether torch multiplies bfloat16 in dedicated units: AVX-512 BF16, AMX, or those of Arm.
 
-    There it is about twice as fast as float32, elsewhere slower. Only Linux says which units there are; on other
-    systems the answer is no.
+    With them bfloat16 is about twice as fast as float32, without them slower. Only Linux lists the units; on other
+    systems the result is False.
     """
     return _has_bfloat16_units() and bool(torch._C._get_mkldnn_enabled())
 
 
 @functools.cache
 def _has_bfloat16_units() -> bool:
-    found = {word for line in _processor() for word in line.partition(":")[2].split() if line.startswith(_UNITS_IN)}
-    if not torch.backends.mkldnn.is_available() or _most_of_onednn() in _WITHOUT_BFLOAT16:
+    features = {
+        word for line in _cpuinfo() if line.startswith(_FEATURE_LINES) for word in line.partition(":")[2].split()
+    }
+    if not torch.backends.mkldnn.is_available() or _onednn_max_isa() in _WITHOUT_BFLOAT16:
         return False
     if platform.machine() == "aarch64":  # oneDNN leaves Arm's units to another library
-        return "bf16" in found and torch.backends.mkldnn.is_acl_available()
-    return not found.isdisjoint(("avx512_bf16", "amx_bf16"))
+        return "bf16" in features and torch.backends.mkldnn.is_acl_available()
+    return not features.isdisjoint(("avx512_bf16", "amx_bf16"))
 
 
-def _most_of_onednn() -> str:
-    """The instructions that oneDNN is held to by its environment; empty if it uses all."""
+def _onednn_max_isa() -> str:
+    """Return the instruction set that the environment limits oneDNN to; empty if there is no limit."""
     names = (os.environ.get(f"{prefix}_MAX_CPU_ISA") for prefix in ("ONEDNN", "DNNL"))
     return next((name for name in names if name), "").lower()
 
 
-def _is_of_intel() -> bool:
-    """Whether the processor is one of Intel's, or nobody says whose it is."""
-    if not (lines := _processor()):
+def _is_intel() -> bool:
+    """Return True for Intel CPUs and when the vendor is unknown."""
+    if not (lines := _cpuinfo()):
         return "AuthenticAMD" not in platform.processor()
     return not any(line.startswith("vendor_id") and "GenuineIntel" not in line for line in lines)
 
 
-def _processor() -> list[str]:
-    """What Linux says about the processor, in lines; nothing on other systems."""
+def _cpuinfo() -> list[str]:
+    """Return the lines of /proc/cpuinfo; none on systems other than Linux."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -129,7 +133,7 @@ def _processor() -> list[str]:
 
 
 def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
-    """Whether they are plain float32 on a CPU, of shapes that fit, and nobody follows what is done with them."""
+    """Return whether the inputs are plain float32 on a CPU with compatible shapes, and not traced or transformed."""
     x, weight = inputs[:2]
     return (
         x.dtype == torch.float32
@@ -149,25 +153,25 @@ def _are_covered(inputs: tuple[Tensor, ...]) -> bool:
 
 
 def _is_full_precision() -> bool:
-    """Whether float32 may be multiplied in float32 by a library of our choice.
+    """Return whether float32 must be multiplied in float32.
 
-    "high" allows TF32, but asks for nothing: processors that have it are left to torch's own library as it is.
+    "high" permits TF32 but does not demand it; only "medium" is left to torch's own library.
     """
     try:
         return torch.get_float32_matmul_precision() != "medium"
-    except RuntimeError:  # it was chosen for one device or library, through torch's newer settings
+    except RuntimeError:  # the precision was set for one device or library, through torch's newer settings
         return False
 
 
 def _is_short(x: Tensor, weight: Tensor) -> bool:
-    """Whether there are so few rows, of a weight so large, that reading it is what counts."""
-    return x.numel() <= _MOST_ROWS[matmul_library()] * weight.shape[1] and weight.numel() >= _SMALLEST
+    """Return whether there are so few rows, and the weight is so large, that the time to read the weight dominates."""
+    return x.numel() <= _MAX_ROWS[matmul_library()] * weight.shape[1] and weight.numel() >= _MIN_WEIGHT_NUMEL
 
 
 def _is_large(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is the faster one: with less to do, what comes around a product takes as long as the product."""
+    """Return whether oneDNN is faster: for small products, its overhead exceeds the product itself."""
     out, width = weight.shape
-    return x.numel() >= _FEWEST * width and min(out, width) >= _FEWEST and x.numel() * out >= _FEWEST_PRODUCTS
+    return x.numel() >= _MIN_DIM * width and min(out, width) >= _MIN_DIM and x.numel() * out >= _MIN_PRODUCTS
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -177,18 +181,18 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unflatten_like(y_mo: Tensor, x: Tensor) -> Tensor:
-    """Rows in the shape of `x`, without being a view to autograd: the caller may change them in place."""
+    """Return rows in the shape of `x`, not as a view to autograd, so that the caller may change them in place."""
     y: Tensor = y_mo if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y_mo, [*x.shape[:-1], y_mo.shape[-1]])
     return y
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Rows or columns that follow each other in memory: with gaps, oneDNN multiplies number by number."""
+    """Return a matrix with contiguous rows or columns: with gaps, oneDNN multiplies number by number."""
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 class _Product(torch.autograd.Function):
-    """`linear`, whose gradients are products of the same kind, so that they can be differentiated again."""
+    """The product `linear`, whose gradients are products of the same kind and can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
