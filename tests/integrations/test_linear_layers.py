@@ -18,19 +18,19 @@ TOLERANCE = 1e-5
 @pytest.fixture
 def all_sizes(monkeypatch):
     """Tiny projections are exchanged too."""
-    monkeypatch.setattr(linear_layers, "SMALLEST", 0)
+    monkeypatch.setattr(linear_layers, "MIN_WEIGHT_NUMEL", 0)
 
 
 def runs_of(monkeypatch):
     """A list that grows whenever the kernels run a projection."""
-    runs, few_rows = [], Linear._few_rows
+    runs, run_few_rows = [], Linear._run_few_rows
 
     def counted(self, x):
-        y = few_rows(self, x)
+        y = run_few_rows(self, x)
         runs.append(y is not None)
         return y
 
-    monkeypatch.setattr(Linear, "_few_rows", counted)
+    monkeypatch.setattr(Linear, "_run_few_rows", counted)
     return runs
 
 

@@ -215,7 +215,7 @@ def test_a_model_without_mixers_and_things_that_are_no_models_are_refused(unchec
 @pytest.mark.parametrize("function", [lambda: accelerate(nn.Identity()), enable])
 def test_a_version_below_the_floor_is_refused(function, monkeypatch):
     old = types.SimpleNamespace(__version__="5.14.2")
-    monkeypatch.setattr(anymamba.integrations.transformers.verify, "import_module", lambda name: old)
+    monkeypatch.setattr(anymamba.integrations.transformers.architectures, "import_module", lambda name: old)
     with pytest.raises(ImportError, match=r"needs transformers >= 5.16, found 5.14.2: pip install"):
         function()
 
@@ -224,6 +224,6 @@ def test_a_missing_transformers_is_said_so(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(anymamba.integrations.transformers.verify, "import_module", missing)
+    monkeypatch.setattr(anymamba.integrations.transformers.architectures, "import_module", missing)
     with pytest.raises(ImportError, match=r"not installed: pip install 'anymamba\[interop\]'"):
         accelerate(nn.Identity())

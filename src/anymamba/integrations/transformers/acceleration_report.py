@@ -1,4 +1,4 @@
-"""Which layer of a model runs how, and why."""
+"""A report of how each layer of a model runs, and why."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from torch import nn
 
 from anymamba.core.registry import missing_kernel
-from anymamba.integrations.transformers import linear_layers, mixer_step, model_step
-from anymamba.integrations.transformers.accelerate import REFUSED, mixers
-from anymamba.integrations.transformers.architectures import STACKS, own_class
-from anymamba.integrations.transformers.mixer import FALLBACKS, AcceleratedMixer
-from anymamba.integrations.transformers.model_step import AcceleratedStack
+from anymamba.integrations.transformers import linear_layers
+from anymamba.integrations.transformers.accelerate import REJECTED, mixers
+from anymamba.integrations.transformers.architectures import STACKS, original_class
+from anymamba.integrations.transformers.mixer import FALLBACKS, AcceleratedMixer, compiled_mixer
+from anymamba.integrations.transformers.model_step import AcceleratedStack, compiled_stack
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """How one mixer runs.
+    """Report on one mixer.
 
     Attributes:
-        name: of the module.
-        mixer: the class that transformers has for it.
-        accelerated: whether it runs on this library's operators.
-        sequence: who computes sequences.
-        token: how one token is computed.
-        reason: why something does not run the fastest way; empty if everything does.
-        last_fallback: why it last fell back to transformers' own forward; empty if it never did.
+        name: Name of the module.
+        mixer: Class that transformers has for it.
+        accelerated: Whether it runs on this library's operators.
+        sequence: Implementation that computes sequences.
+        token: Implementation that computes one token.
+        reason: Reason why something does not run in the fastest way; empty if everything does.
+        last_fallback: Reason of the last fallback to the forward of transformers; empty if there was none.
     """
 
     name: str
@@ -39,13 +39,13 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """How one token runs through a model that is nothing but mixers.
+    """Report on one token of a model that consists of mixers only.
 
     Attributes:
-        name: of the module.
-        model: the class that transformers has for it.
-        token: how one token is computed.
-        reason: why not in one call; empty if it is.
+        name: Name of the module.
+        model: Class that transformers has for it.
+        token: Implementation that computes one token.
+        reason: Reason why it is not one call; empty if it is.
     """
 
     name: str
@@ -56,12 +56,12 @@ class ModelReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a model runs; as text, a line for each mixer.
+    """Report on a model; as text, one line per mixer.
 
     Attributes:
-        layers: the mixers.
-        models: models that are nothing but mixers, with an embedding and norms.
-        projections: how many others, such as those of attention, of MLPs and the head, have a faster way for few rows.
+        layers: Reports on the mixers.
+        models: Reports on models that consist of an embedding, mixers and norms only.
+        projections: Number of other projections (of attention, of MLPs, the head) that are faster for few rows.
     """
 
     layers: tuple[LayerReport, ...]
@@ -69,7 +69,7 @@ class Report:
     projections: int = 0
 
     def __str__(self) -> str:
-        """A table."""
+        """Return the report as a table."""
         accelerated = sum(layer.accelerated for layer in self.layers)
         lines = [f"{accelerated} of {len(self.layers)} mixers are accelerated"]
         if self.projections:
@@ -86,10 +86,10 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Look at the mixers of a model, accelerated or not.
+    """Return a report on the mixers of a model, accelerated or not.
 
     Raises:
-        TypeError: not a module.
+        TypeError: The argument is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"report: model must be a torch module, got {type(model).__name__}")
@@ -98,17 +98,17 @@ def report(model: nn.Module) -> Report:
         models=tuple(
             _model(name, part)
             for name, part in model.named_modules()
-            if type(part).__name__ in STACKS and isinstance(part, own_class(type(part).__name__))
+            if type(part).__name__ in STACKS and isinstance(part, original_class(type(part).__name__))
         ),
-        projections=linear_layers.count(model),
+        projections=linear_layers.count_linears(model),
     )
 
 
 def _model(name: str, model: nn.Module) -> ModelReport:
-    reason = REFUSED.get(model, "it was not accelerated")
+    reason = REJECTED.get(model, "it was not accelerated")
     if isinstance(model, AcceleratedStack):
         reason = "" if "forward" not in model.__dict__ else "this module was given its own forward"
-        reason = reason or model_step.compiled_stack(model).reason
+        reason = reason or compiled_stack(model).reason
     how = "mixer by mixer" if reason else "one call for all layers"
     return ModelReport(name=name, model=type(model).__name__, token=how, reason=reason)
 
@@ -116,7 +116,7 @@ def _model(name: str, model: nn.Module) -> ModelReport:
 def _layer(name: str, mixer: nn.Module) -> LayerReport:
     kind, reason = type(mixer).__name__, ""
     if not isinstance(mixer, AcceleratedMixer):
-        reason = REFUSED.get(mixer, "it was not accelerated")
+        reason = REJECTED.get(mixer, "it was not accelerated")
     elif (device := mixer.conv1d.weight.device.type) != "cpu":
         reason = f"its weights are on {device}, not on a CPU"
     elif "forward" in mixer.__dict__:
@@ -125,7 +125,7 @@ def _layer(name: str, mixer: nn.Module) -> LayerReport:
         return LayerReport(
             name=name, mixer=kind, accelerated=False, sequence="transformers", token="transformers", reason=reason
         )
-    compiled = mixer_step.compiled_mixer(mixer)
+    compiled = compiled_mixer(mixer)
     whole = "one call" if compiled.is_whole else "one call, projections apart"
     operators = "portable" if missing_kernel("causal_conv", mixer.conv1d.weight) else "compiled"
     return LayerReport(

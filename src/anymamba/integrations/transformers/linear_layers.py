@@ -1,8 +1,7 @@
-"""Projections of few rows: what a token of a model reads besides its mixers.
+"""Large projections outside of mixers, which dominate a token together with the mixers.
 
-torch's own product of few rows reads a matrix more slowly than memory delivers it. So the large projections of an
-accelerated model that belong to no mixer (those of attention, of MLPs and the head) run on the compiled kernels where
-few rows go through them without gradients, and are torch's own everywhere else.
+The matmul of torch reads a matrix more slowly than memory delivers it when there are few rows. So the projections of
+attention, of MLPs and the head run on the compiled kernels for few rows without gradients, and on torch otherwise.
 """
 
 from __future__ import annotations
@@ -14,24 +13,28 @@ from anymamba.core.linear import linear
 from anymamba.kernels.compiled_step import StepSource, usable_step
 from anymamba.kernels.step import OUTPUT, StepBuilder
 
-# A matrix of fewer numbers stays in a cache of the processor, where torch's product is as fast.
-SMALLEST = 1 << 18
-# Up to how many rows the kernels are the faster ones; torch multiplies half-wide numbers without widening them.
-MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
+# A smaller matrix stays in a cache of the processor, where torch is as fast.
+MIN_WEIGHT_NUMEL = 1 << 18
+# Number of rows up to which the kernels are faster; torch has its own kernels for 16-bit numbers.
+MAX_ROWS = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
 
 
 class Linear(nn.Linear):
-    """torch's own, with a faster way for few rows."""
+    """Linear layer of torch that runs few rows on the compiled kernels."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`weight input + bias`."""
-        max_numel = MOST_ROWS.get(self.weight.dtype, 0) * self.in_features
+        """Return `weight input + bias`."""
+        max_numel = MAX_ROWS.get(self.weight.dtype, 0) * self.in_features
+        y = None
         if not torch.compiler.is_compiling() and 0 < input.numel() <= max_numel:
-            step = usable_step(self, (input,), self._step_source)
-            result = None if step is None else step.run(input.reshape(-1, input.shape[-1]), ())
-            if result is not None:
-                return result[0].view(*input.shape[:-1], self.out_features)
-        return linear(input, self.weight, self.bias)
+            y = self._run_few_rows(input)
+        return linear(input, self.weight, self.bias) if y is None else y
+
+    def _run_few_rows(self, x: Tensor) -> Tensor | None:
+        """Return the result of the compiled kernels, or None if they do not cover the call."""
+        step = usable_step(self, (x,), self._step_source)
+        result = None if step is None else step.run(x.reshape(-1, x.shape[-1]), ())
+        return None if result is None else result[0].view(*x.shape[:-1], self.out_features)
 
     def _step_source(self) -> StepSource:
         dtype = self.weight.dtype
@@ -42,20 +45,20 @@ class Linear(nn.Linear):
         builder.matmul(0, self.in_features, self.out_features, fields, to=OUTPUT)
 
 
-def exchange(model: nn.Module, left_alone: set[nn.Module]) -> None:
-    """Give the large plain projections of a model the faster way, but for those that are `left_alone`."""
+def replace_linears(model: nn.Module, excluded: set[nn.Module]) -> None:
+    """Change the class of the large plain linear layers of a model, except for the excluded ones."""
     for module in model.modules():
-        if type(module) is nn.Linear and module not in left_alone and module.weight.numel() >= SMALLEST:
+        if type(module) is nn.Linear and module not in excluded and module.weight.numel() >= MIN_WEIGHT_NUMEL:
             module.__class__ = Linear
 
 
-def change_back(model: nn.Module) -> None:
-    """Undo `exchange`."""
+def restore_linears(model: nn.Module) -> None:
+    """Undo `replace_linears`."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def count(model: nn.Module) -> int:
-    """How many projections of a model have the faster way."""
+def count_linears(model: nn.Module) -> int:
+    """Return how many linear layers of a model were replaced."""
     return sum(isinstance(module, Linear) for module in model.modules())
