@@ -51,8 +51,8 @@ def test_a_mutation_changes_what_it_says(prepared):
     dropped = apply({"how": "drop", "in": "json", "path": ["ssm_cfg", "layer"]}, content, "")
     assert "layer" not in json.loads(dropped)["ssm_cfg"]
     assert apply({"how": "flip", "at": 0, "bit": 0}, b"ab", "") == b"`b"
-    chance = random.Random(1)
-    assert sum(apply(draw(chance, content, "json"), content, "") != content for _ in range(50)) > 40
+    rng = random.Random(1)
+    assert sum(apply(draw(rng, content, "json"), content, "") != content for _ in range(50)) > 40
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -61,7 +61,7 @@ def test_a_few_cases_of_each_part_find_nothing(capsys, monkeypatch):
     assert fuzzer.main(["--seed", "1", "--cases", "8", "--part", "files", "--part", "calls"]) == 0
     assert fuzzer.main(["--seed", "1", "--cases", "1", "--part", "runs"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"files: 8 cases .*\d+ refused", out)
+    assert re.search(r"files: 8 cases .*\d+ rejected", out)
     assert re.search(r"calls: 8 cases .*: .*\d+ right", out)
     assert re.search(r"runs: 1 cases .*: 1 the same", out)
 

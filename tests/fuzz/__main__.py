@@ -1,4 +1,7 @@
-"""`python -m tests.fuzz --seed 7 --seconds 120`; `--repeat 'files {...}'` runs one case again, in this process."""
+"""Fuzzes files, calls and runs: `python -m tests.fuzz --seed 7 --seconds 120`.
+
+`--repeat 'files {...}'` runs one case again, in this process.
+"""
 
 import argparse
 import json
@@ -20,16 +23,16 @@ import torch
 from tests.fuzz import calls, files, runs
 from tests.fuzz.child import Finding, run_in_child
 
-# The parts, and the share of the time that each takes.
+# The parts, and the fraction of the time that each takes.
 PARTS = {"files": (files, 0.45), "calls": (calls, 0.35), "runs": (runs, 0.2)}
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="default: another each time")
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="default: drawn from the clock")
     parser.add_argument("--seconds", type=float, default=120.0, help="default: 120")
-    parser.add_argument("--part", choices=PARTS, action="append", help="this alone; repeatable")
-    parser.add_argument("--cases", type=int, help="so many of each part, instead of the time")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; repeatable")
+    parser.add_argument("--cases", type=int, help="number of cases of each part, instead of the time")
     parser.add_argument("--repeat", metavar="CASE", help="a case as it was printed")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -40,36 +43,39 @@ def main(arguments=None):
         print(f"seed {args.seed}: repeat with make fuzz SEED={args.seed}", flush=True)
         names = args.part or list(PARTS)
         total = sum(PARTS[name][1] for name in names)
-        found = 0
+        findings = 0
         for name in names:
             seconds = args.seconds * PARTS[name][1] / total
-            found += fuzz(name, args.seed, seconds, args.cases, work / name)
-        print("nothing found" if not found else f"{found} findings")
-        return 1 if found else 0
+            findings += fuzz(name, args.seed, seconds, args.cases, work / name)
+        print(f"{findings} findings" if findings else "nothing found")
+        return 1 if findings else 0
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def fuzz(name, seed, seconds, cases, work):
     """Run the cases of a part until time is up, and return how many showed an error."""
-    part, began, outcomes, known = PARTS[name][0], time.monotonic(), Counter(), set()
+    part = PARTS[name][0]
+    start = time.monotonic()
+    outcomes = Counter()
+    known = set()
     prepared = work / "prepared"
     prepared.mkdir(parents=True)
     part.prepare(prepared)
     number = 0
-    while (number < cases) if cases else (time.monotonic() - began < seconds):
+    while (number < cases) if cases else (time.monotonic() - start < seconds):
         case = part.make(random.Random(f"{seed} {name} {number}"), prepared)
         outcome = attempt(part, case, prepared, work)
         if isinstance(outcome, Finding):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "0", str(outcome).splitlines()[-1])
-            if kind not in known:  # the same place again says nothing new
+            if kind not in known:  # report each kind of error once
                 known.add(kind)
                 report(name, seed, number, part, case, outcome, prepared, work)
             outcome = "found"
         outcomes[outcome] += 1
         number += 1
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-    print(f"{name}: {number} cases in {time.monotonic() - began:.0f} s: {counts}", flush=True)
+    print(f"{name}: {number} cases in {time.monotonic() - start:.0f} s: {counts}", flush=True)
     return outcomes["found"]
 
 

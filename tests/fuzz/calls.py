@@ -14,95 +14,95 @@ from tests.support import FLOOR, relative_error
 
 SECONDS = 60.0
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Rounding once is the floor; a block rounds in half precision at each of its parts.
+# The floor is one rounding; in half precision a block rounds after each of its operations.
 HEADROOM = {"float64": 10, "float32": 8, "bfloat16": 8, "float16": 12}
 ALGORITHMS = ("fastest", "recurrent", "minimal", "serial", "serial_recalculated", "fused")
 BLOCKS = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
-REFUSALS = (ValueError, TypeError, IndexError, RuntimeError)
+REJECTIONS = (ValueError, TypeError, IndexError, RuntimeError)
 
 
 def prepare(directory):
     """Prepare nothing."""
 
 
-def make(chance, prepared):
+def make(rng, prepared):
     """Draw a case: a call and its sizes, as a dict."""
-    call = chance.choice(["scan", "ssd", "selective_scan", "block", "block", "block"])
+    call = rng.choice(["scan", "ssd", "selective_scan", "block", "block", "block"])
     case = {
         "call": call,
-        "seed": chance.randrange(10**6),
-        "dtype": chance.choice(list(DTYPES)),
-        "b": chance.choice([1, 1, 2, 3]),
-        "t": chance.choice([1, 2, 3, 5, 8, 13, 31, 33, 64, 70]),
-        "bounds": _bounds(chance) if chance.random() < 0.3 else None,
-        "state": chance.random() < 0.5,
-        "strided": chance.random() < 0.3,
-        "algorithm": chance.choice(ALGORITHMS),
-        "chunk_len": chance.choice([None, None, 1, 2, 7, 16, 100]),
-        "pathway": chance.choice(["single", "double"]),
-        "gradients": chance.random() < 0.4,
-        "wrong": chance.choice(WRONGS) if chance.random() < 0.2 else None,
+        "seed": rng.randrange(10**6),
+        "dtype": rng.choice(list(DTYPES)),
+        "b": rng.choice([1, 1, 2, 3]),
+        "t": rng.choice([1, 2, 3, 5, 8, 13, 31, 33, 64, 70]),
+        "bounds": _bounds(rng) if rng.random() < 0.3 else None,
+        "state": rng.random() < 0.5,
+        "strided": rng.random() < 0.3,
+        "algorithm": rng.choice(ALGORITHMS),
+        "chunk_len": rng.choice([None, None, 1, 2, 7, 16, 100]),
+        "pathway": rng.choice(["single", "double"]),
+        "gradients": rng.random() < 0.4,
+        "wrong": rng.choice(WRONGS) if rng.random() < 0.2 else None,
     }
-    return {**case, **(_block_options(chance) if call == "block" else _sizes(chance))}
+    return {**case, **(_block_options(rng) if call == "block" else _sizes(rng))}
 
 
-def _bounds(chance):
-    lengths = [chance.choice([1, 1, 2, 3, 9, 20]) for _ in range(chance.randrange(1, 5))]
+def _bounds(rng):
+    lengths = [rng.choice([1, 1, 2, 3, 9, 20]) for _ in range(rng.randrange(1, 5))]
     return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 
-def _sizes(chance):
-    g = chance.choice([1, 1, 2, 3])
+def _sizes(rng):
+    g = rng.choice([1, 1, 2, 3])
     return {
         "g": g,
-        "h": g * chance.choice([1, 2, 3]),
-        "p": chance.choice([1, 3, 4, 8, 17]),
-        "n": chance.choice([1, 2, 5, 8, 16, 33]),
-        "r": chance.choice([1, 1, 2, 4]),
-        "skip": chance.choice([None, "h", "hp"]),
-        "decay": chance.choice([0.0, 1e-3, 1.0, 1.0, 30.0]),
+        "h": g * rng.choice([1, 2, 3]),
+        "p": rng.choice([1, 3, 4, 8, 17]),
+        "n": rng.choice([1, 2, 5, 8, 16, 33]),
+        "r": rng.choice([1, 1, 2, 4]),
+        "skip": rng.choice([None, "h", "hp"]),
+        "decay": rng.choice([0.0, 1e-3, 1.0, 1.0, 30.0]),
     }
 
 
-def _block_options(chance):
-    family = chance.choice(list(BLOCKS))
-    headdim, groups = chance.choice([4, 8, 16]), chance.choice([1, 1, 2])
+def _block_options(rng):
+    family = rng.choice(list(BLOCKS))
+    headdim, groups = rng.choice([4, 8, 16]), rng.choice([1, 1, 2])
     options = {
         "Mamba1": {
-            "d_state": chance.choice([1, 4, 5, 16]),
-            "d_conv": chance.choice([1, 2, 3, 4]),
-            "dt_rank": chance.choice(["auto", 1, 3]),
-            "conv_bias": chance.random() < 0.7,
-            "bias": chance.random() < 0.3,
+            "d_state": rng.choice([1, 4, 5, 16]),
+            "d_conv": rng.choice([1, 2, 3, 4]),
+            "dt_rank": rng.choice(["auto", 1, 3]),
+            "conv_bias": rng.random() < 0.7,
+            "bias": rng.random() < 0.3,
         },
         "Mamba2": {
-            "d_state": chance.choice([1, 4, 8, 16]),
-            "d_conv": chance.choice([1, 2, 3, 4]),
+            "d_state": rng.choice([1, 4, 8, 16]),
+            "d_conv": rng.choice([1, 2, 3, 4]),
             "headdim": headdim,
             "ngroups": groups,
-            "D_has_hdim": chance.random() < 0.3,
-            "rmsnorm": chance.random() < 0.7,
-            "norm_before_gate": chance.random() < 0.3,
-            "bias": chance.random() < 0.3,
-            "chunk_size": chance.choice([None, None, 3, 32]),
-            "learnable_init_states": chance.random() < 0.2,
+            "D_has_hdim": rng.random() < 0.3,
+            "rmsnorm": rng.random() < 0.7,
+            "norm_before_gate": rng.random() < 0.3,
+            "bias": rng.random() < 0.3,
+            "chunk_size": rng.choice([None, None, 3, 32]),
+            "learnable_init_states": rng.random() < 0.2,
         },
         "Mamba3": {
-            "d_state": chance.choice([4, 8, 16]),
+            "d_state": rng.choice([4, 8, 16]),
             "headdim": headdim,
             "ngroups": groups,
-            "rotation": chance.choice(["complex", "complex", "quaternion", "fixed"]),
-            "rope_fraction": chance.choice([0, 1, 1]),
-            "is_mimo": chance.random() < 0.4,
-            "mimo_rank": chance.choice([1, 2, 3, 4]),
-            "is_outproj_norm": chance.random() < 0.3,
-            "a_activation": chance.choice(["heavy_tail", "softplus"]),
-            "bias": chance.random() < 0.3,
-            "learnable_init_states": chance.random() < 0.2,
+            "rotation": rng.choice(["complex", "complex", "quaternion", "fixed"]),
+            "rope_fraction": rng.choice([0, 1, 1]),
+            "is_mimo": rng.random() < 0.4,
+            "mimo_rank": rng.choice([1, 2, 3, 4]),
+            "is_outproj_norm": rng.random() < 0.3,
+            "a_activation": rng.choice(["heavy_tail", "softplus"]),
+            "bias": rng.random() < 0.3,
+            "learnable_init_states": rng.random() < 0.2,
         },
     }[family]
-    mask = chance.choice([None, None, "lengths", "holes"])
-    how = chance.choice(["prefill", "prefill", "forward", "split", "step"])
+    mask = rng.choice([None, None, "lengths", "holes"])
+    how = rng.choice(["prefill", "prefill", "forward", "split", "step"])
     return {"family": family, "options": {"d_model": 16, **options}, "mask": mask, "how": how}
 
 
@@ -132,25 +132,25 @@ def run(case, prepared, directory):
     """Run a case, and compare its results.
 
     Returns:
-        "right", "refused", or "as it was" for a call that was made wrong and made sense all the same.
+        "right", "rejected", or "as it was" for a call that was spoiled and is valid all the same.
 
     Raises:
-        Finding: another value, or another exception.
+        Finding: The call gave another value, or another exception.
     """
     torch.manual_seed(case["seed"])
     try:
         return _run_block(case) if case["call"] == "block" else _run_function(case)
-    except REFUSALS as error:
+    except REJECTIONS as error:
         expected = case["wrong"] or _is_not_offered(case)
         if not expected:
-            raise Finding(f"refused what fits: {type(error).__name__}: {str(error)[:300]}") from error
+            raise Finding(f"rejected a valid call: {type(error).__name__}: {str(error)[:300]}") from error
         if isinstance(error, RuntimeError) and "no compiled kernel" not in str(error):
-            raise  # torch stumbled over what we let in
-        return "refused"
+            raise  # an error of torch, for input that should have been rejected before
+        return "rejected"
 
 
 def _is_not_offered(case):
-    """Return the algorithms that a call has: Mamba-1's scan has fewer, and kernels may be missing."""
+    """Return whether the call lacks the algorithm: Mamba-1's scan has fewer, and kernels may be missing."""
     channelwise = case["call"] == "selective_scan" or case.get("family") == "Mamba1"
     if channelwise and case["algorithm"] in ("minimal", "serial"):
         return True
@@ -158,9 +158,10 @@ def _is_not_offered(case):
 
 
 def _has_kernels(dtype):
-    x, wide = torch.ones(1, 1, 1, 1, 1, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.ones(1, 1, 1, 1, 1, dtype=dtype)
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     try:
-        scan(x, x, x, torch.zeros(1, 1, 1, dtype=wide), path=SsdPath.fused())
+        scan(x, x, x, torch.zeros(1, 1, 1, dtype=acc_dtype), path=SsdPath.fused())
     except RuntimeError:
         return False
     return True
@@ -176,7 +177,7 @@ def _path(case):
 def _inputs(case):
     """Draw the arguments of a function by name, and return them with the form that its recurrence reads."""
     dtype, bounds = DTYPES[case["dtype"]], case["bounds"]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     b, t, rows = (1, bounds[-1], len(bounds) - 1) if bounds else (case["b"], case["t"], case["b"])
     h, p, g, n, r = (case[name] for name in "hpgnr")
 
@@ -184,32 +185,37 @@ def _inputs(case):
         x = torch.randn(*shape, dtype=torch.float64).to(dtype)
         return x.transpose(0, 1).contiguous().transpose(0, 1) if case["strided"] and x.ndim > 1 else x
 
-    decay = -case["decay"] * torch.rand(b, t, h, dtype=torch.float64).to(wide)
+    decay = -case["decay"] * torch.rand(b, t, h, dtype=torch.float64).to(acc_dtype)
     if case["call"] == "scan":
-        found = {"v": normal(b, t, r, h, p), "k": normal(b, t, r, g, n), "q": normal(b, t, r, g, n), "log_decay": decay}
-        return found, (rows, h, p, n), wide
+        inputs = {
+            "v": normal(b, t, r, h, p),
+            "k": normal(b, t, r, g, n),
+            "q": normal(b, t, r, g, n),
+            "log_decay": decay,
+        }
+        return inputs, (rows, h, p, n), acc_dtype
     if case["call"] == "ssd":
         skip = {None: None, "h": (h,), "hp": (h, p)}[case["skip"]]
-        found = {
+        inputs = {
             "x": normal(b, t, h, p),
-            "dt": torch.rand(b, t, h, dtype=wide),
-            "A": -case["decay"] * torch.rand(h, dtype=wide),
+            "dt": torch.rand(b, t, h, dtype=acc_dtype),
+            "A": -case["decay"] * torch.rand(h, dtype=acc_dtype),
         }
-        found |= {
+        inputs |= {
             "B": normal(b, t, g, n),
             "C": normal(b, t, g, n),
-            "D": None if skip is None else normal(*skip, dtype=wide),
+            "D": None if skip is None else normal(*skip, dtype=acc_dtype),
         }
-        return found, (rows, h, p, n), wide
-    found = {"x": normal(b, t, h), "dt": normal(b, t, h, dtype=wide), "A": -normal(h, n, dtype=wide).abs()}
-    found |= {"B": normal(b, t, n), "C": normal(b, t, n)}
-    found |= {"D": normal(h, dtype=wide), "z": normal(b, t, h)} if case["skip"] else {}
-    return found, (rows, h, n), wide
+        return inputs, (rows, h, p, n), acc_dtype
+    inputs = {"x": normal(b, t, h), "dt": normal(b, t, h, dtype=acc_dtype), "A": -normal(h, n, dtype=acc_dtype).abs()}
+    inputs |= {"B": normal(b, t, n), "C": normal(b, t, n)}
+    inputs |= {"D": normal(h, dtype=acc_dtype), "z": normal(b, t, h)} if case["skip"] else {}
+    return inputs, (rows, h, n), acc_dtype
 
 
 def _run_function(case):
-    inputs, state_shape, wide = _inputs(case)
-    state = torch.randn(state_shape, dtype=torch.float64).to(wide) if case["state"] else None
+    inputs, state_shape, acc_dtype = _inputs(case)
+    state = torch.randn(state_shape, dtype=torch.float64).to(acc_dtype) if case["state"] else None
     cu_seqlens = torch.tensor(case["bounds"]) if case["bounds"] else None
     options = {"initial_state": state, "path": _path(case), "cu_seqlens": cu_seqlens}
     function = {"scan": scan, "ssd": ssd, "selective_scan": selective_scan}[case["call"]]
@@ -234,7 +240,7 @@ def _by_recurrence(call, inputs, state, state_shape, bounds):
     timed = {"v", "k", "q", "log_decay", "x", "dt", "B", "C", "z"}
     ys, finals = [], []
     for row in range(rows):
-        own = states[row]
+        state_row = states[row]
         span = slice(bounds[row], bounds[row + 1]) if bounds else slice(None)
         source = 0 if bounds else row
         of_row = {name: x[source, span] if name in timed and x is not None else x for name, x in inputs.items()}
@@ -242,10 +248,10 @@ def _by_recurrence(call, inputs, state, state_shape, bounds):
         outputs = []
         for t in range(length):
             now = {name: x[t] if name in timed and x is not None else x for name, x in of_row.items()}
-            y, own = step(own, **now)
+            y, state_row = step(state_row, **now)
             outputs.append(y)
         ys.append(torch.stack(outputs))
-        finals.append(own)
+        finals.append(state_row)
     return {"y": torch.cat(ys).unsqueeze(0) if bounds else torch.stack(ys), "state": torch.stack(finals)}
 
 
@@ -277,13 +283,13 @@ def _selective_step(state, x, dt, A, B, C, D=None, z=None):
 
 def _run_block(case):
     dtype, bounds = DTYPES[case["dtype"]], case["bounds"] if case["how"] != "step" else None
-    block, wide = _make_block(case, dtype)
+    block, block64 = _make_block(case, dtype)
     b, t, rows = (1, bounds[-1], len(bounds) - 1) if bounds else (case["b"], case["t"], case["b"])
     x = torch.randn(b, t, 16, dtype=torch.float64).to(dtype)
     x = x.transpose(0, 1).contiguous().transpose(0, 1) if case["strided"] else x
     cache = None
     if case["state"]:
-        cache = wide.prefill(torch.randn(rows, 3, 16, dtype=torch.float64))[1].detach().to(dtype)
+        cache = block64.prefill(torch.randn(rows, 3, 16, dtype=torch.float64))[1].detach().to(dtype)
     mask = None if bounds or case["how"] == "step" else _mask(case["mask"], b, t)
     options = {"path": _path(case), "cu_seqlens": torch.tensor(bounds) if bounds else None, "mask": mask}
     if case["wrong"]:
@@ -294,12 +300,12 @@ def _run_block(case):
         return "as it was"
     leaves, exact = {"x": x.requires_grad_()}, {"x": x.detach().double().requires_grad_()}
     with torch.set_grad_enabled(case["gradients"]):
-        found = _called(case["how"], block, x, cache, options)
-        wide_cache = wide.init_cache(rows) if cache is None else cache.to(torch.float64)
-        expected = _by_steps(wide, exact["x"], wide_cache, bounds, mask)
-    _compare(case, found, expected)
-    leaves, exact = leaves | dict(block.named_parameters()), exact | dict(wide.named_parameters())
-    _compare_gradients(case, (found["y"],), leaves, (expected["y"],), exact)
+        outputs = _call_block(case["how"], block, x, cache, options)
+        cache64 = block64.init_cache(rows) if cache is None else cache.to(torch.float64)
+        expected = _by_steps(block64, exact["x"], cache64, bounds, mask)
+    _compare(case, outputs, expected)
+    leaves, exact = leaves | dict(block.named_parameters()), exact | dict(block64.named_parameters())
+    _compare_gradients(case, (outputs["y"],), leaves, (expected["y"],), exact)
     return "right"
 
 
@@ -309,9 +315,9 @@ def _make_block(case, dtype):
     block = kind(**case["options"], dtype=dtype)
     for parameter in block.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    wide = kind(block.config, dtype=torch.float64)
-    wide.load_state_dict(block.state_dict())
-    return block, wide
+    block64 = kind(block.config, dtype=torch.float64)
+    block64.load_state_dict(block.state_dict())
+    return block, block64
 
 
 def _mask(kind, b, t):
@@ -320,7 +326,7 @@ def _mask(kind, b, t):
     return torch.rand(b, t) < 0.6 if kind == "holes" else None
 
 
-def _called(how, block, x, cache, options):
+def _call_block(how, block, x, cache, options):
     """Run the block, and return its outputs, and the cache if the call returns one."""
     if how == "forward":
         return {"y": block(x, cache, **options)}
@@ -347,23 +353,23 @@ def _by_steps(block, x, cache, bounds, mask):
         if mask is not None:
             real = mask[row] if mask.dtype == torch.bool else torch.arange(x.shape[1]) < mask[row]
             places = real.nonzero().flatten().tolist()
-        own = cache.rows(row)
+        row_cache = cache.rows(row)
         for t in places:
-            y, own = block.step(x[source : source + 1, t], own)
+            y, row_cache = block.step(x[source : source + 1, t], row_cache)
             outputs[source, t] = y[0]
-        caches.append(own)
+        caches.append(row_cache)
     zero = torch.zeros(x.shape[-1], dtype=x.dtype)
     y = [torch.stack([outputs.get((b, t), zero) for t in range(x.shape[1])]) for b in range(x.shape[0])]
     return {"y": torch.stack(y), "cache": type(cache).cat(caches)}
 
 
-def _compare(case, found, expected):
+def _compare(case, outputs, expected):
     tolerance = HEADROOM[case["dtype"]] * FLOOR[DTYPES[case["dtype"]]]
-    flat, wanted = _flat(found), _flat(expected)
-    for name, x in flat.items():
-        error = relative_error(x, wanted[name], least=1e-6)
-        if x.shape != wanted[name].shape:
-            raise Finding(f"{name} has the shape {tuple(x.shape)}, expected {tuple(wanted[name].shape)}")
+    flat_outputs, flat_expected = _flat(outputs), _flat(expected)
+    for name, x in flat_outputs.items():
+        error = relative_error(x, flat_expected[name], least=1e-6)
+        if x.shape != flat_expected[name].shape:
+            raise Finding(f"{name} has the shape {tuple(x.shape)}, expected {tuple(flat_expected[name].shape)}")
         if error > tolerance:
             raise Finding(f"{name} is {error:.1e} away from the recurrence in float64, tolerated {tolerance:.0e}")
 
@@ -379,9 +385,12 @@ def _compare_gradients(case, outputs, leaves, expected_outputs, expected_leaves)
         loss = sum((x * head.to(x.dtype)).sum() for x, head in zip(values, heads, strict=True))
         if not loss.requires_grad:  # all is padding
             return
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         pairs.append(
-            {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(named.items(), found, strict=True)}
+            {
+                name: torch.zeros_like(x) if g is None else g
+                for (name, x), g in zip(named.items(), gradients, strict=True)
+            }
         )
     least = 1e-3 * max(float(x.abs().max()) for x in pairs[1].values())
     tolerance = 4 * HEADROOM[case["dtype"]] * FLOOR[DTYPES[case["dtype"]]]

@@ -1,7 +1,7 @@
 """Part 1: files of every kind that the library reads, damaged or forged.
 
-Opening one gives what it gave before, or one line of a ValueError or OSError: no other exception, crash or hang, and no
-code that runs. Where a checksum covers a file, any change is refused, unless the forger mended the checksum too.
+Opening a file gives what it gave before, or a ValueError or OSError of one line: no other exception, crash or hang, and
+no code runs. Where a checksum covers a file, any change is rejected, unless the checksum was repaired too.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from tests.training.cases import silent
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 OFFICIAL = ("mamba1", "mamba2", "mamba3_mimo", "mamba3_quaternion")
-SECONDS = 30.0  # that a case may take, on a busy machine
+SECONDS = 30.0  # limit of a case, on a busy machine
 KINDS = {".json": "json", ".safetensors": "safetensors", ".state": "safetensors", ".bin": "pickle", ".jsonl": "bytes"}
 
 
@@ -56,10 +56,10 @@ def open_states(directory):
     state = GenerationState.load(directory / "generation.state", model)
     block = type(cache.layers[1]).load(directory / "block.state")
     trees = {"cache": cache, "generation": state, "block": block}
-    found = {f"{kind}.{name}": x for kind, tree in trees.items() for name, x in tree.tensors().items()}
+    tensors = {f"{kind}.{name}": x for kind, tree in trees.items() for name, x in tree.tensors().items()}
     model.step(torch.zeros(cache.batch_size, dtype=torch.int64), cache)
     model.generate(None, 2, cache=state, seed=1)
-    return digest(found)
+    return digest(tensors)
 
 
 def open_run(directory):
@@ -83,14 +83,14 @@ def open_texts(directory):
 
 def digest(tensors):
     """Return a digest of a dict of tensors, which differs when a bit does."""
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     for name, x in sorted(tensors.items()):
-        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        found.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else str(x.item()).encode())
-    return found.hexdigest()
+        hashed.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        hashed.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else str(x.item()).encode())
+    return hashed.hexdigest()
 
 
-# What is opened, how, and which of its files a checksum covers.
+# Kinds of files, the function that opens them, and the files that a checksum covers.
 TARGETS = {
     **{
         f"model {name}": (open_model, ())
@@ -170,17 +170,17 @@ def _save_tokenizer(directory):
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
 
 
-def make(chance, prepared):
+def make(rng, prepared):
     """Draw a case: a kind of file, and one to three mutations; the last may repair the checksum."""
-    target = chance.choice(list(TARGETS))
+    target = rng.choice(list(TARGETS))
     files = sorted(path for path in (prepared / target).rglob("*") if path.is_file())
     mutations = []
-    for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        file = chance.choice(files)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        file = rng.choice(files)
         kind = KINDS.get(file.suffix, "bytes")
-        mutation = draw(chance, file.read_bytes(), kind)
+        mutation = draw(rng, file.read_bytes(), kind)
         mutations.append({"file": file.relative_to(prepared / target).as_posix(), **mutation})
-    return {"target": target, "mutations": mutations, "signed": chance.random() < 0.5}
+    return {"target": target, "mutations": mutations, "signed": rng.random() < 0.5}
 
 
 def simpler(case):
@@ -196,36 +196,36 @@ def run(case, prepared, directory):
     """Run a case: open the damaged files.
 
     Returns:
-        "opened" or "refused".
+        "opened" or "rejected".
 
     Raises:
-        Finding: it was opened though a checksum says otherwise, or refused in more than a line.
+        Finding: It was opened in spite of a wrong checksum, or rejected in more than one line.
     """
     target, (opened, covered) = case["target"], TARGETS[case["target"]]
-    place, marker = directory / "place", directory / "code ran"
-    shutil.copytree(prepared / target, place)
-    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    copied, marker = directory / "copied", directory / "code ran"
+    shutil.copytree(prepared / target, copied)
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     for mutation in case["mutations"]:
-        file = place / mutation["file"]
+        file = copied / mutation["file"]
         file.write_bytes(apply(mutation, file.read_bytes(), str(marker)))
     if case["signed"]:
-        _sign(place, target)
+        _sign(copied, target)
     changed = [path.name for path, content in before.items() if path.read_bytes() != content]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = opened(place)
+            contents = opened(copied)
     except FloatingPointError:  # forged weights may overflow, and training says so
-        return "refused"
+        return "rejected"
     except (ValueError, OSError) as error:
         if "\n" in str(error).strip() or not str(error).strip():
-            raise Finding(f"refused in other than a line: {type(error).__name__}: {str(error)[:300]!r}") from error
-        return "refused"
+            raise Finding(f"rejected in other than a line: {type(error).__name__}: {str(error)[:300]!r}") from error
+        return "rejected"
     finally:
         if marker.exists():
             raise Finding("ran code that a file held")
     promised = [name for name in changed if name.endswith(covered)] if covered else []
-    if promised and not case["signed"] and found != opened(prepared_copy(prepared / target, directory)):
+    if promised and not case["signed"] and contents != opened(prepared_copy(prepared / target, directory)):
         raise Finding(f"opened with other values, though a checksum covers {', '.join(promised)}")
     return "opened"
 
@@ -235,14 +235,14 @@ def prepared_copy(source, directory):
     return shutil.copytree(source, directory / "whole", dirs_exist_ok=True)
 
 
-def _sign(place, target):
+def _sign(copied, target):
     """Repair every checksum, as an attacker would."""
-    for file in place.glob("*.state"):
+    for file in copied.glob("*.state"):
         file.write_bytes(sign_state(file.read_bytes()))
-    for index in place.rglob("index.json"):
+    for index in copied.rglob("index.json"):
         _sign_json(index, lambda table, file=index: _sign_shards(table, file.parent))
-    for manifest in place.rglob("training.json"):
-        _sign_json(manifest, lambda table, file=manifest: _sign_manifest(table, file.parent, place))
+    for manifest in copied.rglob("training.json"):
+        _sign_json(manifest, lambda table, file=manifest: _sign_manifest(table, file.parent, copied))
 
 
 def _sign_json(file, change):

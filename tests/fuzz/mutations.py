@@ -76,52 +76,52 @@ class _Bomb:
         return (open, (self.marker, "w"))
 
 
-def draw(chance, content, kind):
+def draw(rng, content, kind):
     """Draw a mutation of a file of a kind ("json", "safetensors", "pickle" or "bytes"), as a dict."""
     ways = {"json": ["bytes", "json", "json", "json"], "safetensors": ["bytes", "header", "tensor", "tensor"]}
     ways = {**ways, "pickle": ["bytes", "bytes", "pickle"]}.get(kind, ["bytes"])
-    way = chance.choice(ways)
+    way = rng.choice(ways)
     if way == "bytes":
-        return _draw_bytes(chance, len(content))
+        return _draw_bytes(rng, len(content))
     if way == "pickle":
-        return {"how": "pickle", "what": chance.choice(list(PICKLES))}
+        return {"how": "pickle", "what": rng.choice(list(PICKLES))}
     if way == "tensor":
         names = sorted(_tensors(content))
-        what = chance.choice([*TENSORS, "dropped", "renamed", "added"])
-        return {"how": "tensor", "name": chance.choice(names) if names else "x", "what": what}
+        what = rng.choice([*TENSORS, "dropped", "renamed", "added"])
+        return {"how": "tensor", "name": rng.choice(names) if names else "x", "what": what}
     text = content if way == "json" else _header(content)[0]
-    return {**_draw_json(chance, text), "in": way}
+    return {**_draw_json(rng, text), "in": way}
 
 
-def _draw_bytes(chance, size):
-    at, length = chance.randrange(size + 1), chance.choice([1, 1, 2, 8, 64, 1000])
-    return chance.choice(
+def _draw_bytes(rng, size):
+    at, length = rng.randrange(size + 1), rng.choice([1, 1, 2, 8, 64, 1000])
+    return rng.choice(
         [
-            {"how": "flip", "at": at, "bit": chance.randrange(8)},
-            {"how": "flip", "at": chance.randrange(min(size + 1, 64)), "bit": chance.randrange(8)},
-            {"how": "write", "at": at, "bytes": chance.randbytes(length).hex()},
-            {"how": "insert", "at": at, "bytes": chance.randbytes(length).hex()},
-            {"how": "fill", "at": at, "length": length, "byte": chance.choice([0, 0x20, 0x7F, 0xFF])},
+            {"how": "flip", "at": at, "bit": rng.randrange(8)},
+            {"how": "flip", "at": rng.randrange(min(size + 1, 64)), "bit": rng.randrange(8)},
+            {"how": "write", "at": at, "bytes": rng.randbytes(length).hex()},
+            {"how": "insert", "at": at, "bytes": rng.randbytes(length).hex()},
+            {"how": "fill", "at": at, "length": length, "byte": rng.choice([0, 0x20, 0x7F, 0xFF])},
             {"how": "cut", "at": at, "length": length},
             {"how": "truncate", "at": at},
-            {"how": "copy", "at": at, "length": length, "to": chance.randrange(size + 1)},
+            {"how": "copy", "at": at, "length": length, "to": rng.randrange(size + 1)},
         ]
     )
 
 
-def _draw_json(chance, text):
+def _draw_json(rng, text):
     try:
         value = json.loads(text)
     except ValueError:
-        return {"how": "replace", "path": [], "value": chance.choice(list(VALUES))}
+        return {"how": "replace", "path": [], "value": rng.choice(list(VALUES))}
     path = []
-    while isinstance(value, dict | list) and value and (not path or chance.random() < 0.75):
-        key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    while isinstance(value, dict | list) and value and (not path or rng.random() < 0.75):
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         path.append(key)
         value = value[key]
-    name = chance.choice(["x", "layer", "kind", "d_state", "vocab_size", "__metadata__"])
-    new = chance.choice(list(VALUES))
-    return chance.choice(
+    name = rng.choice(["x", "layer", "kind", "d_state", "vocab_size", "__metadata__"])
+    new = rng.choice(list(VALUES))
+    return rng.choice(
         [
             *[{"how": "replace", "path": path, "value": new}] * 4,
             {"how": "drop", "path": path},
@@ -212,10 +212,10 @@ def _tensors(content):
     try:
         import io
 
-        found = torch.load(io.BytesIO(content), weights_only=True)
+        loaded = torch.load(io.BytesIO(content), weights_only=True)
     except Exception:  # damaged already
         return {}
-    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)} if isinstance(found, dict) else {}
+    return {name: x for name, x in loaded.items() if isinstance(x, torch.Tensor)} if isinstance(loaded, dict) else {}
 
 
 def _with_tensor(mutation, content):
@@ -249,8 +249,8 @@ def _pickled(value):
 
 def sign_state(content):
     """Return a state file with a valid checksum, if it has one."""
-    place = content.find(b'"checksum":"') + 12
-    if place < 12:
+    start = content.find(b'"checksum":"') + 12
+    if start < 12:
         return content
-    content = content[:place] + b"0" * 32 + content[place + 32 :]
-    return content[:place] + hashlib.blake2b(content, digest_size=16).hexdigest().encode() + content[place + 32 :]
+    content = content[:start] + b"0" * 32 + content[start + 32 :]
+    return content[:start] + hashlib.blake2b(content, digest_size=16).hexdigest().encode() + content[start + 32 :]

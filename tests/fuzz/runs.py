@@ -26,20 +26,20 @@ def prepare(directory):
         run_in_child(_train, directory / mode, mode, None, seconds=SECONDS)
 
 
-def make(chance, prepared):
+def make(rng, prepared):
     """Draw a case: a mode, and one to three faults, one after another."""
-    return {"mode": chance.choice(MODES), "faults": [_fault(chance) for _ in range(chance.choice([1, 2, 3]))]}
+    return {"mode": rng.choice(MODES), "faults": [_fault(rng) for _ in range(rng.choice([1, 2, 3]))]}
 
 
-def _fault(chance):
-    at = chance.randrange(80)
-    return chance.choice(
+def _fault(rng):
+    at = rng.randrange(80)
+    return rng.choice(
         [
             {"how": "kill", "at": at},
             {"how": "stop", "at": at},
-            {"how": "fail", "at": at, "error": chance.choice(list(ERRORS))},
-            {"how": "fail", "at": at, "error": chance.choice(list(ERRORS))},
-            {"how": "full", "at": at, "bytes": chance.choice([0, 1, 100, 1000, 10_000, 50_000])},
+            {"how": "fail", "at": at, "error": rng.choice(list(ERRORS))},
+            {"how": "fail", "at": at, "error": rng.choice(list(ERRORS))},
+            {"how": "full", "at": at, "bytes": rng.choice([0, 1, 100, 1000, 10_000, 50_000])},
         ]
     )
 
@@ -55,14 +55,14 @@ def run(case, prepared, directory):
     """Let every fault happen, then finish the run and compare it with the undisturbed one."""
     run_directory = directory / "run"
     (directory / "corpus").symlink_to(prepared / "corpus")
-    ends = [_disturbed(run_directory, case["mode"], fault) for fault in case["faults"]]
+    ends = [_run_with_fault(run_directory, case["mode"], fault) for fault in case["faults"]]
     if run_in_child(_train, run_directory, case["mode"], None, seconds=SECONDS / 4) != "finished":
         raise Finding(f"the run was not finished after {ends}")
     _check_same(prepared / case["mode"], run_directory)
     return "the same"
 
 
-def _disturbed(directory, mode, fault):
+def _run_with_fault(directory, mode, fault):
     """Run until a fault, and return how the run ended."""
     try:
         return run_in_child(_train, directory, mode, fault, seconds=SECONDS / 4)
@@ -91,9 +91,9 @@ def _train(directory, mode, fault):
         return "finished" if trainer_for(Path(directory), mode).run() else "stopped"
     except (OSError, ValueError) as error:
         if "\n" in str(error) or not str(error):
-            raise Finding(f"failed in other than a line: {type(error).__name__}: {str(error)[:300]!r}") from error
+            raise Finding(f"failed in more than one line: {type(error).__name__}: {str(error)[:300]!r}") from error
         if fault is None:
-            raise Finding(f"failed though nothing was wrong any more: {str(error)[:300]}") from error
+            raise Finding(f"failed without a fault: {str(error)[:300]}") from error
         return "failed"
 
 
