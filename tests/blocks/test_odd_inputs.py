@@ -5,9 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from anymamba import SsdPath
-from anymamba.core.registry import kernels_off
-from tests.blocks.families import FEW, FEW_BY_ALGORITHM, PATHWAYS, make_block, random_cache, results, unroll
+from anymamba import Mamba1, Mamba2, Mamba3, SsdPath
+from anymamba.core.operators import Operator
+from anymamba.core.registry import Implementation, kernels_off
+from tests.blocks.families import FEW, FEW_BY_ALGORITHM, OPTIONS, PATHWAYS, make_block, random_cache, results, unroll
 from tests.support import FLOOR, assert_all_near
 
 
@@ -62,3 +63,51 @@ def test_a_parameter_that_was_freed_is_named(options):
             for context in (contextlib.nullcontext, torch.no_grad, kernels_off):
                 with context(), pytest.raises(ValueError, match=rf"the parameter {name} has no memory"):
                     call(block)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("options", FEW)
+def test_two_rows_are_not_mistaken_for_an_output_and_a_cache(options):
+    """`y, cache = block.forward(x, None)` would unpack the rows of a batch of two."""
+    block, x = make_block(options), torch.randn(2, 5, 16, dtype=torch.float64)
+    for cache in (None, block.init_cache(2)):
+        with pytest.raises(TypeError, match=r"forward: return_cache must be given with a cache: .*prefill"):
+            block.forward(x, cache)
+        y, new = block(x, cache, return_cache=True)
+        assert torch.equal(block(x, cache, return_cache=False), y)
+        assert type(new) is block.CACHE
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_path_is_given_by_its_name():
+    block, x = make_block("mamba2", torch.float32), torch.randn(2, 5, 16)
+    for call in (block.prefill, block.forward):
+        with pytest.raises(TypeError, match=r"must be given by name, such as path=SsdPath\(algorithm='minimal'"):
+            call(x, None, SsdPath.minimal(4))
+
+
+@pytest.mark.parametrize("family", [Mamba1, Mamba2, Mamba3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_default_dtype_is_that_of_the_parameters(family, dtype):
+    expected = {name: x.dtype for name, x in family(32, dtype=dtype).named_parameters()}
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        block = family(32)
+    finally:
+        torch.set_default_dtype(previous)
+    assert {name: x.dtype for name, x in block.named_parameters()} == expected
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_on_the_meta_device_nothing_is_computed_but_shapes(options, monkeypatch):
+    """No implementation runs, so no loop over time does, whatever the length."""
+    block, t = make_block(options).to("meta"), 2**18
+    x = torch.empty(1, t, 16, dtype=torch.float64, device="meta", requires_grad=True)
+    implementation = Implementation(lambda *_: pytest.fail("computed"), lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(Operator, "choose", lambda *_: implementation)
+    y, cache = block.prefill(x)
+    assert y.shape == x.shape
+    assert {name: field.shape[1:] for name, field in zip(cache._fields, cache, strict=True)} == block.cache_shapes()
+    y.sum().backward()
+    assert x.grad.shape == x.shape

@@ -329,7 +329,7 @@ def _mask(kind, b, t):
 def _call_block(how, block, x, cache, options):
     """Run the block, and return its outputs, and the cache if the call returns one."""
     if how == "forward":
-        return {"y": block(x, cache, **options)}
+        return {"y": block(x, cache, return_cache=False, **options)}
     if how == "step":
         ys = []
         for t in range(x.shape[1]):

@@ -66,5 +66,17 @@ def test_unknown_algorithms_lengths_and_pathways_are_refused(unchecked):
         SsdPath(pathway="triple")
     with pytest.raises(ValueError, match=r"from 1 to .*, got 0"):
         SsdPath.serial(0)
-    with pytest.raises(ValueError, match=r"pathway must be one of \('single', 'double'\), got 'triple'"):
-        SsdPath(pathway="triple")
+    for length in (4.0, True, "4"):
+        with pytest.raises(TypeError, match=f"chunk_len must be None or an integer, got {length!r}"):
+            SsdPath.serial(length)
+
+
+def test_every_constructor_takes_a_pathway():
+    block = Mamba3(d_model=64)
+    assert SsdPath.recurrent(pathway="double") == SsdPath("recurrent", None, "double")
+    for name in ("minimal", "serial", "serial_recalculated", "fused"):
+        assert getattr(SsdPath, name)(64, pathway="double") == SsdPath(name, 64, "double")
+        assert getattr(SsdPath, name)(pathway="single") == SsdPath(name)
+    for name in ("fastest", "minimal"):
+        assert SsdPath.for_block(block, name, pathway="double").pathway == "double"
+        assert SsdPath.for_block(block, name).pathway == "single"

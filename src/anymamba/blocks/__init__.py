@@ -17,6 +17,7 @@ calls `mix` on a sequence of length one: projection, convolution, `ssd` from the
 from anymamba.blocks.base import Block as Block
 from anymamba.blocks.base import ProjectionPart as ProjectionPart
 from anymamba.blocks.base import prefill_with_states_at as prefill_with_states_at
+from anymamba.blocks.block_config import BlockConfig as BlockConfig
 from anymamba.blocks.block_config import check_sizes as check_sizes
 from anymamba.blocks.block_config import ignored_options as ignored_options
 from anymamba.blocks.block_config import make_config as make_config

@@ -103,16 +103,16 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "b *t d"],
-        cache: Any = None,
-        *,
+        cache: Any = ...,
+        *positional: Any,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
         mask: Bool[Tensor, "b t"] | Int[Tensor, " b"] | Padding | None = None,
         context: SequencePart | None = None,
-        return_cache: bool = False,
+        return_cache: bool | None = None,
     ) -> Any:
-        """Run `prefill` and return y without the new cache.
+        """Run `prefill` and return y without the new cache. To get both, call `prefill`.
 
         Args:
             x: Inputs.
@@ -123,8 +123,20 @@ class Block(nn.Module):
             mask: Real tokens of padded batches (see `prefill`).
             context: Part of a sequence that several ranks share (see `prefill`).
             return_cache: Return y and the new cache; x may then also be one token (b, d), for `step`. Models call their
-                blocks this way, so that hooks and wrappers see every call.
+                blocks this way, so that hooks and wrappers see every call. It must be given if `cache` is: the rows of
+                a single result could be mistaken for `y, cache`.
+
+        Raises:
+            TypeError: `cache` is given without `return_cache`.
         """
+        self._check_positions("forward", positional)
+        if cache is ...:
+            cache = None
+        elif return_cache is None:
+            raise TypeError(
+                f"{type(self).__name__}.forward: return_cache must be given with a cache: True returns (y, cache), as "
+                "prefill(x, cache) does, and False returns y"
+            )
         if return_cache and isinstance(x, Tensor) and x.ndim == 2:
             return self.step(x, cache)
         y, new = self.prefill(x, cache, path=path, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, context=context)
@@ -134,7 +146,7 @@ class Block(nn.Module):
         self,
         x: Float[Tensor, "b t d"],
         cache: Any = None,
-        *,
+        *positional: Any,
         path: SsdPath | None = None,
         cu_seqlens: Int[Tensor, " z1"] | None = None,
         seq_idx: Int[Tensor, "b t"] | None = None,
@@ -163,6 +175,7 @@ class Block(nn.Module):
             TypeError: Dtypes do not match, or an argument is not a tensor.
         """
         where = f"{type(self).__name__}.prefill"
+        self._check_positions("prefill", positional)
         self._check_input(where, x, "b t d")
         b, t, _ = x.shape
         if context is not None:
@@ -350,6 +363,14 @@ class Block(nn.Module):
             if checks_values:
                 anomaly.check_tensors_finite("result", ("y", *fields), (y, *new))
         return (y if padding is None else padding.restore(y)), new
+
+    def _check_positions(self, method: str, positional: tuple[Any, ...]) -> None:
+        """Raise if options are given by position, as a path is in burn-mamba."""
+        if positional:
+            raise TypeError(
+                f"{type(self).__name__}.{method}: options after the cache must be given by name, such as "
+                f"path={positional[0]!r}"
+            )
 
     def _check_part(self, where: str, t: int) -> None:
         """Raise if a part of a sequence is shorter than the window that the next part starts from."""

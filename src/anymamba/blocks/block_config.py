@@ -1,8 +1,9 @@
-"""How the configs of blocks are made from arguments, and checks of their sizes."""
+"""What the configs of all families share: how they are made from arguments, and checks of their fields."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from anymamba.core.config_fields import suggest
@@ -10,7 +11,55 @@ from anymamba.core.config_fields import suggest
 # Options of the official blocks that tune kernels or distribute them over devices; they do not change results.
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
 
+# Names that burn-mamba and transformers give to our fields.
+_FOREIGN_NAMES = {
+    "a_init_range": "A_init_range",
+    "conv_kernel": "d_conv",
+    "has_conv_bias": "conv_bias",
+    "has_learnable_init_state": "learnable_init_states",
+    "has_outproj_norm": "is_outproj_norm",
+    "has_proj_bias": "bias",
+    "head_dim": "headdim",
+    "hidden_size": "d_model",
+    "is_norm_before_gate": "norm_before_gate",
+    "n_groups": "ngroups",
+    "per_head_dim": "headdim",
+    "state_rank": "d_state",
+    "state_size": "d_state",
+    "time_step_rank": "dt_rank",
+    "use_bias": "bias",
+    "use_conv_bias": "conv_bias",
+}
+
 _Config = TypeVar("_Config")
+
+
+class BlockConfig:
+    """Base class of the configs, which have at least d_model, expand, dt_min and dt_max."""
+
+    d_model: int
+    expand: int | float
+    dt_min: int | float
+    dt_max: int | float
+
+    def __new__(cls, *_: Any, **fields: Any) -> Any:
+        """Raise `TypeError` for unknown fields, with the name that was probably meant."""
+        check_field_names(cls, fields)
+        return super().__new__(cls)
+
+    @property
+    def d_inner(self) -> int:
+        """Return E = expand · d_model."""
+        return int(self.expand * self.d_model)
+
+    def check_common_fields(self) -> None:
+        """Raise unless the sizes are valid, and the fields that all families have work together."""
+        check_sizes(self)
+        name = type(self).__name__
+        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
+            raise ValueError(f"{name}: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
+        if not 0 < self.dt_min <= self.dt_max:
+            raise ValueError(f"{name}: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
 
 
 def ignored_options(kind: type[Any]) -> frozenset[str]:
@@ -41,9 +90,7 @@ def make_config(
     fields = {key: value for key, value in fields.items() if key not in ignored_options(kind)}
     if config is not None:
         fields = {"d_model": config, **fields}
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    if unknown := sorted(fields.keys() - set(known)):
-        raise TypeError(f"{name} has no field {unknown[0]!r}{suggest(unknown[0], known)}")
+    check_field_names(kind, fields)
     if "d_model" not in fields:
         raise TypeError(f"{name}: d_model must be given")
     return kind(**fields)
@@ -59,6 +106,15 @@ def _with_positions(kind: Any, fields: dict[str, Any], positional: tuple[Any, ..
     if duplicates := [name for name in order[: len(positional)] if name in fields]:
         raise TypeError(f"{kind.__name__}: {duplicates[0]} was given twice, by its position and by its name")
     return {**dict(zip(order, positional, strict=False)), **fields}
+
+
+def check_field_names(kind: Any, names: Iterable[str]) -> None:
+    """Raise `TypeError` for the first name that is not a field, with the field that was probably meant."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in sorted(set(names) - set(known)):
+        ours = _FOREIGN_NAMES.get(name)
+        hint = f"; did you mean {ours}?" if ours in known else suggest(name, known)
+        raise TypeError(f"{kind.__name__} has no field {name!r}{hint}")
 
 
 def check_sizes(config: Any) -> None:

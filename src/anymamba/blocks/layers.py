@@ -115,4 +115,4 @@ def initial_dt_bias(
     """Return the bias whose softplus is log-uniform in (dt_min, dt_max), at least `floor`: `dt + log(1 - exp(-dt))`."""
     uniform_h = torch.rand(heads, device=device, dtype=torch.float32)
     dt_h = torch.exp(uniform_h * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min)).clamp(min=floor)
-    return (dt_h + torch.log(-torch.expm1(-dt_h))).to(dtype)
+    return (dt_h + torch.log(-torch.expm1(-dt_h))).to(dtype or torch.get_default_dtype())

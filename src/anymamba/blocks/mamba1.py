@@ -16,7 +16,7 @@ Falcon-Mamba and Jamba norm d, B and C after x_proj (`inner_norms`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.block_config import check_sizes, make_config
+from anymamba.blocks.block_config import BlockConfig, make_config
 from anymamba.blocks.layers import CausalConv, RMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavableTree
 from anymamba.core.context_parallel import SequencePart
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba1Config:
+class Mamba1Config(BlockConfig):
     """Sizes and options of a Mamba-1 block, named as in the official implementation."""
 
     LAST_POSITIONAL_FIELD: ClassVar[str] = "bias"
 
-    d_model: int  # D, width of the residual stream
+    d_model: int = field(kw_only=False)  # D, width of the residual stream
     d_state: int = 16  # N, states of a channel
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
     expand: int | float = 2  # E / D
@@ -65,9 +65,7 @@ class Mamba1Config:
 
     def __post_init__(self) -> None:
         """Reject combinations that cannot work."""
-        check_sizes(self)
-        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
-            raise ValueError(f"Mamba1Config: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
+        self.check_common_fields()
         rank = self.dt_rank
         if rank != "auto" and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise ValueError(f'Mamba1Config: dt_rank must be "auto" or an integer, at least 1, got {rank!r}')
@@ -79,17 +77,10 @@ class Mamba1Config:
             raise ValueError(f"Mamba1Config: inner_norms must be none, plain or weighted, got {self.inner_norms!r}")
         if self.inner_norm_eps < 0:
             raise ValueError(f"Mamba1Config: inner_norm_eps must not be negative, got {self.inner_norm_eps}")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise ValueError(f"Mamba1Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
-
-    @property
-    def d_inner(self) -> int:
-        """E = expand · d_model."""
-        return int(self.expand * self.d_model)
 
     @property
     def dt_width(self) -> int:
-        """`dt_rank` as a number."""
+        """Return `dt_rank` as a number."""
         return math.ceil(self.d_model / 16) if self.dt_rank == "auto" else self.dt_rank
 
 

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks.base import Block, ProjectionPart
-from anymamba.blocks.block_config import check_sizes, make_config
+from anymamba.blocks.block_config import BlockConfig, make_config
 from anymamba.blocks.layers import CausalConv, GatedRMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavableTree
 from anymamba.core.context_parallel import SequencePart
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2Config:
+class Mamba2Config(BlockConfig):
     """Sizes and options of a Mamba-2 block, named as in the official implementation."""
 
     LAST_POSITIONAL_FIELD: ClassVar[str] = "chunk_size"
 
-    d_model: int  # D, width of the residual stream
+    d_model: int = field(kw_only=False)  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
     d_conv: int = 4  # W, width of the convolution; 1 is a per-token scale
     conv_init: float | None = None  # conv weights uniform in ±conv_init; None: ±1/√W
@@ -67,9 +67,7 @@ class Mamba2Config:
 
     def __post_init__(self) -> None:
         """Reject combinations that cannot work."""
-        check_sizes(self)
-        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
-            raise ValueError(f"Mamba2Config: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
+        self.check_common_fields()
         if not 0 < self.ssm_width <= self.d_inner:
             raise ValueError(f"Mamba2Config: d_ssm must be between 1 and d_inner = {self.d_inner}, got {self.d_ssm}")
         if self.ssm_width % self.headdim:
@@ -80,15 +78,8 @@ class Mamba2Config:
             raise ValueError(f"Mamba2Config: ngroups must divide the {self.nheads} heads, got ngroups = {self.ngroups}")
         if not 0 < self.A_init_range[0] <= self.A_init_range[1]:
             raise ValueError(f"Mamba2Config: A_init_range must satisfy 0 < low <= high, got {self.A_init_range}")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise ValueError(f"Mamba2Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
         if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"Mamba2Config: dt_limit must satisfy 0 <= low <= high, got {self.dt_limit}")
-
-    @property
-    def d_inner(self) -> int:
-        """Return E = expand · d_model."""
-        return int(self.expand * self.d_model)
 
     @property
     def ssm_width(self) -> int:
@@ -172,7 +163,7 @@ class Mamba2(Block):
             nn.init.uniform_(self.conv1d.weight, -c.conv_init, c.conv_init)
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **factory))
         a_h = torch.empty(heads, dtype=torch.float32, device=device).uniform_(*c.A_init_range)
-        self.A_log = nn.Parameter(torch.log(a_h).to(dtype))
+        self.A_log = nn.Parameter(torch.log(a_h).to(dtype or torch.get_default_dtype()))
         wide = state_dtype(dtype or torch.get_default_dtype())
         self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device, dtype=wide))
         if c.rmsnorm:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
-from anymamba.blocks.block_config import check_sizes
+from anymamba.blocks.block_config import BlockConfig
 from anymamba.core.cache_io import SavableTree
 from anymamba.ops.rotation import RotationKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba3Config:
+class Mamba3Config(BlockConfig):
     """Sizes and options of a Mamba-3 block, named as in the official implementation."""
 
     # Options of the official block that choose its kernels, or that it takes and does not use.
     IGNORED: ClassVar[frozenset[str]] = frozenset({"fuse_pregate_headwise_norm", "dropout", "n_layer"})
     LAST_POSITIONAL_FIELD: ClassVar[str] = "mimo_rank"
 
-    d_model: int  # D, width of the residual stream
+    d_model: int = field(kw_only=False)  # D, width of the residual stream
     d_state: int = 128  # N, state size of a head
     expand: int | float = 2  # E / D
     headdim: int = 64  # P, width of a head
@@ -43,11 +44,19 @@ class Mamba3Config:
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     learnable_init_states: bool = False  # a parameter is the state of an empty cache
 
+    def __new__(cls, *positional: Any, **fields: Any) -> Any:
+        """Warn about a rank that is not used. Official configs give both fields, so they do not."""
+        rank = fields.get("mimo_rank", 1)
+        if isinstance(rank, int) and rank > 1 and "is_mimo" not in fields:
+            warnings.warn(
+                f"Mamba3Config: mimo_rank = {rank} is ignored without is_mimo=True: the block is SISO",
+                stacklevel=2,
+            )
+        return super().__new__(cls, *positional, **fields)
+
     def __post_init__(self) -> None:
         """Reject combinations that cannot work."""
-        check_sizes(self)
-        if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
-            raise ValueError(f"Mamba3Config: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
+        self.check_common_fields()
         if self.d_inner % self.headdim:
             raise ValueError(
                 f"Mamba3Config: headdim must divide the {self.d_inner} inner channels, got headdim = {self.headdim}"
@@ -72,15 +81,8 @@ class Mamba3Config:
             raise ValueError(f"Mamba3Config: rotation must be complex, quaternion or fixed, got {self.rotation!r}")
         if self.A_floor < 0:
             raise ValueError(f"Mamba3Config: A_floor must not be negative, got {self.A_floor}")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise ValueError(f"Mamba3Config: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
         if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"Mamba3Config: dt_limit must satisfy 0 <= low <= high, got {self.dt_limit}")
-
-    @property
-    def d_inner(self) -> int:
-        """Return E = expand · d_model."""
-        return int(self.expand * self.d_model)
 
     @property
     def nheads(self) -> int:

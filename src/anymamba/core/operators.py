@@ -114,7 +114,9 @@ class Operator:
             return self.definition(*inputs)
         if not is_tracing():
             chosen = self.choose(inputs)
-            if _are_ordinary(inputs) and (chosen.backward is None or not _wants_gradient(inputs)):
+            needs_node = chosen.backward is not None and _wants_gradient(inputs)
+            # For tensors without data, the node computes shapes and nothing else.
+            if _are_ordinary(inputs) and not needs_node and not inputs[0].is_meta:
                 return chosen.forward(*inputs)
         elif not torch.compiler.is_compiling():
             self._check_no_transform(inputs)

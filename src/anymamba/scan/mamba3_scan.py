@@ -50,7 +50,7 @@ from anymamba.core.registry import Implementation
 from anymamba.ops.rotation import RotationKind, cumulative_rotation, rotate
 from anymamba.scan.chunking import decay_factor
 from anymamba.scan.path import ALGORITHMS, SsdPath
-from anymamba.scan.scan import check_groups, scan_operator
+from anymamba.scan.scan import check_groups, check_inputs_finite, scan_operator
 
 
 @check_annotated_shapes
@@ -101,6 +101,8 @@ def trapezoid_scan(
     if cu_seqlens is not None:
         check_cu_seqlens(where, cu_seqlens, v.shape[0], v.shape[1], v.device)
     state = initial_state_or_zeros(where, initial_state, v, (*v.shape[3:], k.shape[4]), cu_seqlens)
+    tokens = {"v": v, "k": k, "q": q, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
+    check_inputs_finite(where, **tokens, initial_state=state, previous_v=previous_v, previous_k=previous_k)
     with without_autocast(v.device):
         if previous_v is not None and previous_k is not None:
             state = add_outer_products(state, previous_v, previous_k, first_steps(kappa, cu_seqlens))
@@ -245,6 +247,7 @@ def rotated_trapezoid_scan(
     if value_weight is None and k.shape[2] > 1:
         raise ValueError(f"{where}: value_weight must be given for more than one rank, got none for {k.shape[2]}")
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
+    check_inputs_finite(where, previous_k=previous_k, previous_x=previous_x, initial_state=initial_state, kappa=kappa)
     with without_autocast(x.device):
         pending_state = add_outer_products(
             initial_state, expand_ranks(previous_x, value_weight), previous_k, first_steps(kappa, cu_seqlens)
@@ -353,4 +356,5 @@ _operator = Operator(
     # The scan inside is a separate operator, which chooses among the algorithms.
     portable=dict.fromkeys(ALGORITHMS, Implementation(_definition)),
     fastest=lambda *_: "fastest",
+    may_be_infinite=frozenset({"log_decay"}),
 )

@@ -10,7 +10,7 @@ Algorithm = Literal["fastest", "recurrent", "minimal", "serial", "serial_recalcu
 Pathway = Literal["single", "double"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
-_LONGEST = 2**31 - 1
+_MAX_CHUNK_LEN = 2**31 - 1
 
 
 @runtime_checkable
@@ -61,8 +61,12 @@ class SsdPath:
         for name, known in (("algorithm", Algorithm), ("pathway", Pathway)):
             if (value := getattr(self, name)) not in get_args(known):
                 raise ValueError(f"SsdPath: {name} must be one of {get_args(known)}, got {value!r}")
-        if self.chunk_len is not None and not 1 <= self.chunk_len <= _LONGEST:
-            raise ValueError(f"SsdPath: chunk_len must be None or from 1 to {_LONGEST}, got {self.chunk_len}")
+        if self.chunk_len is None:
+            return
+        if not isinstance(self.chunk_len, int) or isinstance(self.chunk_len, bool):
+            raise TypeError(f"SsdPath: chunk_len must be None or an integer, got {self.chunk_len!r}")
+        if not 1 <= self.chunk_len <= _MAX_CHUNK_LEN:
+            raise ValueError(f"SsdPath: chunk_len must be None or from 1 to {_MAX_CHUNK_LEN}, got {self.chunk_len}")
 
     @staticmethod
     def or_default(path: SsdPath | None) -> SsdPath:
@@ -76,36 +80,36 @@ class SsdPath:
         return path or SsdPath()
 
     @classmethod
-    def recurrent(cls) -> SsdPath:
+    def recurrent(cls, *, pathway: Pathway = "single") -> SsdPath:
         """Return the path that computes one step after the other."""
-        return cls("recurrent")
+        return cls("recurrent", pathway=pathway)
 
     @classmethod
-    def minimal(cls, chunk_len: int | None = None) -> SsdPath:
+    def minimal(cls, chunk_len: int | None = None, *, pathway: Pathway = "single") -> SsdPath:
         """Return the path of segment-sum masks and batched matmuls, backward by autograd."""
-        return cls("minimal", chunk_len)
+        return cls("minimal", chunk_len, pathway)
 
     @classmethod
-    def serial(cls, chunk_len: int | None = None) -> SsdPath:
+    def serial(cls, chunk_len: int | None = None, *, pathway: Pathway = "single") -> SsdPath:
         """Return the path of five batched stages, backward by autograd."""
-        return cls("serial", chunk_len)
+        return cls("serial", chunk_len, pathway)
 
     @classmethod
-    def serial_recalculated(cls, chunk_len: int | None = None) -> SsdPath:
+    def serial_recalculated(cls, chunk_len: int | None = None, *, pathway: Pathway = "single") -> SsdPath:
         """Return the path of one chunk at a time, with the hand-derived backward that keeps the inputs only."""
-        return cls("serial_recalculated", chunk_len)
+        return cls("serial_recalculated", chunk_len, pathway)
 
     @classmethod
-    def fused(cls, chunk_len: int | None = None) -> SsdPath:
+    def fused(cls, chunk_len: int | None = None, *, pathway: Pathway = "single") -> SsdPath:
         """Return the path of the compiled kernels; the scan raises `RuntimeError` if there are none."""
-        return cls("fused", chunk_len)
+        return cls("fused", chunk_len, pathway)
 
     @classmethod
-    def for_block(cls, block: ScanDims, algorithm: Algorithm = "fastest") -> SsdPath:
+    def for_block(cls, block: ScanDims, algorithm: Algorithm = "fastest", *, pathway: Pathway = "single") -> SsdPath:
         """Return the path of an algorithm with the chunk length that suits `block`, unless the kernels choose it."""
         if algorithm in ("fastest", "fused", "recurrent"):
-            return cls(algorithm)
-        return cls(algorithm, cls.optimal_chunk_len(block.d_state, block.headdim, block.rank))
+            return cls(algorithm, pathway=pathway)
+        return cls(algorithm, cls.optimal_chunk_len(block.d_state, block.headdim, block.rank), pathway)
 
     @staticmethod
     def optimal_chunk_len(d_state: int, headdim: int, rank: int = 1) -> int:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anymamba.core import anomaly
 from anymamba.core.checks import (
     check_annotated_shapes,
     check_cu_seqlens,
@@ -17,7 +18,7 @@ from anymamba.core.checks import (
     initial_state_or_zeros,
 )
 from anymamba.core.dtypes import without_autocast
-from anymamba.core.operators import Operator
+from anymamba.core.operators import Operator, is_tracing
 from anymamba.core.registry import Implementation
 from anymamba.scan import serial_recalculated
 from anymamba.scan.minimal import scan_minimal
@@ -76,6 +77,12 @@ def scan(
     return y, final_state
 
 
+def check_inputs_finite(where: str, **inputs: Tensor | None) -> None:
+    """Apply the finiteness guard under the caller's names, before they are combined; `log_decay` may be infinite."""
+    if anomaly.is_check_finite_on() and not is_tracing():
+        anomaly.check_tensors_finite(f"{where}: input", [*inputs], inputs.values(), frozenset({"log_decay"}))
+
+
 def check_groups(where: str, heads: int, groups: int, ranks: int) -> None:
     """Raise `ValueError` unless there is a rank, and the groups divide the heads."""
     for count, letter, name in ((ranks, "r", "ranks"), (groups, "g", "groups")):
@@ -132,4 +139,5 @@ scan_operator = Operator(
     definition=_definition,
     portable=_ALGORITHMS,
     fastest=fastest,
+    may_be_infinite=frozenset({"log_decay"}),
 )

@@ -24,7 +24,7 @@ from anymamba.core.dtypes import without_autocast
 from anymamba.core.operators import Operator
 from anymamba.core.registry import Implementation
 from anymamba.scan.path import ALGORITHMS, SsdPath
-from anymamba.scan.scan import check_groups, scan_operator
+from anymamba.scan.scan import check_groups, check_inputs_finite, scan_operator
 
 
 @check_annotated_shapes
@@ -78,6 +78,7 @@ def ssd(
     if cu_seqlens is not None:
         check_cu_seqlens("ssd", cu_seqlens, b, t, x.device)
     state = initial_state_or_zeros("ssd", initial_state, x, (h, p, n), cu_seqlens)
+    check_inputs_finite("ssd", x=x, dt=dt, A=A, B=B, C=C, D=D, initial_state=state)
     with without_autocast(x.device):
         y, final_state = _operator(x, dt, dt * A, B, C, D, state, cu_seqlens, path.chunk_len, path.algorithm)
     return y, final_state
@@ -121,4 +122,5 @@ _operator = Operator(
     # The scan inside is a separate operator, which chooses among the algorithms.
     portable=dict.fromkeys(ALGORITHMS, Implementation(_definition)),
     fastest=lambda *_: "fastest",
+    may_be_infinite=frozenset({"log_decay"}),
 )
