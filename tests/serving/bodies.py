@@ -43,8 +43,8 @@ def _damaged(content, chance):
     if kind == 0:  # cut short
         return content[: chance.randrange(len(content))]
     if kind == 1:  # broken UTF-8, and other bytes
-        place = chance.randrange(len(content))
-        return content[:place] + bytes(chance.randrange(256) for _ in range(4)) + content[place + 1 :]
+        position = chance.randrange(len(content))
+        return content[:position] + bytes(chance.randrange(256) for _ in range(4)) + content[position + 1 :]
     if kind == 2:
         deep = chance.choice([70, 5000, 100_000])
         return chance.choice([b"[" * deep, b"[" * deep + b"]" * deep, b'{"a":' * deep + b"1" + b"}" * deep])

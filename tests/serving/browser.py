@@ -52,19 +52,19 @@ class Browser:
                 return message["result"]
             self._note(message.get("method"), message.get("params", {}))
 
-    def _note(self, method, found):
+    def _note(self, method, parameters):
         if method == "Runtime.exceptionThrown":
-            self.problems.append(found["exceptionDetails"])
-        elif method == "Log.entryAdded" and found["entry"]["level"] == "error":
-            self.problems.append(found["entry"])
+            self.problems.append(parameters["exceptionDetails"])
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.problems.append(parameters["entry"])
         elif method == "Network.requestWillBeSent":
-            self.requested.append(found["request"]["url"])
+            self.requested.append(parameters["request"]["url"])
 
     def run(self, code):
         """The value of JavaScript."""
-        found = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in response, response
+        return response["result"].get("value")
 
     def open(self, url):
         """Load a page."""
@@ -90,12 +90,12 @@ class Browser:
 
     def click(self, selector):
         """Click in the middle of an element."""
-        place = self.run(
+        center = self.run(
             f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
             " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            self.call("Input.dispatchMouseEvent", type=kind, x=center[0], y=center[1], button="left", clickCount=1)
 
     def size(self, width, height, mobile=False):
         """Change the window."""

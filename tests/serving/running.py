@@ -59,12 +59,13 @@ class Running:
         self.errors = []
         self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
         self._reader.start()
-        found = re.match(r"listening on (http://127\.0\.0\.1:(\d+))", self.process.stdout.readline())
-        if found is None:
+        match = re.match(r"listening on (http://127\.0\.0\.1:(\d+))", self.process.stdout.readline())
+        if match is None:
             self.process.wait()
             self._reader.join()
             raise RuntimeError("".join(self.errors))
-        self.url, self.port = found[1], int(found[2])
+        self.url = match[1]
+        self.port = int(match[2])
 
     @classmethod
     def abort_all(cls):
@@ -97,13 +98,13 @@ class Running:
         lines = [line.split() for line in content.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines if "{" not in name}
 
-    def settled(self):
-        """The metrics once nothing is left to do; as they are after `PATIENCE` if something still is."""
+    def wait_until_idle(self):
+        """Return the metrics once nothing is left to do, or after `PATIENCE`."""
         until = time.monotonic() + PATIENCE
         while True:
-            found = self.metrics()
-            if not any(found[name] for name in IDLE) or time.monotonic() >= until:
-                return found
+            metrics = self.metrics()
+            if not any(metrics[name] for name in IDLE) or time.monotonic() >= until:
+                return metrics
             time.sleep(0.05)
 
     def stop(self, number=signal.SIGTERM):

@@ -69,8 +69,8 @@ class Soak:
     def exact(self, chance, _):
         """Check that a reply is what `generate` gives alone."""
         body, expected = chance.choice(self.known)
-        found = self.post("/v1/completions", body)["choices"][0]["token_ids"]
-        assert found == expected, (body, found, expected)
+        tokens = self.post("/v1/completions", body)["choices"][0]["token_ids"]
+        assert tokens == expected, (body, tokens, expected)
 
     def talk(self, chance, _):
         """A conversation of a few turns, with a name or without."""
@@ -86,7 +86,7 @@ class Soak:
             messages.append({"role": "assistant", "content": reply})
 
     def scattered(self, chance, _):
-        """A stream of several samples, read piece by piece."""
+        """A stream of several samples, read in parts."""
         body = {"prompt": "y" * chance.randrange(1, 400), "n": 3, "max_tokens": 30, "stream": True, "logprobs": 2}
         with self.connection() as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -139,7 +139,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
         server = Running(Path(directory) / "model", *options, "--body-seconds", 600, "--request-seconds", 6000)
         load = Soak(server, model, seconds, seed, only, most)
         load.talk(random.Random(0), None)  # which starts what renders templates
-        start = server.settled()["process_open_fds"]
+        start = server.wait_until_idle()["process_open_fds"]
         clients = [threading.Thread(target=load.work, args=(i,)) for i in range(CLIENTS)]
         for client in clients:
             client.start()
@@ -147,7 +147,7 @@ def soak(seconds, seed, only=None, most=float("inf")):
         while any(client.is_alive() for client in clients):
             time.sleep(max(0.1, min(30, seconds / 40)))
             samples.append(note(server, load, seconds))
-        problems = load.problems + judge(samples, server.settled(), seconds, start)
+        problems = load.problems + judge(samples, server.wait_until_idle(), seconds, start)
         print(", ".join(f"{count} {name}" for name, count in sorted(load.counts.items())))
         return problems + stop(server)
 
@@ -166,9 +166,9 @@ def stop(server):
 
 def note(server, load, seconds):
     """The time and the server's memory."""
-    found = server.metrics()
-    moment, size = seconds - (load.until - time.monotonic()), found["process_resident_memory_bytes"]
-    rest = f"{found['process_open_fds']:3.0f} descriptors  {sum(load.counts.values())} clients"
+    metrics = server.metrics()
+    moment, size = seconds - (load.until - time.monotonic()), metrics["process_resident_memory_bytes"]
+    rest = f"{metrics['process_open_fds']:3.0f} descriptors  {sum(load.counts.values())} clients"
     print(f"{moment:6.0f} s  {size / 2**20:7.1f} MiB  {rest}", flush=True)
     return moment, size
 
@@ -197,9 +197,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", choices=["exact", "vanish", "talk", "fuzz", "scattered"], help="one kind of client")
     parser.add_argument("--clients", type=int, default=10**9, help="stop after so many")
-    given = parser.parse_args()
-    chosen = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    print(f"seed {chosen}", flush=True)
-    wrong = soak(given.seconds, chosen, given.only, given.clients)
+    args = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    wrong = soak(args.seconds, seed, args.only, args.clients)
     print("\n".join(wrong) or "nothing went wrong")
     sys.exit(bool(wrong))

@@ -28,8 +28,8 @@ def embedder(tmp_path_factory):
 
 @pytest.fixture
 def client(embedder):
-    with openai.OpenAI(base_url=f"{embedder[1].url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{embedder[1].url}/v1", api_key="none", max_retries=0, timeout=60) as official:
+        yield official
 
 
 def alone(model, ids):
@@ -40,11 +40,11 @@ def alone(model, ids):
 def test_the_official_client_gets_what_the_model_gives_each_text_alone(embedder, client):
     texts = ["A river.", "ü", "A much longer text about a house by the river. " * 5]
     expected = [alone(embedder[0], list(text.encode())) for text in texts]
-    for encoding in ({}, {"encoding_format": "float"}):  # the client asks for base64 where nothing is said
-        found = client.embeddings.create(model="vectors", input=texts, **encoding)
-        assert [entry.embedding for entry in found.data] == expected
-        assert [entry.index for entry in found.data] == [0, 1, 2]
-        assert found.usage.prompt_tokens == found.usage.total_tokens == sum(len(text.encode()) for text in texts)
+    for encoding in ({}, {"encoding_format": "float"}):  # the client asks for base64 by default
+        response = client.embeddings.create(model="vectors", input=texts, **encoding)
+        assert [entry.embedding for entry in response.data] == expected
+        assert [entry.index for entry in response.data] == [0, 1, 2]
+        assert response.usage.prompt_tokens == response.usage.total_tokens == sum(len(text.encode()) for text in texts)
     one = client.embeddings.create(model="vectors", input=[1, 2, 256], dimensions=16).data[0].embedding
     assert one == alone(embedder[0], [1, 2, 256])
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
@@ -52,8 +52,8 @@ def test_the_official_client_gets_what_the_model_gives_each_text_alone(embedder,
 
 
 def test_base64_is_little_endian_float32(embedder):
-    made = embedder[1].post("/v1/embeddings", input="x", encoding_format="base64")["data"][0]["embedding"]
-    assert np.frombuffer(base64.b64decode(made), "<f4").tolist() == alone(embedder[0], [120])
+    encoded = embedder[1].post("/v1/embeddings", input="x", encoding_format="base64")["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == alone(embedder[0], [120])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_mistake_names_the_field(embedder, body, param, message):
     assert message in error["message"]
 
 
-def test_any_value_is_taken_or_refused(embedder):
+def test_any_value_is_accepted_or_rejected(embedder):
     for field in ("input", "model", "dimensions", "encoding_format", "user"):
         for value in WRONG:
             status, _, content = embedder[1].ask("/v1/embeddings", {"input": "x", field: value})
@@ -98,7 +98,7 @@ def test_each_kind_of_model_says_what_it_can_do(embedder, server, client):
     assert error.value.code == "model_without_embeddings"
 
 
-def test_options_of_language_models_are_refused(embedder, tmp_path, capsys):
+def test_options_of_language_models_are_rejected(embedder, tmp_path, capsys):
     embedder[0].save_pretrained(tmp_path)
     assert main(["serve", str(tmp_path), "--weights", "int8"]) == 2
     assert "apply to language models" in capsys.readouterr().err

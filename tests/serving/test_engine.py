@@ -11,7 +11,7 @@ import torch
 from anymamba.core.registry import kernels_off
 from anymamba.generation import ByteTokenizer, GenerationState, Sampling
 from anymamba.generation.prefill import prefill
-from anymamba.serving.scheduler import engine as module
+from anymamba.serving.scheduler import engine as engine_module
 from anymamba.serving.scheduler.continuation import (
     Continuation,
     ContinuationOptions,
@@ -39,18 +39,18 @@ def byte_model(family="Mamba2"):
 @pytest.fixture
 def running():
     """Make engines, and close them after the test."""
-    made = []
+    engines = []
 
     def make(model, **options):
         def deliver(events):
             for job, event in events:
                 job.emit(event)
 
-        made.append(Engine(model, ByteTokenizer(), deliver, segment_len=SEGMENT, **options))
-        return made[-1]
+        engines.append(Engine(model, ByteTokenizer(), deliver, segment_len=SEGMENT, **options))
+        return engines[-1]
 
     yield make
-    for engine in made:
+    for engine in engines:
         engine.close()
 
 
@@ -58,7 +58,7 @@ def plan(n=12, **sampling):
     return ContinuationOptions(sampling=Sampling(**{"seed": 1, "temperature": 1.0, **sampling}), max_tokens=n)
 
 
-def job(ids, plans, state=None, **options):
+def make_job(ids, plans, state=None, **options):
     """A job and the queue of its events."""
     events = queue.Queue()
     keys = [prompt_key(ids)] * len(plans)
@@ -85,9 +85,9 @@ def test_rows_that_come_and_go_give_what_each_gives_alone(running, family):
     model = byte_model(family)
     engine = running(model, rows=5, stall=0.0)
     asked = [([7 * i % 256 for i in range(n + 1)], 3 + 5 * n % 17, n) for n in (0, 15, 16, 17, 40, 3, 33, 8, 70)]
-    jobs = [job(ids, [plan(n, seed=seed)]) for ids, n, seed in asked]
-    for made, _ in jobs:
-        engine.submit(made)
+    jobs = [make_job(ids, [plan(n, seed=seed)]) for ids, n, seed in asked]
+    for job, _ in jobs:
+        engine.submit(job)
         time.sleep(0.002)
     for (ids, n, seed), (_, events) in zip(asked, jobs, strict=True):
         options = {"seed": seed, "temperature": 1.0, "segment_len": SEGMENT}
@@ -99,43 +99,43 @@ def test_without_kernels_rows_still_equal_rows_alone(running):
     model = byte_model()
     with kernels_off():
         engine = running(model)
-        jobs = [job([i, 5, 9], [plan(10, seed=i)]) for i in range(5)]
-        for made, _ in jobs:
-            engine.submit(made)
-        found = [tokens_of(events)[0] for _, events in jobs]
+        jobs = [make_job([i, 5, 9], [plan(10, seed=i)]) for i in range(5)]
+        for job, _ in jobs:
+            engine.submit(job)
+        tokens = [tokens_of(events)[0] for _, events in jobs]
         alone = [model.generate(torch.tensor([[i, 5, 9]]), 10, seed=i, temperature=1.0).rows()[0] for i in range(5)]
     assert not engine._decode_loop.slots.together
-    assert found == alone
+    assert tokens == alone
 
 
 def test_the_state_at_the_end_is_that_of_generate(running):
     model = byte_model()
     engine = running(model)
-    kept = []
+    states = []
     row = ContinuationOptions(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_final_token=True)
-    made, events = job([1, 2, 3], [row], on_end=lambda _, state: kept.append(state))
-    other, others = job([4] * 40, [plan(30)])
+    job, events = make_job([1, 2, 3], [row], on_end=lambda _, state: states.append(state))
+    other, others = make_job([4] * 40, [plan(30)])
     engine.submit(other)
-    engine.submit(made)
+    engine.submit(job)
     tokens_of(events)
     tokens_of(others)
     expected = model.generate(torch.tensor([[1, 2, 3]]), 9, seed=1, temperature=1.0, return_state=True).state
-    assert all(torch.equal(a, b) for a, b in zip(kept[0].leaves(), expected.leaves(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(states[0].leaves(), expected.leaves(), strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_state_after_turns_is_a_cold_read_of_all_of_them_to_rounding(running, family):
     model = byte_model(family)
-    engine, kept, ids = running(model), [], []
+    engine, states, ids = running(model), [], []
     row = ContinuationOptions(sampling=Sampling(seed=1, temperature=1.0), max_tokens=9, feed_final_token=True)
     for new in ([3] * 20, [7, 8, 9], [5] * 18):
-        made, events = job(new, [row], kept[-1] if kept else None, on_end=lambda _, state: kept.append(state))
-        engine.submit(made)
+        job, events = make_job(new, [row], states[-1] if states else None, on_end=lambda _, state: states.append(state))
+        engine.submit(job)
         ids += new + tokens_of(events)[0]
     with torch.no_grad():
         oracle = copy.deepcopy(model).double()(torch.tensor([ids]), cache=None).logits[:, -1]
         cold = model(torch.tensor([ids])).logits[:, -1]
-    assert_near(kept[-1].logits, oracle, MODEL_FLOOR)
+    assert_near(states[-1].logits, oracle, MODEL_FLOOR)
     assert_near(cold, oracle, MODEL_FLOOR)
 
 
@@ -143,13 +143,13 @@ def test_states_on_the_way_continue_to_the_same_bits(running):
     model, states = byte_model(), {}
     engine = running(model)
     ids = [11 * i % 256 for i in range(45)]
-    made, events = job(
+    job, events = make_job(
         ids, [plan(5)], should_cache_at=lambda n: n == 32, on_read=lambda n, state: states.setdefault(n, state)
     )
-    engine.submit(made)
+    engine.submit(job)
     whole = tokens_of(events)
     assert sorted(states) == [32, 45]
-    again, events = job(ids[32:], [plan(5)], states[32])
+    again, events = make_job(ids[32:], [plan(5)], states[32])
     again.sampling_keys = [prompt_key(ids)]
     engine.submit(again)
     assert tokens_of(events) == whole
@@ -160,14 +160,14 @@ def test_one_broken_job_touches_no_other(running):
     engine = running(model)
     state = GenerationState.like(model)
     broken = state._replace(logits=torch.full_like(state.logits, float("nan")))
-    fine, events = job([5, 6], [plan(200)])
+    fine, events = make_job([5, 6], [plan(200)])
     engine.submit(fine)
 
     def raising():
         raise ValueError("this prompt cannot be")
 
-    bad, errors = job([], [plan()], broken)
-    worse, others = job([1], [plan()])
+    bad, errors = make_job([], [plan()], broken)
+    worse, others = make_job([1], [plan()])
     worse.find_start = raising
     engine.submit(bad)
     engine.submit(worse)
@@ -180,11 +180,11 @@ def test_one_broken_job_touches_no_other(running):
 
 def test_a_cancelled_job_leaves_and_has_no_further_events(running):
     engine = running(byte_model())
-    made, events = job([1, 2], [plan(10**6)] * 3)
-    engine.submit(made)
+    job, events = make_job([1, 2], [plan(10**6)] * 3)
+    engine.submit(job)
     while not isinstance(events.get(timeout=60), TokenEvent):
         pass
-    made.cancel()
+    job.cancel()
     until = time.monotonic() + 30
     while any(engine.load.values()) and time.monotonic() < until:
         time.sleep(0.01)
@@ -198,21 +198,21 @@ def test_a_cancelled_job_leaves_and_has_no_further_events(running):
 
 def test_time_that_runs_out_ends_a_reply_and_refuses_a_prompt(running):
     engine = running(byte_model())
-    late, events = job([1], [plan()], deadline=time.monotonic() - 1)
+    late, events = make_job([1], [plan()], deadline=time.monotonic() - 1)
     engine.submit(late)
     with pytest.raises(TimeoutError, match="ran out"):
         tokens_of(events)
-    long, events = job([1], [plan(10**6)], deadline=time.monotonic() + 0.3)
+    long, events = make_job([1], [plan(10**6)], deadline=time.monotonic() + 0.3)
     engine.submit(long)
     assert 1 <= len(tokens_of(events)[0]) < 10**6
 
 
 def test_a_long_prompt_does_not_hold_up_others(running):
     engine = running(byte_model(), stall=0.0)
-    writer, events = job([1], [plan(400)])
+    writer, events = make_job([1], [plan(400)])
     engine.submit(writer)
     assert isinstance(events.get(timeout=60), PromptDone)
-    reader, reading = job([3] * (60 * SEGMENT), [plan(1)])
+    reader, reading = make_job([3] * (60 * SEGMENT), [plan(1)])
     engine.submit(reader)
     while not isinstance(reading.get(timeout=60), PromptDone):
         pass
@@ -223,21 +223,21 @@ def test_a_long_prompt_does_not_hold_up_others(running):
 def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
     engine = running(byte_model())
     segments = 40
-    reader, reading = job([3] * (segments * SEGMENT), [plan(1)], estimated_len=segments * SEGMENT)
+    reader, reading = make_job([3] * (segments * SEGMENT), [plan(1)], estimated_len=segments * SEGMENT)
     read = []
-    late = [job([i], [plan(1)], estimated_len=1) for i in range(3)]
+    late = [make_job([i], [plan(1)], estimated_len=1) for i in range(3)]
 
     def submit_the_others(position):
         read.append(position)
         if len(read) == 3:
-            for made, _ in late:
-                engine.submit(made)
+            for job, _ in late:
+                engine.submit(job)
         return False
 
     reader.should_cache_at = submit_the_others
     order = []
-    for i, (made, events) in enumerate([(reader, reading), *late]):
-        made.emit = lambda event, i=i, events=events: (
+    for i, (job, events) in enumerate([(reader, reading), *late]):
+        job.emit = lambda event, i=i, events=events: (
             isinstance(event, PromptDone) and order.append(i),
             events.put(event),
         )
@@ -250,8 +250,8 @@ def test_a_long_prompt_does_not_hold_up_shorter_ones_that_came_later(running):
 def test_closing_does_not_wait_for_a_long_prompt(running):
     engine = running(byte_model())
     begun = threading.Event()
-    made, events = job([1] * (5000 * SEGMENT), [plan(1)], should_cache_at=lambda _: bool(begun.set()))
-    engine.submit(made)
+    job, events = make_job([1] * (5000 * SEGMENT), [plan(1)], should_cache_at=lambda _: bool(begun.set()))
+    engine.submit(job)
     assert begun.wait(60)
     engine.close()
     with pytest.raises(RuntimeError, match="shutting down"):
@@ -264,13 +264,13 @@ def test_an_unforeseen_error_fails_the_current_jobs_and_no_other(running, monkey
     engine = running(model)
     admit = engine._decode_loop.admit
     monkeypatch.setattr(engine._decode_loop, "admit", lambda: 1 / 0)
-    made, events = job([1], [plan()])
-    engine.submit(made)
+    job, events = make_job([1], [plan()])
+    engine.submit(job)
     with pytest.raises(ZeroDivisionError):
         tokens_of(events)
     monkeypatch.setattr(engine._decode_loop, "admit", admit)
-    made, events = job([1], [plan()])
-    engine.submit(made)
+    job, events = make_job([1], [plan()])
+    engine.submit(job)
     assert tokens_of(events) == model.generate(torch.tensor([[1]]), 12, seed=1, temperature=1.0).rows()
     assert "ZeroDivisionError" in capsys.readouterr().err
 
@@ -283,12 +283,12 @@ def test_nobody_waits_while_an_idle_engine_returns_memory(running, monkeypatch):
         returning.set()
         assert may_end.wait(60)
 
-    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(module, "trim_freed_memory", slowly)
+    monkeypatch.setattr(engine_module, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "trim_freed_memory", slowly)
     engine = running(byte_model())
     assert returning.wait(60)
-    made, events = job([1], [plan(3)])
-    asking = threading.Thread(target=engine.submit, args=(made,), daemon=True)
+    job, events = make_job([1], [plan(3)])
+    asking = threading.Thread(target=engine.submit, args=(job,), daemon=True)
     asking.start()
     asking.join(60)
     assert not asking.is_alive()
@@ -299,8 +299,8 @@ def test_nobody_waits_while_an_idle_engine_returns_memory(running, monkeypatch):
 
 def test_closing_fails_what_is_not_done(running):
     engine = running(byte_model())
-    made, events = job([1], [plan(10**6)])
-    engine.submit(made)
+    job, events = make_job([1], [plan(10**6)])
+    engine.submit(job)
     assert isinstance(events.get(timeout=60), PromptDone)
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -308,7 +308,7 @@ def test_closing_fails_what_is_not_done(running):
         tokens_of(events)
     closing.join()
     with pytest.raises(RuntimeError, match="closed"):
-        engine.submit(made)
+        engine.submit(job)
 
 
 def test_jobs_that_come_while_the_engine_ends_are_told_so():
@@ -317,8 +317,8 @@ def test_jobs_that_come_while_the_engine_ends_are_told_so():
         chance, asked = random.Random(seed), []
 
         def deliver(events):
-            for made, event in events:
-                made.emit(event)
+            for job, event in events:
+                job.emit(event)
 
         engine = Engine(model, ByteTokenizer(), deliver, segment_len=SEGMENT, rows=3, stall=0.0)
 
@@ -326,16 +326,16 @@ def test_jobs_that_come_while_the_engine_ends_are_told_so():
             chance = random.Random(seed)
             for _ in range(6):
                 plans = [plan(chance.randrange(1, 30))] * chance.randrange(1, 3)
-                made, events = job([1] * chance.randrange(1, 60), plans)
+                job, events = make_job([1] * chance.randrange(1, 60), plans)
                 vanishes = chance.random() < 0.3
                 try:
-                    engine.submit(made)
+                    engine.submit(job)
                 except RuntimeError:  # it has been closed
                     return
                 asked.append((len(plans), events, vanishes))
                 if vanishes:
                     time.sleep(chance.random() * 0.002)
-                    made.cancel()
+                    job.cancel()
 
         threads = [threading.Thread(target=ask, args=(f"{seed}/{i}",)) for i in range(4)]
         for thread in threads:
@@ -367,7 +367,7 @@ def test_rows_choose_together_what_they_choose_alone_and_a_broken_one_breaks_no_
     alone = [choose_tokens([row], logits_bv[i : i + 1])[0] for i, row in enumerate(rows)]
     assert choose_tokens(rows, logits_bv) == alone
     logits_bv[2] = float("nan")
-    found = choose_tokens(rows, logits_bv)
-    assert isinstance(found.pop(2), ValueError)
+    tokens = choose_tokens(rows, logits_bv)
+    assert isinstance(tokens.pop(2), ValueError)
     alone.pop(2)
-    assert found == alone
+    assert tokens == alone

@@ -34,33 +34,33 @@ def plan(**fields):
     return LoadPlan(**{**defaults, "warm_up": 1, "seed": 1, "timeout": 60.0, **fields})
 
 
-def load(server, wanted):
+def load(server, load_plan):
     target = Target.from_url(server.url)
 
     async def measure():
-        run = LoadTest(target, wanted, await find_model(target, wanted.model))
-        return await run.run()
+        load_test = LoadTest(target, load_plan, await find_model(target, load_plan.model))
+        return await load_test.run()
 
     return asyncio.run(measure())
 
 
 def test_every_token_of_a_closed_loop_is_counted(server):
     before = server.metrics()
-    done = load(server, plan())
+    results = load(server, plan())
     after = server.metrics()
     asked = [
         body for (_, body), _ in zip(generate_bodies(plan(), TargetModel("tiny", 256), 1), range(12), strict=False)
     ]
-    assert sorted(len(request.token_times) for request in done) == sorted(body["max_tokens"] for body in asked)
-    assert sorted(request.prompt_tokens for request in done) == sorted(len(body["prompt"]) for body in asked)
+    assert sorted(len(request.token_times) for request in results) == sorted(body["max_tokens"] for body in asked)
+    assert sorted(request.prompt_tokens for request in results) == sorted(len(body["prompt"]) for body in asked)
     warm_up = next(generate_bodies(plan(), TargetModel("tiny", 256), ~1))[1]["max_tokens"]
     written = after["anymamba_written_tokens_total"] - before["anymamba_written_tokens_total"]
-    assert written == summarize(done)["written_tokens"] + warm_up
-    for request in done:
+    assert written == summarize(results)["written_tokens"] + warm_up
+    for request in results:
         assert request.error is None
         assert request.due <= request.token_times[0] <= request.token_times[-1] <= request.end
         assert request.token_times == sorted(request.token_times)
-    open_at = [sum(other.due <= request.due < other.end for other in done) for request in done]
+    open_at = [sum(other.due <= request.due < other.end for other in results) for request in results]
     assert max(open_at) <= 3
 
 
@@ -68,17 +68,21 @@ def test_an_open_loop_sends_at_its_own_times(server):
     chance, expected = random.Random(8), [0.0]
     while expected[-1] < 0.4:
         expected.append(expected[-1] + chance.expovariate(50))
-    done = load(server, plan(requests=None, seconds=0.4, rate=50.0, seed=7))
-    assert sorted(request.due for request in done) == expected[:-1]
-    assert not summarize(done)["errors"]
+    results = load(server, plan(requests=None, seconds=0.4, rate=50.0, seed=7))
+    assert sorted(request.due for request in results) == expected[:-1]
+    assert not summarize(results)["errors"]
 
 
 def test_errors_are_counted_and_not_timed(server):
-    done = load(server, plan(requests=3, fields={"temperature": -1}))
-    found = summarize(done)
-    assert (found["errors"], found["written_tokens"], "first_token_seconds" in found) == ({"status 400": 3}, 0, False)
-    assert "temperature must be a number from 0" in found["error_messages"][0]
-    assert "3 requests failed: status 400" in format_table(found)
+    results = load(server, plan(requests=3, fields={"temperature": -1}))
+    figures = summarize(results)
+    assert (figures["errors"], figures["written_tokens"], "first_token_seconds" in figures) == (
+        {"status 400": 3},
+        0,
+        False,
+    )
+    assert "temperature must be a number from 0" in figures["error_messages"][0]
+    assert "3 requests failed: status 400" in format_table(figures)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +119,12 @@ def test_percentiles_are_values_that_were_measured():
     values = list(map(float, range(1, 11)))
     assert [percentile(values, p) for p in (1, 50, 90, 91, 99)] == [1.0, 5.0, 9.0, 10.0, 10.0]
     request = RequestResult(due=1.0, prompt_tokens=4, token_times=[1.5, 1.75, 3.0], end=3.5)
-    found = summarize([request, RequestResult(due=0.0, prompt_tokens=4, end=2.0, error="timeout")])
-    assert found["first_token_seconds"]["p50"] == 0.5
-    assert found["between_tokens_seconds"]["max"] == 1.25
-    assert found["request_seconds"]["mean"] == 2.5
-    assert found["written_tokens_per_second"] == 3 / 3.5
-    assert found["errors"] == {"timeout": 1}
+    figures = summarize([request, RequestResult(due=0.0, prompt_tokens=4, end=2.0, error="timeout")])
+    assert figures["first_token_seconds"]["p50"] == 0.5
+    assert figures["between_tokens_seconds"]["max"] == 1.25
+    assert figures["request_seconds"]["mean"] == 2.5
+    assert figures["written_tokens_per_second"] == 3 / 3.5
+    assert figures["errors"] == {"timeout": 1}
 
 
 def test_a_url_is_a_server_with_or_without_v1():

@@ -35,9 +35,9 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
+    tab = Browser(tmp_path_factory.mktemp("profile"))
+    yield tab
+    tab.close()
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_a_reply_streams_in_and_its_text_is_never_markup(page, words):
     shot(page, "empty")
     say(page, "the river <i>and</i> the house", 60)
     done(page, 2)
-    own, reply = texts(page)
-    assert own == "the river <i>and</i> the house"
+    question, reply = texts(page)
+    assert question == "the river <i>and</i> the house"
     assert len(reply.split()) == 60
     assert any(word in reply for word in ("<b>", "<script>", "&amp;"))
     assert page.run("document.querySelectorAll('article b, article i, article script').length") == 0
@@ -116,7 +116,7 @@ def test_a_reply_can_be_stopped_by_keyboard_and_its_row_is_free(page, words):
     page.until("fetch('/health').then((r) => r.json()).then((h) => h.running === 0)")
 
 
-def test_trying_again_and_branching_begin_from_kept_states(page, words):
+def test_trying_again_and_branching_begin_from_cached_states(page, words):
     say(page, "a quiet morning in the garden", 12)
     done(page, 2)
     first = texts(page)[1]

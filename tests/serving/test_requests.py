@@ -86,9 +86,9 @@ def test_a_mistake_names_the_field(read, body, param, message):
         (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )
-def test_a_body_that_is_not_json_is_refused_with_the_place(content, message):
-    found = problem("/v1/completions", content)
-    assert (found.status, str(found)) == (400, f"the body must be a JSON object in UTF-8: {message}")
+def test_a_body_that_is_not_json_is_rejected_with_the_position(content, message):
+    error = problem("/v1/completions", content)
+    assert (error.status, str(error)) == (400, f"the body must be a JSON object in UTF-8: {message}")
 
 
 def problem(path, content):
@@ -100,10 +100,10 @@ def problem(path, content):
     return None
 
 
-def test_any_body_is_read_or_refused_in_one_line():
-    refused = [error for path, content in bodies(3000, seed=2) if (error := problem(path, content)) is not None]
-    assert 1500 < len(refused) < 3000
-    for error in refused:
+def test_any_body_is_read_or_rejected_in_one_line():
+    errors = [error for path, content in bodies(3000, seed=2) if (error := problem(path, content)) is not None]
+    assert 1500 < len(errors) < 3000
+    for error in errors:
         assert error.status in (400, 404)
         assert "\n" not in error.message
         assert len(error.message) < 600

@@ -41,8 +41,8 @@ def assistant(text):
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as official:
+        yield official
 
 
 class TestTheOfficialClient:
@@ -175,8 +175,8 @@ def test_concurrent_clients_get_what_generate_gives_each_alone(server, served):
         return server.post("/v1/completions", **body, return_token_ids=True)["choices"][0]["token_ids"]
 
     with ThreadPoolExecutor(64) as pool:
-        found = list(pool.map(ask, asked))
-    for body, tokens in zip(asked, found, strict=True):
+        responses = list(pool.map(ask, asked))
+    for body, tokens in zip(asked, responses, strict=True):
         options = {"seed": body["seed"], "temperature": body["temperature"]}
         assert tokens == alone(served[0], body["prompt"], body["max_tokens"], **options)
 
@@ -336,9 +336,9 @@ def vanish(server, count, seed=0):
 
 def test_clients_that_vanish_leave_nothing_behind(server):
     vanish(server, 16)
-    before = server.settled()
+    before = server.wait_until_idle()
     vanish(server, 40, seed=1)
-    after = server.settled()
+    after = server.wait_until_idle()
     assert not any(after[name] for name in IDLE)
     assert after["process_open_fds"] <= before["process_open_fds"]
     assert after["process_resident_memory_bytes"] < before["process_resident_memory_bytes"] + 16 * 2**20
@@ -348,8 +348,8 @@ def test_clients_that_vanish_leave_nothing_behind(server):
     assert server.metrics()["anymamba_written_tokens_total"] == written
 
 
-class TestTheDoor:
-    def test_other_hosts_origins_types_and_methods_are_refused(self, server):
+class TestAccess:
+    def test_other_hosts_origins_types_and_methods_are_rejected(self, server):
         body = {"prompt": "x", "max_tokens": 1}
         for headers, status in (
             ({"Host": "evil.example"}, 403),
@@ -361,8 +361,8 @@ class TestTheDoor:
             ({"Origin": server.url, "Host": server.url[7:]}, 200),
             ({"Host": f"localhost:{server.port}"}, 200),
         ):
-            found, answer, content = server.ask("/v1/completions", body, headers=headers)
-            assert (found, "error" in json.loads(content)) == (status, status != 200), headers
+            actual, answer, content = server.ask("/v1/completions", body, headers=headers)
+            assert (actual, "error" in json.loads(content)) == (status, status != 200), headers
             assert "access-control-allow-origin" not in answer
         assert server.ask("/v1/completions")[0] == 405
         assert server.ask("/v1/nothing")[0] == 404
@@ -374,8 +374,8 @@ class TestTheDoor:
             *(served[1], "--api-key", "sésame", "--cors", "https://site.example", "--max-requests", "2"),
             *("--grace", "0.2"),
         )
-        for given in ("", "Bearer ", "Bearer wrong", "Basic sésame", "Bearer sésam"):
-            headers = {"Authorization": given.encode()} if given else {}
+        for value in ("", "Bearer ", "Bearer wrong", "Basic sésame", "Bearer sésam"):
+            headers = {"Authorization": value.encode()} if value else {}
             status, answer, content = server.ask("/v1/models", headers=headers)
             assert (status, answer["WWW-Authenticate"]) == (401, "Bearer")
             assert json.loads(content)["error"]["code"] == "invalid_api_key"
@@ -386,16 +386,16 @@ class TestTheDoor:
         status, answer, _ = server.ask("/v1/models", headers={**key, "Origin": "https://site.example"})
         assert (status, answer["access-control-allow-origin"]) == (200, "https://site.example")
         # Beyond the limit on requests, clients are told when to retry; running requests finish after SIGTERM.
-        found = []
+        responses = []
         body = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "n": 8, "ignore_eos": True}
         asking = [
-            threading.Thread(target=lambda: found.append(server.ask("/v1/completions", body, headers=key)))
+            threading.Thread(target=lambda: responses.append(server.ask("/v1/completions", body, headers=key)))
             for _ in range(2)
         ]
         for thread in asking:
             thread.start()
         while json.loads(server.ask("/health")[2])["requests"] < 2:
-            assert not found, "the requests ended before they were seen"
+            assert not responses, "the requests ended before they were seen"
             time.sleep(0.01)
         status, answer, content = server.ask("/v1/completions", body, headers=key)
         assert (status, answer["Retry-After"], json.loads(content)["error"]["type"]) == (429, "1", "rate_limit_error")
@@ -403,21 +403,21 @@ class TestTheDoor:
         for thread in asking:
             thread.join()
         # What does not finish within the grace period is cut.
-        assert [status for status, _, _ in found] == [200, 200]
-        reasons = {choice["finish_reason"] for _, _, content in found for choice in json.loads(content)["choices"]}
+        assert [status for status, _, _ in responses] == [200, 200]
+        reasons = {choice["finish_reason"] for _, _, content in responses for choice in json.loads(content)["choices"]}
         assert reasons == {"length"}
 
     def test_a_signal_that_comes_at_once_ends_the_server(self, served):
         assert Running(served[1]).stop() == 0
 
     def test_a_client_that_does_not_read_its_answer_is_not_waited_for(self, server):
-        before = server.settled()["process_open_fds"]
+        before = server.wait_until_idle()["process_open_fds"]
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))
             send(connection, {"prompt": "x", "max_tokens": 4000, "n": 16, "stream": True, "logprobs": 20})
             time.sleep(0.3)
-            after = server.settled()
+            after = server.wait_until_idle()
             assert not any(after[name] for name in IDLE)
             assert after["process_open_fds"] <= before
 
@@ -432,7 +432,7 @@ class TestTheDoor:
             )
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
-    def test_large_bodies_are_refused_before_and_while_they_arrive(self, server):
+    def test_large_bodies_are_rejected_before_and_while_they_arrive(self, server):
         assert server.ask("/v1/completions", b" " * (2**20 + 1))[0] == 413
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.sendall(

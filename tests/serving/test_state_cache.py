@@ -54,21 +54,21 @@ def test_a_key_is_replaced_and_bytes_are_counted_once():
 def test_what_is_kept_holds_no_more_memory_than_it_says():
     cache = StateCache(MODEL)
     long = prefill(MODEL, torch.randint(0, 61, (1, 500)))
-    kept = cache.put(long, 500, text_key("a"))
-    assert sum(x.untyped_storage().nbytes() for x in kept.state.leaves()) == kept.state.nbytes == SIZE
+    cached = cache.put(long, 500, text_key("a"))
+    assert sum(x.untyped_storage().nbytes() for x in cached.state.leaves()) == cached.state.nbytes == SIZE
 
 
 def test_what_is_pushed_out_of_memory_is_found_on_disk_by_this_and_later_stores(tmp_path):
     cache = StateCache(MODEL, 2 * SIZE, tmp_path)
     states = {text: state(i + 1) for i, text in enumerate("abcd")}
-    for text, made in states.items():
-        cache.put(made, 1, text_key(text))
+    for text, expected in states.items():
+        cache.put(expected, 1, text_key(text))
     assert len(cache) == 2
     assert same(cache.find_longest("text", b"abc")[0].state, states["a"])
     cache.close()
     later = StateCache(MODEL, 2 * SIZE, tmp_path)
-    for text, made in states.items():
-        assert same(later.find_longest("text", text.encode() + b"...")[0].state, made)
+    for text, expected in states.items():
+        assert same(later.find_longest("text", text.encode() + b"...")[0].state, expected)
     other = small_lm(seed=1)
     assert StateCache(other, 2 * SIZE, tmp_path).find_longest("text", b"a") is None
 
@@ -126,12 +126,12 @@ def test_nobody_waits_for_a_slow_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cache.files, "write", slowly)
     states = [state(i + 1, 5) for i in range(5)]
-    for i, kept in enumerate(states):
-        cache.put(kept, 2, text_key(f"t{i}"))  # returns although nothing can be written
+    for i, cached in enumerate(states):
+        cache.put(cached, 2, text_key(f"t{i}"))  # returns although nothing can be written
     assert len(cache) == 2
-    found, length = cache.find_longest("text", b"t0 and more")
-    assert (same(found.state, states[0]), length) == (True, 2)
+    cached, length = cache.find_longest("text", b"t0 and more")
+    assert (same(cached.state, states[0]), length) == (True, 2)
     may_write.set()
     cache.close()
     again = StateCache(MODEL, 9 * SIZE, tmp_path)
-    assert all(same(again.get(text_key(f"t{i}")).state, kept) for i, kept in enumerate(states))
+    assert all(same(again.get(text_key(f"t{i}")).state, cached) for i, cached in enumerate(states))
