@@ -1,7 +1,11 @@
+import dataclasses
+
 import pytest
 
 from anymamba.core.config_fields import literal_choices
+from anymamba.models.families import FAMILIES
 from anymamba.training import TrainingConfig, read_config
+from anymamba.training.config.sections import block_fields
 
 
 def test_a_file_and_the_command_line_set_the_same_fields(tmp_path):
@@ -138,3 +142,33 @@ def test_mamba_1_has_channels_and_no_heads():
     assert (block.d_state, block.d_inner) == (16, 512)
     with pytest.raises(ValueError, match=r"model.headdim: Mamba1 has none, got 8"):
         read_config(None, {"model.family": "Mamba1", "model.headdim": "8"}).model.lm_config(256)
+
+
+def test_overrides_may_be_values_or_texts():
+    texts = {"schedule.steps": "6", "optimizer.lr": "0.001", "data.sources": ["a", "b"], "precision.compile": "true"}
+    values = {"schedule.steps": 6, "optimizer.lr": 1e-3, "data.sources": ("a", "b"), "precision.compile": True}
+    assert read_config(None, values) == read_config(None, texts)
+    assert read_config(None, {"model.block": {"expand": 1}}).model.block == {"expand": 1}
+    assert read_config(None, {"threads": None}).threads is None
+    for name, value in {"schedule.steps": 6.5, "optimizer.lr": None, "data.sources": 3, "seed": True}.items():
+        with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
+            read_config(None, {name: value})
+
+
+def test_default_sizes_fit_a_family_whose_inner_width_is_another(monkeypatch):
+    """Heads divide the inner width, which is expand times the width for Mamba and may be the width elsewhere."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class HeadsConfig:
+        d_model: int
+        headdim: int = 64
+
+    class Heads:
+        CONFIG = HeadsConfig
+
+    monkeypatch.setitem(FAMILIES, "Heads", Heads)
+    section = read_config(None, {"model.family": "Heads", "model.d_model": 96}).model
+    assert block_fields(section, "Heads", 96, d_state=64, headdim=64) == {"layer": "Heads", "headdim": 32}
+    narrow = read_config(None, {"model.block": {"expand": 1}}).model
+    assert block_fields(narrow, "Mamba2", 32, d_state=64, headdim=64)["headdim"] == 32
+    assert block_fields(section, "Mamba2", 32, d_state=64, headdim=64)["headdim"] == 64

@@ -76,20 +76,20 @@ def test_a_resumed_run_is_bit_equal_and_no_longer_needs_the_model(corpus, tmp_pa
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"family": "Mamba3"}, r"family \(asked for 'Mamba3', found 'Mamba2'\)"),
-        ({"depth": 3}, r"n_layer \(asked for 3, found \d\), d_model \(asked for 192, found"),
-        ({"n_layer": 9}, r"n_layer \(asked for 9, found"),
-        ({"d_model": 4}, r"d_model \(asked for 4, found"),
-        ({"d_state": 999}, r"d_state \(asked for 999, found"),
-        ({"headdim": 999}, r"headdim \(asked for 999, found"),
-        ({"d_intermediate": 128}, r"d_intermediate \(asked for 128, found 0\)"),
-        ({"tie_embeddings": False}, r"tie_embeddings \(asked for False, found True\)"),
-        ({"block": {"d_conv": 9}}, r"d_conv \(asked for 9, found"),
+        ({"family": "Mamba3"}, r"family \(expected 'Mamba3', got 'Mamba2'\)"),
+        ({"depth": 3}, r"n_layer \(expected 3, got \d\), d_model \(expected 192, got"),
+        ({"n_layer": 9}, r"n_layer \(expected 9, got"),
+        ({"d_model": 4}, r"d_model \(expected 4, got"),
+        ({"d_state": 999}, r"d_state \(expected 999, got"),
+        ({"headdim": 999}, r"headdim \(expected 999, got"),
+        ({"d_intermediate": 128}, r"d_intermediate \(expected 128, got 0\)"),
+        ({"tie_embeddings": False}, r"tie_embeddings \(expected False, got True\)"),
+        ({"block": {"d_conv": 9}}, r"d_conv \(expected 9, got"),
     ],
 )
 def test_sizes_that_contradict_the_model_are_refused(corpus, tmp_path, section, message):
     small_lm("Mamba2", **MODEL).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"model.init = .*: not what the other fields say: {message}"):
+    with pytest.raises(ValueError, match=f"model.init = .*: the model differs from the config: {message}"):
         create_run(begun_with(corpus, tmp_path / "model", model=section), tmp_path / "run", silent)
     assert not (tmp_path / "run").exists()
 
@@ -130,7 +130,7 @@ class TestTokenizer:
         with pytest.raises(ValueError, match="it has 270 tokens, the model 256"):
             create_run(config, tmp_path / "run", silent)
         small_lm(vocab_size=280).save_pretrained(tmp_path / "wide")
-        with pytest.raises(ValueError, match=r"no tokenizer\.json beside the weights"):
+        with pytest.raises(ValueError, match=r"no tokenizer\.json next to the weights"):
             create_run(begun_with(corpus, tmp_path / "wide"), tmp_path / "run", silent)
 
     def test_a_directory_will_do(self, corpus, tmp_path, tokenizer):

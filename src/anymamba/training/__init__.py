@@ -1,4 +1,33 @@
-"""Training: config, data, optimizer, checkpoints, and the loop."""
+"""Training: language models on text, and sequence models on tables, from a config to a model in a directory.
+
+It exists so that a run can be stopped at any point (by Ctrl-C, a kill, a full disk) and continues with the same bits,
+on any number of ranks.
+
+Read in this order:
+
+    api.py            train, resume: how a run is created in a directory and opened again
+    config/           the fields of a run, their TOML file and their command line options
+    tasks/            what is learned: the model, its batches, its loss and its evaluation
+    data/             text to documents, tokens, shards and batches; tables to sequences
+    trainer.py        the loop
+    optim/            AdamW and Muon, by parts of parameters
+    distributed/      the ranks of a run: their mesh, their messages, sharded weights
+    checkpoint/       saving and resuming
+    evaluation/       held-out text and baselines
+    metrics/          metrics.csv, plots, loggers, progress
+
+A batch, from the disk to the checkpoint:
+
+1. `Trainer._take_step` asks the task for the microbatches of a step (`LanguageTask.batches`).
+2. `Batches.step` (data/batches.py) derives from seed and step which rows to read, reads them from memory-mapped shards
+   (data/shards.py), and packs them with a boundary wherever a document begins.
+3. `LanguageTask.loss` runs the model; the loss is summed over targets and divided by the targets of all ranks.
+4. The backward pass leaves gradients, which are averaged over ranks (distributed/fsdp.py) and clipped.
+5. `Optimizer.step` (optim/optimizer.py) updates the parameters, some of them with Muon (optim/muon.py).
+6. `StepMetrics` of the step go to metrics.csv and the other loggers (metrics/loggers.py) and to the terminal.
+7. Every so often the model is scored on held-out text (evaluation/held_out.py), and `Saver` (checkpoint/async_save.py)
+   writes everything that a resumed run needs.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,6 +50,8 @@ if TYPE_CHECKING:
     from anymamba.training.metrics.loggers import StepMetrics as StepMetrics
     from anymamba.training.metrics.loggers import can_plot as can_plot
     from anymamba.training.metrics.loggers import read_metrics as read_metrics
+    from anymamba.training.optim.optimizer import parameter_groups as parameter_groups
+    from anymamba.training.optim.optimizer import plan as plan
     from anymamba.training.tasks.predict import Predictor as Predictor
     from anymamba.training.tasks.tabular import TabularTask as TabularTask
     from anymamba.training.tasks.tabular_tasks import make_task as make_task
@@ -35,6 +66,8 @@ _NEEDS_TORCH = {
     "StepMetrics": "anymamba.training.metrics.loggers",
     "can_plot": "anymamba.training.metrics.loggers",
     "read_metrics": "anymamba.training.metrics.loggers",
+    "parameter_groups": "anymamba.training.optim.optimizer",
+    "plan": "anymamba.training.optim.optimizer",
     "Predictor": "anymamba.training.tasks.predict",
     "TabularTask": "anymamba.training.tasks.tabular",
     "make_task": "anymamba.training.tasks.tabular_tasks",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from anymamba.core.dtypes import parse_device
 from anymamba.core.io import read_json, run_lock
 from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.checkpoint.resume import check_no_run, reopen
-from anymamba.training.compile import check_compiler
-from anymamba.training.config.resolve import resolve_config, validate_mesh
+from anymamba.training.config.resolve import resolve_config, validate_mesh, validate_run
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.config.tabular_config import TabularConfig
 from anymamba.training.distributed.process_group import World, init_distributed, is_restarted
@@ -128,9 +128,7 @@ def create_run(
     # 2) The main rank claims the directory and tokenizes the text for all ranks.
     def make() -> str:
         nonlocal task
-        directory.mkdir(parents=True, exist_ok=True)
-        with run_lock(directory):
-            check_no_run(directory)
+        with _claim_directory(directory):
             if config.model.init is not None:
                 report(f"starting from the weights of {config.model.init}")
             task = LanguageTask(config, directory, report, world=world)
@@ -165,13 +163,37 @@ def open_run(directory: Path, overrides: Mapping[str, Any], report: Report, worl
     return Trainer(world.run_checked(open_task), directory, reopened, report_once, world)
 
 
-def _create_tabular_run(config: TabularConfig, directory: Path, report: Report) -> Trainer[TabularTask]:
-    device = parse_device(config.device, "device =")
-    if config.precision.compile:
-        check_compiler(device)
+@contextmanager
+def _claim_directory(directory: Path) -> Iterator[None]:
+    """Lock the directory of a new run during the block; if the block rejects the run, remove what was added to it.
+
+    Raises:
+        ValueError: Another process is using the directory, or it has a run or a model already.
+    """
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    with run_lock(directory):
-        check_no_run(directory)
+    try:
+        with run_lock(directory):
+            check_no_run(directory)
+            before = set(directory.iterdir())
+            try:
+                yield
+            except ValueError:
+                for path in set(directory.iterdir()) - before:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if created:
+                    (directory / ".lock").unlink(missing_ok=True)
+                raise
+    except ValueError:
+        with suppress(OSError):  # another process has begun to use it
+            for path in created:
+                path.rmdir()
+        raise
+
+
+def _create_tabular_run(config: TabularConfig, directory: Path, report: Report) -> Trainer[TabularTask]:
+    validate_run(config)
+    with _claim_directory(directory):
         task = make_task(config, report)
     return Trainer(task, directory, None, report)
 

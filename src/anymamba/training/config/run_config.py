@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -53,80 +53,83 @@ class RunConfig:
     threads: int | None = option(None, "CPU threads; another number rounds differently", default_text="torch's choice")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "threads")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
 
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
-        """From nested tables, as in a TOML file.
+        """Build a config from nested tables, as in a TOML file.
 
         Raises:
-            ValueError: an unknown key, or a value of the wrong type or out of its range.
+            ValueError: An unknown key, or a value of the wrong type or out of its range.
         """
         config: C = _build(cls, values, where, "", [*_annotations(cls), *cls.hints()])
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested tables of every field, as `from_dict` takes them."""
+        """Return nested tables of every field, as `from_dict` takes them."""
         return dataclasses.asdict(self)
 
-    def replaced(self: C, overrides: Mapping[str, str | Sequence[str]]) -> C:
-        """A copy with fields replaced by values as texts, by dotted name, as {"optimizer.lr": "3e-4"}.
+    def replaced(self: C, overrides: Mapping[str, Any]) -> C:
+        """Return a copy with fields replaced.
+
+        Args:
+            overrides: Values or their texts, by dotted name: {"optimizer.lr": 3e-4} or {"optimizer.lr": "3e-4"}.
 
         Raises:
-            ValueError: an unknown name, or a value that cannot work.
+            ValueError: An unknown name, or a value that cannot work.
         """
         return self.from_dict(self.merged(self.to_dict(), overrides), "config")
 
     @classmethod
-    def merged(cls, values: Mapping[str, Any], overrides: Mapping[str, str | Sequence[str]]) -> dict[str, Any]:
-        """Nested tables with fields replaced by values as texts.
+    def merged(cls, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Return nested tables with fields replaced by values or their texts.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: An unknown name, or a text that is not readable.
         """
-        found, hints = {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}, cls.hints()
-        for name, text in overrides.items():
+        tables = {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}
+        hints = cls.hints()
+        for name, value in overrides.items():
             check_known(name, hints, "--")
             section, _, key = name.rpartition(".")
-            (found.setdefault(section, {}) if section else found)[key] = parse_text(name, text, hints[name])
-        return found
+            table = tables.setdefault(section, {}) if section else tables
+            table[key] = parse_text(name, value, hints[name]) if _is_text(value) else value
+        return tables
 
     def flat(self) -> dict[str, Any]:
-        """Every value by its dotted name: "optimizer.lr"."""
+        """Return every value by its dotted name: "optimizer.lr"."""
         return {name: _get(self, name) for name in self.fields_by_name()}
 
     def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
-        """The fields that differ, with both values, apart from those that change no weight."""
-        mine, theirs, fields = self.flat(), other.flat(), self.fields_by_name()
-        names = [
-            name for name, f in fields.items() if not f.metadata["ignored_on_resume"] and mine[name] != theirs[name]
-        ]
-        return {name: (mine[name], theirs[name]) for name in names}
+        """Return the fields that differ, with both values, except those that change no weight."""
+        old, new, fields = self.flat(), other.flat(), self.fields_by_name()
+        names = [name for name, f in fields.items() if not f.metadata["ignored_on_resume"]]
+        return {name: (old[name], new[name]) for name in names if old[name] != new[name]}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:
-        """Every field by its dotted name, as the command line offers them."""
-        found: dict[str, dataclasses.Field[Any]] = {}
+        """Return every field by its dotted name, as the command line offers them."""
+        fields: dict[str, dataclasses.Field[Any]] = {}
         for name, kind in _annotations(cls).items():
             if dataclasses.is_dataclass(kind):
-                found.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
+                fields.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
             else:
-                found[name] = next(f for f in dataclasses.fields(cls) if f.name == name)
-        return found
+                fields[name] = next(f for f in dataclasses.fields(cls) if f.name == name)
+        return fields
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
-        """The annotation of every field by its dotted name."""
-        found: dict[str, Any] = {}
+        """Return the annotation of every field by its dotted name."""
+        hints: dict[str, Any] = {}
         for name, kind in _annotations(cls).items():
             if dataclasses.is_dataclass(kind):
-                found.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
+                hints.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
             else:
-                found[name] = kind
-        return found
+                hints[name] = kind
+        return hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +142,17 @@ class TrainingConfig(RunConfig):
     evaluation: TextEvaluationSection = field(default_factory=TextEvaluationSection)
 
 
-def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str | Sequence[str]] | None = None) -> Any:
-    """The config of a TOML file (none: the defaults), with fields replaced.
+def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Read the config of a TOML file, with fields replaced.
 
-    It is a `TrainingConfig`, or a `FileConfig` if its `task` is not "language".
+    It is a `TrainingConfig`, or a `TabularConfig` if its `task` is not "language".
 
     Args:
-        path: the file.
-        overrides: texts by dotted name, as from the command line: {"optimizer.lr": "3e-4"}.
+        path: The file; None for the defaults.
+        overrides: Values or their texts, by dotted name: {"optimizer.lr": 3e-4} or {"optimizer.lr": "3e-4"}.
 
     Raises:
-        ValueError: no such file, not TOML, an unknown key, or a value that cannot work.
+        ValueError: No such file, not TOML, an unknown key, or a value that cannot work.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -167,15 +170,20 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, str
     task = overrides.pop("task", values.pop("task", "language"))
     if task == "language":
         return TrainingConfig.from_dict(values, str(path or "config")).replaced(overrides)
-    given = {name: value for name, value in TabularConfig.merged(values, overrides).items() if name != "task"}
-    return TabularConfig.from_dict({"task": task, **given}, str(path or "config"))
+    return TabularConfig.from_dict({**TabularConfig.merged(values, overrides), "task": task}, str(path or "config"))
 
 
 def _annotations(config: type[RunConfig]) -> dict[str, Any]:
-    """Types of the fields by name, in the order of the help: a task's own sections, then those of every run."""
+    """Return the types of the fields by name, in the order of the help: the task's own sections come first."""
     kinds = get_type_hints(config)
     names = dict.fromkeys(name for kind in config.__mro__ for name in inspect.get_annotations(kind))
     return {name: kinds[name] for name in names}
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text, or texts, as from the command line."""
+    is_list = isinstance(value, list | tuple)
+    return isinstance(value, str) or (is_list and all(isinstance(entry, str) for entry in value))
 
 
 def _get(config: Any, name: str) -> Any:
@@ -185,18 +193,18 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str, names: list[str]) -> Any:
-    """A config or a section of it from a table; `names` are those of all sections and fields."""
+    """Build a config or a section of it from a table; `names` are those of all sections and fields."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: {prefix.rstrip('.')} must be a table, got {values!r}")
-    hints, given = get_type_hints(kind), {}
+    hints, fields = get_type_hints(kind), {}
     for key, value in values.items():
         if key not in hints:
             raise ValueError(describe_unknown(f"{prefix}{key}", names, f"{where}: "))
         if dataclasses.is_dataclass(hints[key]):
-            given[key] = _build(hints[key], value, where, f"{prefix}{key}.", names)
+            fields[key] = _build(hints[key], value, where, f"{prefix}{key}.", names)
         else:
-            given[key] = coerce_value(f"{where}: {prefix}{key}", value, hints[key])
+            fields[key] = coerce_value(f"{where}: {prefix}{key}", value, hints[key])
     try:
-        return kind(**given)
+        return kind(**fields)
     except ValueError as error:
         raise ValueError(f"{where}: {prefix}{error}") from error

@@ -41,24 +41,28 @@ def option(
 
 
 def check_at_least(section: Any, least: int, *names: str) -> None:
-    """Refuse a section in which one of these fields is below `least`."""
+    """Check that fields of a section are not below a limit.
+
+    Raises:
+        ValueError: One of them is.
+    """
     for name in names:
         if (value := getattr(section, name)) is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim: int) -> dict[str, Any]:
-    """The family of a model's blocks and the fields of their config, with sizes where none are given.
+    """Return the family of a model's blocks and the fields of their config, with default sizes.
 
     Args:
-        section: has `d_state`, `headdim` and `block`.
-        family: by its name.
-        width: of the residual stream.
-        d_state: the usual state of a head; a family without heads has 16 in each channel.
-        headdim: the usual width of a head, a power of two; halved until it divides the inner width.
+        section: Section with `d_state`, `headdim` and `block`.
+        family: Name of the family.
+        width: Width of the residual stream.
+        d_state: Default state size of a head; a family without heads has 16 per channel.
+        headdim: Default width of a head, a power of two; halved until it divides the inner width.
 
     Raises:
-        ValueError: no such family, or a field that it does not have.
+        ValueError: No such family, or a field that it does not have.
     """
     from anymamba.models.families import FAMILIES  # which imports torch
 
@@ -66,16 +70,19 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
         raise ValueError(
             f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}{suggest(family, FAMILIES)}"
         )
-    known = [f.name for f in dataclasses.fields(FAMILIES[family].CONFIG)]
-    while 2 * width % headdim:
+    defaults = {f.name: f.default for f in dataclasses.fields(FAMILIES[family].CONFIG)}
+    expand = section.block.get("expand", defaults.get("expand", 1))
+    inner_width = int(expand * width) if isinstance(expand, int | float) and 0 < expand < 2**16 else width
+    while inner_width % headdim:
         headdim //= 2
-    usual = {"d_state": d_state if "headdim" in known else 16, "headdim": headdim}
-    if strange := [size for size in usual if getattr(section, size) is not None and size not in known]:
-        raise ValueError(f"model.{strange[0]}: {family} has none, got {getattr(section, strange[0])}")
-    sizes = {size: getattr(section, size) or default for size, default in usual.items() if size in known}
-    for name in set(section.block) - set(known):
-        if near := suggest(name, known):  # the model's own config refuses the others that it does not know
-            raise ValueError(f"model.block.{name}: no such field of {family}{near}")
+    default_sizes = {"d_state": d_state if "headdim" in defaults else 16, "headdim": headdim}
+    for size in default_sizes:
+        if size not in defaults and getattr(section, size) is not None:
+            raise ValueError(f"model.{size}: {family} has none, got {getattr(section, size)}")
+    sizes = {size: getattr(section, size) or x for size, x in default_sizes.items() if size in defaults}
+    for name in set(section.block) - set(defaults):
+        if suggestion := suggest(name, defaults):  # other unknown names are errors of the model's own config
+            raise ValueError(f"model.block.{name}: no such field of {family}{suggestion}")
     return {"layer": family, **sizes, **section.block}
 
 
@@ -102,11 +109,11 @@ class ModelSection:
     stack: dict[str, Any] = option(dict, "table of how layers are put together: '{n_virtual = 12, streams = 2}'")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "depth", "n_layer", "d_model", "d_state", "headdim")
 
     def lm_config(self, vocab_size: int) -> MambaLMConfig:
-        """The model's own config, for a tokenizer of `vocab_size` tokens, if there is no model to start from."""
+        """Return the config of a new model, for a tokenizer of `vocab_size` tokens."""
         from anymamba.models.config import MambaLMConfig  # which imports torch
 
         depth = self.depth or 4
@@ -121,32 +128,32 @@ class ModelSection:
             stack=self.stack,
         )
 
-    def expect(self, found: MambaLMConfig) -> None:
-        """Refuse a model to start from that differs from what this section says.
+    def check_matches(self, config: MambaLMConfig) -> None:
+        """Check that the config of a model to start from agrees with this section.
 
         Raises:
-            ValueError: it differs.
+            ValueError: It differs.
         """
-        block, depth = found.block_config(), self.depth
-        asked = {
-            "family": (self.family, found.layer),
-            "n_layer": (self.n_layer or depth, found.n_layer),
-            "d_model": (self.d_model or (depth and 64 * depth), found.d_model),
-            "d_intermediate": (self.d_intermediate, found.d_intermediate),
-            "tie_embeddings": (self.tie_embeddings, found.tie_embeddings),
-            "stack": (self.stack or None, found.stack),
+        block, depth = config.block_config(), self.depth
+        pairs = {
+            "family": (self.family, config.layer),
+            "n_layer": (self.n_layer or depth, config.n_layer),
+            "d_model": (self.d_model or (depth and 64 * depth), config.d_model),
+            "d_intermediate": (self.d_intermediate, config.d_intermediate),
+            "tie_embeddings": (self.tie_embeddings, config.tie_embeddings),
+            "stack": (self.stack or None, config.stack),
             **{
                 name: (value, getattr(block, name, None))
                 for name, value in {"d_state": self.d_state, "headdim": self.headdim, **self.block}.items()
             },
         }
-        differ = [
-            f"{name} (asked for {a!r}, found {b!r})"
-            for name, (a, b) in asked.items()
-            if a is not None and b != (tuple(a) if isinstance(a, list) else a)
+        differences = [
+            f"{name} (expected {expected!r}, got {actual!r})"
+            for name, (expected, actual) in pairs.items()
+            if expected is not None and actual != (tuple(expected) if isinstance(expected, list) else expected)
         ]
-        if differ:
-            raise ValueError(f"model.init = {self.init}: not what the other fields say: {', '.join(differ)}")
+        if differences:
+            raise ValueError(f"model.init = {self.init}: the model differs from the config: {', '.join(differences)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +178,13 @@ class DataSection:
     mode: Literal["packed", "stream"] = option(
         "packed", "rows in random order, or contiguous streams that carry their state from step to step"
     )
-    held_out: float = option(0.02, "largest share of the text to hold out from training")
+    held_out: float = option(0.02, "largest fraction of the text to hold out from training")
     held_out_bytes: int = option(65536, "largest number of bytes of held-out text to evaluate on")
     shards: str | None = option(None, "directory of the tokenized text", default_text="data/ in the run's directory")
     shard_tokens: int = option(2**24, "tokens in a shard, roughly")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "shard_tokens")
         check_at_least(self, 2, "held_out_bytes")
         if not self.sources:
@@ -211,7 +218,7 @@ class OptimizerSection:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 0, "lr", "eps", "weight_decay", "clip", "beta1", "beta2", "momentum", "muon_lr")
         for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
@@ -227,11 +234,11 @@ class ScheduleSection:
         "cosine", "after the warm-up: a half cosine, constant with a linear decay at the end, or constant"
     )
     warmup: int = option(50, "steps of linear warm-up")
-    decay: float = option(0.2, "share of the steps over which a wsd schedule decays")
-    final: float = option(0.1, "learning rate at the end, as a share of the largest")
+    decay: float = option(0.2, "fraction of the steps over which a wsd schedule decays")
+    final: float = option(0.1, "learning rate at the end, as a fraction of the largest")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "steps")
         check_at_least(self, 0, "warmup")
         for name in ("decay", "final"):
@@ -245,10 +252,10 @@ class BatchSection:
 
     tokens: int = option(4096, "tokens per step")
     length: int = option(256, "tokens per row")
-    accumulation: int = option(1, "parts of a step whose gradients are summed, to save memory")
+    accumulation: int = option(1, "microbatches per step, whose gradients are summed, to save memory")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "tokens", "length", "accumulation")
         if self.tokens % (self.length * self.accumulation):
             raise ValueError(
@@ -258,13 +265,13 @@ class BatchSection:
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """Number of rows per step."""
         return self.tokens // self.length
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSection:
-    """How numbers are computed, and what is kept in memory."""
+    """The dtype of the computation, and what is stored for the backward pass."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "dtype to compute in; bfloat16: autocast, with weights in float32"
@@ -275,7 +282,7 @@ class PrecisionSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How the workers that torchrun starts divide the work; there must be replicate · shard · context of them."""
+    """How the ranks that torchrun starts divide the work; there must be replicate · shard · context of them."""
 
     replicate: int | None = option(
         None,
@@ -284,22 +291,22 @@ class ParallelSection:
         ignored_on_resume=True,
     )
     shard: int = option(
-        1, "workers that divide the weights between them and read different rows (FSDP)", ignored_on_resume=True
+        1, "ranks that divide the weights between them and read different rows (FSDP)", ignored_on_resume=True
     )
-    context: int = option(1, "workers that divide every row between them", ignored_on_resume=True)
+    context: int = option(1, "ranks that divide every row between them", ignored_on_resume=True)
     reduce: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype in which gradients are summed between workers", mutable_on_resume=True
+        "float32", "dtype in which gradients are summed over ranks", mutable_on_resume=True
     )
-    timeout: int = option(600, "seconds after which a worker that does not answer ends the run", ignored_on_resume=True)
+    timeout: int = option(600, "seconds after which a rank that does not answer ends the run", ignored_on_resume=True)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "replicate", "shard", "context", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """What is evaluated and logged during a run."""
+    """When a run is evaluated, and where it is logged."""
 
     every: int = option(100, "steps between evaluations; 0: only at the end", ignored_on_resume=True)
     log_every: int = option(10, "steps between lines of progress, if stderr is not a terminal", ignored_on_resume=True)
@@ -312,14 +319,14 @@ class EvaluationSection:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 0, "every")
         check_at_least(self, 1, "log_every")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEvaluationSection(EvaluationSection):
-    """What is evaluated and logged during a run, with a sample of text."""
+    """When a run is evaluated, and where it is logged, with a sample of text."""
 
     prompt: str | None = option(
         None,
@@ -331,7 +338,7 @@ class TextEvaluationSection(EvaluationSection):
     temperature: float = option(0.8, "temperature of the sample", ignored_on_resume=True)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         super().__post_init__()
         check_at_least(self, 0, "sample_tokens", "temperature")
 
@@ -344,6 +351,6 @@ class CheckpointSection:
     keep: int = option(2, "checkpoints to keep", ignored_on_resume=True)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 0, "every")
         check_at_least(self, 1, "keep")

@@ -1,4 +1,4 @@
-"""The configuration of a run that learns from files of numbers, labels or texts: `anymamba train --task ...`."""
+"""The configuration of a run on files of numbers, labels or texts: `anymamba train --task ...`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class SequenceModelSection:
     bidirectional: bool | None = option(
         None, "read in both directions", default_text="true, except for next-value, which cannot"
     )
-    pooling: Literal["last", "mean", "class_token"] = option("mean", "what represents a sequence that gets one answer")
+    pooling: Literal["last", "mean", "class_token"] = option("mean", "what represents a sequence with one output")
     block: dict[str, Any] = option(dict, "table of further fields of the blocks' config: '{rope_fraction = 0.25}'")
     stack: dict[str, Any] = option(dict, "table of how layers are put together: '{dropout = 0.1}'")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "n_layer", "d_model", "d_state", "headdim")
 
     def stack_fields(self) -> dict[str, Any]:
-        """The fields of the stack."""
+        """Return the fields of the stack."""
         block = block_fields(self, self.family, self.d_model, d_state=32, headdim=16)
         return {"d_model": self.d_model, "n_layer": self.n_layer, "ssm_cfg": block, **self.stack}
 
@@ -59,11 +59,11 @@ class TabularDataSection:
         default_text="a row is a sequence, or for next-value a step",
     )
     labels: tuple[str, ...] = option((), "names of the classes, in order", default_text="those in the files, sorted")
-    held_out: float = option(0.1, "share to hold out: of the sequences, or for next-value the end of each")
+    held_out: float = option(0.1, "fraction to hold out: of the sequences, or for next-value the end of each")
     standardize: bool = option(True, "scale numbers to mean 0 and deviation 1 over the training data")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out must be above 0 and below 1, got {self.held_out}")
         if len(set(self.labels)) != len(self.labels):
@@ -72,15 +72,15 @@ class TabularDataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TabularBatchSection:
-    """What a step reads."""
+    """The sequences of a step."""
 
     rows: int = option(32, "sequences per step")
     length: int = option(1024, "largest number of steps of a sequence; longer ones are cut")
-    accumulation: int = option(1, "parts of a step whose gradients are summed, to save memory")
-    hidden: float = option(0.15, "share of the tokens that a masked language model must predict")
+    accumulation: int = option(1, "microbatches per step, whose gradients are summed, to save memory")
+    hidden: float = option(0.15, "fraction of the tokens that a masked language model must predict")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         check_at_least(self, 1, "rows", "length", "accumulation")
         if self.rows % self.accumulation:
             raise ValueError(f"rows must be a multiple of accumulation = {self.accumulation}, got {self.rows}")
@@ -100,18 +100,18 @@ class TabularConfig(RunConfig):
     checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Validate the fields."""
         super().__post_init__()
         if self.task not in KINDS:
             raise ValueError(f"task must be language or one of {', '.join(KINDS)}, got {self.task!r}")
         if self.task in ("classification", "regression") and not self.data.targets:
             raise ValueError(f"data.targets must name what {self.task} predicts, got nothing")
         if self.task == "classification" and len(self.data.targets) > 1:
-            found = " ".join(self.data.targets)
-            raise ValueError(f"data.targets must name one column, the class, got {found}")
+            names = " ".join(self.data.targets)
+            raise ValueError(f"data.targets must name one column, the class, got {names}")
         if self.task in ("masked-lm", "next-value") and self.data.targets:
-            found = " ".join(self.data.targets)
-            raise ValueError(f"data.targets: {self.task} predicts its own inputs, got {found}")
+            names = " ".join(self.data.targets)
+            raise ValueError(f"data.targets: {self.task} predicts its own inputs, got {names}")
         if self.task == "next-value" and self.model.bidirectional:
             raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")
         if self.task == "masked-lm" and self.model.bidirectional is False:
@@ -119,11 +119,11 @@ class TabularConfig(RunConfig):
         self._check_stack()
 
     def _check_stack(self) -> None:
-        """Refuse a stack that cannot be, before files are read."""
+        """Validate the stack before files are read."""
         # Models import torch, for which the help and mistakes in options do not wait.
         from anymamba.models import BidirectionalConfig, StackConfig
 
-        kind = BidirectionalConfig if self.both_ways else StackConfig
+        kind = BidirectionalConfig if self.is_bidirectional else StackConfig
         stack = kind.from_dict(self.model.stack_fields())
         if stack.has_class_tokens():
             raise ValueError(
@@ -132,6 +132,6 @@ class TabularConfig(RunConfig):
             )
 
     @property
-    def both_ways(self) -> bool:
+    def is_bidirectional(self) -> bool:
         """Whether the model reads in both directions."""
         return self.task != "next-value" if self.model.bidirectional is None else self.model.bidirectional

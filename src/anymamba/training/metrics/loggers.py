@@ -169,12 +169,29 @@ class Log(Protocol):
         """Write what is left."""
 
 
+def check_loggers(config: RunConfig) -> None:
+    """Check that the libraries of the logs that a config names are installed.
+
+    Raises:
+        ValueError: One of them is not.
+    """
+    if config.evaluation.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
+        )
+    if config.evaluation.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"evaluation.wandb = {config.evaluation.wandb} needs Weights & Biases: pip install 'anymamba[wandb]'"
+        )
+
+
 def open_logs(config: RunConfig, directory: Path, step: int) -> list[Log]:
     """Open the logs that a config names; `step` steps have been taken.
 
     Raises:
         ValueError: A library is not installed.
     """
+    check_loggers(config)
     logs: list[Log] = []
     if config.evaluation.tensorboard:
         logs.append(TensorBoard(directory / "tensorboard", step))
@@ -188,10 +205,6 @@ class TensorBoard:
 
     def __init__(self, directory: Path, step: int) -> None:
         """Open the log; what was written after `step`, before a resume, no longer counts."""
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
-                "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
-            )
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1)
@@ -211,8 +224,6 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, directory: Path, config: dict[str, Any]) -> None:
         """Open the run."""
-        if importlib.util.find_spec("wandb") is None:
-            raise ValueError(f"evaluation.wandb = {project} needs Weights & Biases: pip install 'anymamba[wandb]'")
         import wandb
 
         file = directory / "wandb-id.txt"

@@ -95,7 +95,7 @@ class TabularTask(Task[SequenceBatch]):
         return {
             **inputs,
             "stack": m.stack_fields(),
-            "bidirectional": self.config.both_ways,
+            "bidirectional": self.config.is_bidirectional,
             "pooling": m.pooling,
             **fields,
         }
