@@ -279,7 +279,11 @@ sys.exit(code)
             (["--prompt", "x", "--stop", ""], "--stop must be a text, got an empty one"),
             (["--prompt", "x", "--load-state", "nowhere"], "nowhere: no such file"),
             (["--prompt", "x", "--device", "cuda:77"], "--device cuda:77: not available here"),
-            (["--prompt", "x", "--device", "toaster"], "--device toaster: not available here"),
+            (["--prompt", "x", "--device", "toaster"], "--device toaster: not available here; available are cpu"),
+            (["--prompt", "x", "--device", "vulkan"], "--device vulkan: not available here; available are cpu"),
+            (["--prompt", "x", "--device", "hpu"], "--device hpu: not available here; available are cpu"),
+            (["--prompt", "x", "--device", "meta"], "--device meta: computes no values; available are cpu"),
+            (["--prompt", "x", "--repetition-penalty", "1e-40"], "repetition_penalty must be between 1e-30 and 1e+30"),
             (["--prompt", "x", "--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
             (["--prompt", "x", "--threads", "0"], "--threads must be at least 1, got 0"),
             (["--file", "nowhere"], "nowhere: no such file"),
@@ -295,6 +299,7 @@ sys.exit(code)
         assert err.startswith("anymamba: ")
         assert message in err
         assert err.count("\n") == 1
+        assert len(err) < 200
 
     @pytest.mark.parametrize("closed", ["<&-", ">&-"])
     def test_a_closed_stream_is_one_line(self, model, closed):
@@ -352,6 +357,17 @@ class TestConvert:
         code, _, err = run("convert", GOLDEN / "lm_mamba2_mlp_untied", tmp_path / "a", "--format", "transformers")
         assert code == 2
         assert "cannot hold this model" in err
+        assert list(tmp_path.iterdir()) == []
+
+    def test_no_directory_is_left_where_it_fails(self, run, tmp_path):
+        target = tmp_path / "new" / "deep" / "model"
+        assert run("convert", GOLDEN / "lm_mamba2_mlp_untied", target, "--format", "transformers")[0] == 2
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_gguf_file_is_not_written_as_a_directory(self, run, tmp_path):
+        code, _, err = run("convert", GOLDEN / "lm_hf_mamba2", tmp_path / "model.gguf")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "model.gguf: writing GGUF files is not supported; DST is a directory" in err
         assert list(tmp_path.iterdir()) == []
 
     def test_a_directory_with_files_is_not_overwritten_unasked(self, run, model, tmp_path):

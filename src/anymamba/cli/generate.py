@@ -19,7 +19,16 @@ import torch
 
 from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
 from anymamba.core.process import catch_signals
-from anymamba.generation import ChatTemplate, Completion, GenerationState, Pipeline, Tokenizer, TokenStream, stream
+from anymamba.generation import (
+    ChatTemplate,
+    Completion,
+    GenerationState,
+    Pipeline,
+    Sampling,
+    Tokenizer,
+    TokenStream,
+    stream,
+)
 from anymamba.generation.completion import CompletionBuilder
 from anymamba.generation.pipeline import check_texts
 from anymamba.generation.tokenizers import select_end_tokens
@@ -32,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     """Load the model, generate, print; at the end save the state if requested."""
     # 1) Check the arguments before the model is loaded.
     check_texts("--stop", args.stop)
+    Sampling(**_sampling_options(args))
     if sys.stdout is None:
         raise ValueError("stdout is closed: there is nowhere to write to")
     if args.prompts is not None:
@@ -64,6 +74,11 @@ def run(args: argparse.Namespace) -> None:
         if args.save_state and session.state is not None:
             session.state.save(args.save_state, model)
     session.report()
+
+
+def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return {name: getattr(args, name) for name in names}
 
 
 class Session:
@@ -115,14 +130,9 @@ class Session:
             self.model,
             torch.tensor([ids]) if ids else None,
             self.args.max_new_tokens,
-            temperature=self.args.temperature,
-            top_k=self.args.top_k,
-            top_p=self.args.top_p,
-            min_p=self.args.min_p,
-            repetition_penalty=self.args.repetition_penalty,
-            seed=self.args.seed,
             stop=self._end_tokens,
             cache=self.state,
+            **_sampling_options(self.args),
         )
         self._tokens_read += len(ids)
         self._seconds_reading += perf_counter() - began
@@ -229,12 +239,7 @@ def _complete_file(args: argparse.Namespace) -> None:
             ignore_end=args.ignore_end,
             add_special_tokens=args.special_tokens and template is None,
             batch_size=args.batch_size,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            seed=args.seed,
+            **_sampling_options(args),
         ):
             printer.add(batch)
     except KeyboardInterrupt:

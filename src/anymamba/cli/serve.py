@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib.util
 import os
+import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -150,6 +152,25 @@ def _check_serve(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(args, name)}")
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be between 0 and {2**16 - 1}, got {args.port}")
+    _check_address(args.host, args.port)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Check that the server will be able to listen, before the model is loaded.
+
+    Raises:
+        ValueError: The host is not an address of this machine, or the port is busy or reserved.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.getaddrinfo(host, port, family)
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"--host {host}: not an address of this machine") from error
+        reason = os.strerror(error.errno or 0)
+        hint = "choose another one, or 0 for any free port"
+        raise ValueError(f"--port {port}: the server cannot listen there ({reason}); {hint}") from error
 
 
 def _print_note(message: str) -> None:

@@ -44,6 +44,17 @@ def parse_device(name: str, option: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{option} {name}: not available here ({str(error).splitlines()[0]})") from error
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(f"{option} {name}: not available here; available are {_list_devices()}") from error
+    if device.type == "meta":
+        raise ValueError(f"{option} {name}: computes no values; available are {_list_devices()}")
     return device
+
+
+def _list_devices() -> str:
+    """Return the names of this machine's devices."""
+    names = ["cpu"]
+    for kind in (torch.cuda, torch.xpu):
+        names += [f"{kind.__name__.rpartition('.')[2]}:{i}" for i in range(kind.device_count())]
+    names += ["mps"] if torch.backends.mps.is_available() else []
+    return ", ".join(names)
