@@ -14,8 +14,9 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anymamba.core.io import parse_json
 from anymamba.generation.state import GenerationState
@@ -178,15 +179,14 @@ class SessionStore:
             SessionLimitError: There is not enough memory for a new session.
             OSError: The session's file cannot be read.
         """
-        lease._revision = self._stored_revision(lease._name_digest)
-        try:
-            lease.session = self._read(lease._name_digest, lease._revision)
-        except SessionDamagedError:
-            if not ignore_damage:
-                raise
-        if lease.session is not None:
-            lease._revision = lease.session.revision
-        elif self.files is None:
+        with self._exclude_changes():
+            lease._revision = self._stored_revision(lease._name_digest)
+            try:
+                lease.session = self._read(lease._name_digest, lease._revision)
+            except SessionDamagedError:
+                if not ignore_damage:
+                    raise
+        if lease.session is None and self.files is None:
             with self._lock:
                 self._check_memory(self._state_bytes)
                 lease._reserved = self._state_bytes
@@ -200,7 +200,8 @@ class SessionStore:
             OSError: The session's file cannot be read.
         """
         name_digest = _name_digest(name)
-        return self._read(name_digest, self._stored_revision(name_digest))
+        with self._exclude_changes():
+            return self._read(name_digest, self._stored_revision(name_digest))
 
     def commit(self, lease: SessionLease, state: GenerationState, tokens: int, texts: tuple[Key, ...] = ()) -> None:
         """Replace the session of a lease; after an error it is unchanged. A deleted session stays deleted.
@@ -217,7 +218,7 @@ class SessionStore:
             OSError: The session's file cannot be written.
         """
         session = Session(compact(state), tokens, texts, secrets.token_hex(16))
-        with self._commit_lock if self.files is None else self.files.lock():
+        with self._exclude_changes():
             if lease._is_void:
                 return
             # 1) The stored session is the one that the request has continued.
@@ -250,7 +251,7 @@ class SessionStore:
     def delete(self, name: str) -> bool:
         """Delete a session, including what a running request would add to it; return whether there was one."""
         name_digest = _name_digest(name)
-        with self._commit_lock if self.files is None else self.files.lock():
+        with self._exclude_changes():
             with self._lock:
                 lease = self._leases.get(name_digest)
                 if lease is not None:
@@ -258,6 +259,10 @@ class SessionStore:
                 was_in_memory = self._forget(name_digest)
             was_on_disk = self.files is not None and self.files.remove(name_digest)
         return was_on_disk or (was_in_memory and self.files is None) or lease is not None
+
+    def _exclude_changes(self) -> AbstractContextManager[Any]:
+        """Exclude changes of stored sessions by other threads and servers."""
+        return self._commit_lock if self.files is None else self.files.lock()
 
     def _stored_revision(self, name_digest: str) -> str | None:
         """Return the revision of the stored session, or None if there is none."""
