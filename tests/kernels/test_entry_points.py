@@ -189,9 +189,9 @@ def test_a_method_replaced_on_a_block_is_called():
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
-    assert bindings._is_ours(bindings.LIBRARY.handle)
+    assert bindings._is_compatible(bindings.LIBRARY.handle)
     monkeypatch.setattr(schema, "ROTATIONS", (*schema.ROTATIONS, "unheard_of"))
-    assert not bindings._is_ours(bindings.LIBRARY.handle)
+    assert not bindings._is_compatible(bindings.LIBRARY.handle)
 
 
 def test_a_library_may_be_named_by_a_relative_path():

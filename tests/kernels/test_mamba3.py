@@ -442,7 +442,7 @@ def test_turns_that_do_not_fit_are_refused():
     inputs = scan_inputs(t=5, rotation="quaternion")
     with pytest.raises(ValueError, match="must describe the same quaternion rotation of 6 heads"):
         rotated_scan(*{**inputs, "rate": inputs["rate"][..., :-1]}.values(), rotation="quaternion")
-    with pytest.raises(ValueError, match="at most 2 quaternion turns fit into a state of 8, got 3"):
+    with pytest.raises(ValueError, match="at most 2 quaternion rotations fit into a state of 8, got 3"):
         rotated_scan(*scan_inputs(t=5, n=8, rotation="quaternion").values(), rotation="quaternion")
 
 

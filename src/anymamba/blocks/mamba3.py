@@ -269,7 +269,7 @@ class Mamba3(Block):
         c: Mamba3Config = self.config
         if c.rotation == "fixed":
             builder.reject("a fixed rotation has no compiled step")
-        names = ("z", "x", "b", "c", "dt", "a", "trap", "turn")
+        names = ("z", "x", "b", "c", "dt", "a", "trap", "rotation_raw")
         starts = dict(zip(names, accumulate(list(self._widths().values())[:-1], initial=projected), strict=True))
         key_norm, query_norm = (builder.submodule(self, name, RMSNorm) for name in ("B_norm", "C_norm"))
         out_norm = builder.submodule(self, "norm", GatedRMSNorm) if c.is_outproj_norm else None
@@ -282,7 +282,7 @@ class Mamba3(Block):
             "groups": c.ngroups,
             "state": c.d_state,
             "rank": c.rank,
-            "turns": c.num_rotations,
+            "num_rotations": c.num_rotations,
             "rotation": c.rotation_kind,
             "heavy_tail": c.a_activation == "heavy_tail",
             "rate_range": c.rotation_range,

@@ -1,4 +1,4 @@
-"""What a module does when it is called, beyond what its class says."""
+"""Whether calling a module does more than the `forward` of its class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GLOBAL = (*GLOBAL_HOOKS, torch_module._global_backward_hooks, torch_module._glo
 
 
 def has_no_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's `forward` and nothing else: no hooks, no `forward` of its own."""
+    """Return whether a call of the module runs its class's `forward` only: no hooks, no patched `forward`."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks

@@ -30,16 +30,16 @@ class Operator:
     """A computation, to be called with its inputs.
 
     Args:
-        name: without the namespace.
-        inputs: arguments in schema language, "Tensor x, Tensor? bias, int width". One that is called `algorithm`
-            chooses among `portable`; "fastest" leaves the choice to the operator, "fused" asks for a kernel.
-        outputs: the names of the tensors that it returns.
-        differentiable: how many of the leading inputs receive a gradient. They are tensors or None.
-        fake: the outputs without their values: dtypes, shapes and strides that every implementation returns.
-        definition: plain torch code.
-        portable: implementations by algorithm; if not given, the definition is the only one.
-        fastest: inputs -> the algorithm that "fastest" means if no kernel covers them.
-        may_be_infinite: inputs that may hold infinities.
+        name: Name without the namespace.
+        inputs: Arguments in schema language, "Tensor x, Tensor? bias, int width". One that is called `algorithm`
+            chooses among `portable`; "fastest" leaves the choice to the operator, "fused" requires a kernel.
+        outputs: Names of the tensors that it returns.
+        differentiable: How many of the leading inputs receive a gradient. They are tensors or None.
+        fake: Returns the outputs without values: dtypes, shapes and strides that every implementation returns.
+        definition: Plain torch code.
+        portable: Implementations by algorithm; only the definition by default.
+        fastest: Maps the inputs to the algorithm that "fastest" means if no kernel covers them.
+        may_be_infinite: Names of inputs that may hold infinities.
     """
 
     def __init__(
@@ -56,12 +56,16 @@ class Operator:
         may_be_infinite: frozenset[str] = frozenset(),
     ) -> None:
         """Register `anymamba::name` and `anymamba::name_backward`, and join them in autograd."""
-        self.name, self.definition, self.portable = name, definition, portable or {"": Implementation(definition)}
+        self.name = name
+        self.definition = definition
+        self.portable = portable or {"": Implementation(definition)}
         self.names = tuple(part.split()[1] for part in inputs.split(", "))
         self.results = tuple(outputs.split(", "))
-        self._fastest, self._may_be_infinite = fastest, may_be_infinite
+        self._fastest = fastest
+        self._may_be_infinite = may_be_infinite
         self._algorithm = self.names.index("algorithm") if "algorithm" in self.names else None
-        self._outputs, self._differentiable = len(self.results), differentiable
+        self._outputs = len(self.results)
+        self._differentiable = differentiable
         self._node = torch.library.custom_op(
             f"anymamba::{name}", self._run_node, mutates_args=(), schema=_schema(inputs, self._outputs)
         )
@@ -75,24 +79,38 @@ class Operator:
         self._node.register_fake(fake)
         self._backward_node.register_fake(self._fake_backward)
         self._node.register_autograd(self._differentiate, setup_context=_keep_inputs)
-        self._backward_node.register_autograd(self._refuse_second_order)
+        self._backward_node.register_autograd(self._reject_second_order)
         OPERATORS[name] = self
 
     def __call__(self, *inputs: Any) -> Any:
         """Compute the outputs."""
-        if anomaly.is_check_finite_on() and not is_tracing():
+        is_traced = is_tracing()
+        is_checked = anomaly.is_check_finite_on() and not is_traced
+        if is_checked:
             anomaly.check_tensors_finite(f"{self.name}: input", self.names, inputs, self._may_be_infinite)
-        outputs = self._compute(inputs)
-        if anomaly.is_check_finite_on() and not is_tracing():
+        if is_portable():
+            outputs = self.definition(*inputs)
+        elif is_traced:
+            if not torch.compiler.is_compiling():
+                self._check_no_transform(inputs)
+            outputs = self._node(*inputs)
+        else:
+            implementation = self.choose(inputs)
+            needs_node = implementation.backward is not None and _wants_gradient(inputs)
+            # torch's dispatcher takes longer than the work of a decode step, so it is only used where it is needed.
+            # For tensors without data, the node computes shapes and nothing else.
+            is_direct = _are_ordinary(inputs) and not needs_node and not inputs[0].is_meta
+            outputs = implementation.forward(*inputs) if is_direct else self._node(*inputs)
+        if is_checked:
             anomaly.check_tensors_finite(f"{self.name}: result", self.results, _as_tuple(outputs))
         return outputs
 
     def choose(self, inputs: tuple[Any, ...]) -> Implementation:
-        """The implementation that computes these inputs.
+        """Return the implementation that computes these inputs.
 
         Raises:
-            RuntimeError: a kernel was requested, and there is none.
-            ValueError: there is no such algorithm.
+            RuntimeError: A kernel was requested, and there is none.
+            ValueError: There is no such algorithm.
         """
         algorithm = "fastest" if self._algorithm is None else inputs[self._algorithm]
         if algorithm in ("fastest", "fused"):
@@ -109,24 +127,10 @@ class Operator:
             raise ValueError(f"{self.name}: the path's algorithm must be one of {expected}, got {algorithm!r}")
         return self.portable[algorithm]
 
-    def _compute(self, inputs: tuple[Any, ...]) -> Any:
-        if is_portable():
-            return self.definition(*inputs)
-        if not is_tracing():
-            chosen = self.choose(inputs)
-            needs_node = chosen.backward is not None and _wants_gradient(inputs)
-            # For tensors without data, the node computes shapes and nothing else.
-            if _are_ordinary(inputs) and not needs_node and not inputs[0].is_meta:
-                return chosen.forward(*inputs)
-        elif not torch.compiler.is_compiling():
-            self._check_no_transform(inputs)
-        # torch's dispatcher takes longer than a decode step's work, so it is only used where it is needed.
-        return self._node(*inputs)
-
     def _run_node(self, *inputs: Any) -> Any:
-        chosen = self.choose(inputs)
-        outputs = chosen.forward(*inputs)
-        if chosen.backward is not None:
+        implementation = self.choose(inputs)
+        outputs = implementation.forward(*inputs)
+        if implementation.backward is not None:
             return outputs
         # Torch code may return views of its inputs, which a node must not.
         copies = [x.clone(memory_format=torch.contiguous_format) for x in _as_tuple(outputs)]
@@ -134,10 +138,10 @@ class Operator:
 
     def _run_backward(self, *arguments: Any) -> Any:
         cotangents, inputs = arguments[: self._outputs], arguments[self._outputs :]
-        chosen = self.choose(inputs)
-        if chosen.backward is not None:
-            return chosen.backward(*arguments)
-        grads = gradients(chosen.forward, cotangents, inputs, self._differentiable)
+        implementation = self.choose(inputs)
+        if implementation.backward is not None:
+            return implementation.backward(*arguments)
+        grads = gradients(implementation.forward, cotangents, inputs, self._differentiable)
         return grads if self._differentiable > 1 else grads[0]
 
     def _fake_backward(self, *arguments: Any) -> Any:
@@ -151,35 +155,35 @@ class Operator:
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
         grads = _as_tuple(self._backward_node(*cotangents, *inputs))
-        kept = [None if x is None else grad for x, grad in zip(inputs, grads, strict=False)]
-        return (*kept, *(None for _ in inputs[self._differentiable :]))
+        input_grads = [None if x is None else grad for x, grad in zip(inputs, grads, strict=False)]
+        return (*input_grads, *(None for _ in inputs[self._differentiable :]))
 
-    def _refuse_second_order(self, *_: Any) -> None:
+    def _reject_second_order(self, *_: Any) -> None:
         raise RuntimeError(
             f"anymamba::{self.name} has no second derivative: its backward is derived by hand. Inside "
             "anymamba.portable() everything is computed in torch's own operators, which have one."
         )
 
     def _check_no_transform(self, inputs: tuple[Any, ...]) -> None:
-        """What torch has no rule for with operators like ours must not be lost in silence, nor refused in its terms."""
-        instead = "inside anymamba.portable() there is one"
+        """Raise `NotImplementedError` for transforms that torch would ignore, or reject with an unrelated message."""
+        hint = "inside anymamba.portable() there is one"
         if forward_ad._current_level >= 0 and any(
             isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
         ):
             raise NotImplementedError(
-                f"anymamba::{self.name} has no forward-mode derivative (jvp), only a backward; {instead}"
+                f"anymamba::{self.name} has no forward-mode derivative (jvp), only a backward; {hint}"
             )
         transform = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
             raise NotImplementedError(
-                f"anymamba::{self.name} has no torch.func.grad; use torch.autograd.grad or backward(); {instead}"
+                f"anymamba::{self.name} has no torch.func.grad; use torch.autograd.grad or backward(); {hint}"
             )
 
 
 def gradients(
     function: Callable[..., Any], cotangents: tuple[Tensor, ...], inputs: tuple[Any, ...], differentiable: int
 ) -> tuple[Tensor, ...]:
-    """The gradients of the leading inputs of plain torch code, which is run again; empty tensors for those of None.
+    """Return the gradients of the leading inputs of plain torch code, which is run again; empty tensors for None.
 
     It may be called inside an operator, where torch has switched autograd off.
     """
@@ -187,18 +191,18 @@ def gradients(
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in inputs[:differentiable]]
         outputs = _as_tuple(function(*leaves, *inputs[differentiable:]))
         pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
-        wanted = [x for x in leaves if isinstance(x, Tensor)]
-        found = iter(
-            torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], materialize_grads=True)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        grads = iter(
+            torch.autograd.grad([y for y, _ in pairs], tensors, [dy for _, dy in pairs], materialize_grads=True)
             if pairs
-            else [torch.zeros_like(x) for x in wanted]
+            else [torch.zeros_like(x) for x in tensors]
         )
-    return tuple(next(found).contiguous() if isinstance(x, Tensor) else cotangents[0].new_empty(0) for x in leaves)
+    return tuple(next(grads).contiguous() if isinstance(x, Tensor) else cotangents[0].new_empty(0) for x in leaves)
 
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd on, also inside an operator."""
+    """Switch autograd on, also inside an operator."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
     try:
@@ -209,7 +213,7 @@ def _autograd() -> Iterator[None]:
 
 
 def is_tracing() -> bool:
-    """Whether anything observes the operations: a tracer, a transform, a mode, or forward-mode autograd."""
+    """Return whether anything observes the operations: a tracer, a transform, a mode, or forward-mode autograd."""
     return (
         torch.compiler.is_compiling()
         or torch.compiler.is_exporting()
@@ -221,14 +225,14 @@ def is_tracing() -> bool:
 
 
 def is_eager_no_grad(inputs: tuple[Any, ...]) -> bool:
-    """Whether the inputs are ordinary tensors that neither autograd nor a tracer follows."""
+    """Return whether the inputs are ordinary tensors that neither autograd nor a tracer follows."""
     return not is_tracing() and _are_ordinary(inputs) and not _wants_gradient(inputs)
 
 
 def are_dense_tensors(inputs: tuple[Any, ...]) -> bool:
-    """Whether all are tensors whose numbers are those in their memory: one may be marked as negated, without being so.
+    """Return whether all are tensors whose values are those in their memory: not subclasses, and not lazily negated.
 
-    Every token calls it, so it is written for speed.
+    It is called for every token, so it is written for speed.
     """
     for x in inputs:  # noqa: SIM110
         if type(x) not in _ORDINARY or x.is_neg():
@@ -237,7 +241,7 @@ def are_dense_tensors(inputs: tuple[Any, ...]) -> bool:
 
 
 def _are_ordinary(inputs: tuple[Any, ...]) -> bool:
-    """The same for the tensors among the inputs."""
+    """Return whether the tensors among the inputs are dense."""
     return are_dense_tensors(tuple(x for x in inputs if isinstance(x, Tensor)))
 
 

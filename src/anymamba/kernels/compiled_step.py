@@ -12,7 +12,7 @@ changed: a submodule, its hooks, a parameter or its address, a number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,7 @@ COMPILE_STEP = "compile_step"  # the name by which a device registers its compil
 StepResult = tuple[Tensor, list[Tensor]]
 
 
+@runtime_checkable
 class Executable(Protocol):
     """What a device's compiler makes of a `StepProgram`.
 

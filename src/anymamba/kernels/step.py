@@ -390,7 +390,7 @@ class StepBuilder:
         )
         return to
 
-    def scale(self, x: int, width: int, *, factor: float = 1.0, weight: Any = None, to: int | None = None) -> int:
+    def scale(self, x: int, width: int, *, factor: int | float = 1.0, weight: Any = None, to: int | None = None) -> int:
         """Multiply by `factor`, and per channel by `weight` (from `parameter` or `buffer`) if it is given."""
         to = self.slot(width) if to is None else to
         self.phase("scale", width=width, x=x, to=to, factor=factor, weight=weight)

@@ -1,15 +1,12 @@
-"""One way to call a kernel: its arguments are checked against their description and put into its structure.
+"""Load the compiled kernels, and call them with checked arguments.
 
-Kernels follow shapes and dtypes into memory, so all of them are checked here for every caller.
-
-§ Find and load the compiled CPU kernels, and say why where there are none.
-
-The library has a plain C interface and is loaded with ctypes once torch is there: torch brings its OpenMP runtime under
-the name that the library asks for, so both share one pool of threads.
+The library has a plain C interface and is loaded with ctypes after torch, which brings its OpenMP runtime under the
+name that the library asks for, so both share one pool of threads. Kernels follow shapes and dtypes into memory, so
+`call` checks all of them against the schema and puts them into the kernel's structure.
 
 Environment:
-    ANYMAMBA_LIBRARY: a shared object to load in place of the installed one.
-    ANYMAMBA_ISA: `baseline` or `avx2` narrows the vector instructions that are used.
+    ANYMAMBA_LIBRARY: Shared object to load in place of the installed one.
+    ANYMAMBA_ISA: `baseline` or `avx2` limits the vector instructions that are used.
 """
 
 from __future__ import annotations
@@ -37,49 +34,57 @@ WEIGHT_FORMATS = {"bfloat16": 2, "float16": 3, "int8": 4, "int4": 5}  # DType ag
 
 
 class Library(NamedTuple):
-    """The loaded kernels, or why there are none."""
+    """The loaded kernels, or why there are none.
+
+    Attributes:
+        handle: The library; None if it was not loaded.
+        reason: Why it was not loaded; empty if it was.
+        isa: Vector instructions in use: baseline, avx2 or avx512 (`wide` in a build for tests).
+        is_mistake: Whether the reason is an invalid environment variable; then nothing is computed at all.
+        has_threads: Whether it was built with OpenMP; without, it runs on one thread.
+    """
 
     handle: ctypes.CDLL | None
     reason: str
-    isa: str = ""  # the vector instructions in use: baseline, avx2 or avx512 (`wide` in a build for tests)
-    mistaken: bool = False  # the reason is a mistake in the environment, and nothing is computed with it
-    threads: bool = False  # whether it was built with OpenMP; without, it runs on one thread
+    isa: str = ""
+    is_mistake: bool = False
+    has_threads: bool = False
 
 
 def _candidates() -> list[Path]:
-    """Where the library may be: next to this file, or, for an editable install, where the installer put it."""
-    if chosen := os.environ.get("ANYMAMBA_LIBRARY"):
-        return [Path(chosen).resolve()]  # a bare name is a file here, not one on the system's search path
-    places = [Path(__file__).parent / _FILE_NAME]
+    """Return where the library may be: next to this file, or where the installer put it for an editable install."""
+    if requested := os.environ.get("ANYMAMBA_LIBRARY"):
+        return [Path(requested).resolve()]  # a bare name is a file here, not one on the system's search path
+    files = [Path(__file__).parent / _FILE_NAME]
     with contextlib.suppress(PackageNotFoundError):
-        places.append(Path(str(distribution("anymamba").locate_file(f"anymamba/kernels/cpu/{_FILE_NAME}"))))
-    return places
+        files.append(Path(str(distribution("anymamba").locate_file(f"anymamba/kernels/cpu/{_FILE_NAME}"))))
+    return files
 
 
 def _load() -> Library:
     if (isa := os.environ.get("ANYMAMBA_ISA", "")) not in ("", *_ISAS):
-        return Library(None, f"ANYMAMBA_ISA must be one of {', '.join(_ISAS)}, got {isa!r}", mistaken=True)
+        return Library(None, f"ANYMAMBA_ISA must be one of {', '.join(_ISAS)}, got {isa!r}", is_mistake=True)
     if reason := registry.reason_off():
         return Library(None, reason)
-    path = next((place for place in _candidates() if place.exists()), None)
-    if path is None and (chosen := os.environ.get("ANYMAMBA_LIBRARY")):
-        return Library(None, f"ANYMAMBA_LIBRARY names {chosen}, which does not exist")
+    path = next((file for file in _candidates() if file.exists()), None)
+    if path is None and (requested := os.environ.get("ANYMAMBA_LIBRARY")):
+        return Library(None, f"ANYMAMBA_LIBRARY names {requested}, which does not exist")
     if path is None:
         return Library(None, "not built: the package was installed without a C++ compiler")
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return Library(None, f"{path} could not be loaded: {error}")
-    if not _is_ours(handle):
+    if not _is_compatible(handle):
         return Library(None, f"{path} is of another version: reinstall the package")
     handle.anymamba_isa.restype, handle.anymamba_has_threads.restype = ctypes.c_char_p, ctypes.c_bool
     if not (isa := handle.anymamba_isa().decode()):
         return Library(None, f"{path} was built for other processors than this one")
-    return Library(handle, "", isa, threads=handle.anymamba_has_threads())
+    return Library(handle, "", isa, has_threads=handle.anymamba_has_threads())
 
 
-def _is_ours(handle: ctypes.CDLL) -> bool:
-    """Whether the library reads the structures that we write."""
+def _is_compatible(handle: ctypes.CDLL) -> bool:
+    """Return whether the library reads the structures that we write."""
     if not hasattr(handle, "anymamba_arguments"):
         return False
     handle.anymamba_arguments.restype = ctypes.c_char_p
@@ -93,16 +98,16 @@ def describe() -> str:
     """Return whether the kernels were built and which vector instructions they use, or why there are none."""
     if LIBRARY.handle is None:
         return f"none: {LIBRARY.reason}"
-    return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.threads else ", on one thread: built without OpenMP")
+    return f"built, using {LIBRARY.isa}" + ("" if LIBRARY.has_threads else ", on one thread: built without OpenMP")
 
 
 def missing(dtype: torch.dtype) -> str:
-    """Why there is no kernel for activations of `dtype`; empty where there is one.
+    """Return why there is no kernel for activations of `dtype`; empty if there is one.
 
     Raises:
-        ValueError: a variable of the environment has a value that it cannot have.
+        ValueError: An environment variable has an invalid value.
     """
-    if LIBRARY.mistaken:
+    if LIBRARY.is_mistake:
         raise ValueError(LIBRARY.reason)
     return LIBRARY.reason or ("" if dtype in DTYPES else f"there is none for {dtype}")
 
@@ -137,23 +142,23 @@ def call(
     """Call a kernel.
 
     Args:
-        kernel: one of `schema.FUNCTIONS`.
-        dtype: of the activations.
-        tensors: what it reads, by the names of the fields; None is left out.
-        results: contiguous tensors that it writes, by the names of the fields.
-        bounds: of packed sequences, from `checked_bounds`.
-        sizes: known already, by letter.
-        numbers: fields that are numbers.
+        kernel: Name in `schema.FUNCTIONS`.
+        dtype: Dtype of the activations.
+        tensors: Tensors that it reads, by field name; None is left out.
+        results: Contiguous tensors that it writes, by field name.
+        bounds: Boundaries of packed sequences, from `checked_bounds`.
+        sizes: Sizes that are known already, by letter.
+        numbers: Fields that are numbers.
 
     Raises:
-        ValueError: a tensor of another shape, on another device, or without memory.
-        TypeError: a tensor of another dtype.
-        MemoryError: the kernel could not allocate its scratch memory.
+        ValueError: A tensor has another shape, is on another device, or has no memory.
+        TypeError: A tensor has another dtype.
+        MemoryError: The kernel could not allocate its scratch memory.
     """
     fields, size_names, structure = _DESCRIPTIONS[kernel]
     args, known = structure(), dict(sizes or {})
     args.dtype, args.threads = DTYPES[dtype], torch.get_num_threads()
-    kept = [
+    tensors_in_use = [
         fill(args, fields[name], x, dtype, known) for name, x in tensors.items() if x is not None and name in fields
     ]
     for name, result in results.items():
@@ -166,7 +171,7 @@ def call(
         setattr(args, name, number)
     if function(kernel)(ctypes.byref(args)):
         raise MemoryError(f"{kernel}: out of memory")
-    del kept  # until here: `args` holds their addresses only
+    del tensors_in_use  # until here: `args` holds their addresses only
 
 
 def function(name: str) -> Any:
@@ -176,7 +181,7 @@ def function(name: str) -> Any:
 
 
 def fill(args: Any, field: schema.Field, x: Tensor, dtype: torch.dtype, sizes: dict[str, int]) -> Tensor:
-    """Put a tensor into its field, checked and laid out as it must be; the tensor whose memory is used."""
+    """Check a tensor, put its address into its field, and return the tensor whose memory is used."""
     name, kind, axes, strides, _ = field
     shape = x.shape
     fits = len(shape) == len(axes) and x.is_cpu
@@ -185,13 +190,13 @@ def fill(args: Any, field: schema.Field, x: Tensor, dtype: torch.dtype, sizes: d
     if not fits:
         expected = tuple(sizes.get(axis, axis) for axis in axes)
         raise ValueError(f"{name} must have shape {expected} on cpu, got {tuple(shape)} on {x.device}")
-    found, wide = x.dtype, state_dtype(dtype)
-    wanted = dtype if kind == "own" else torch.int64 if kind == "index" else found if kind == "codes" else wide
-    if found != wanted:
-        if kind != "any" or found not in DTYPES:
-            expected_dtype = "a floating-point tensor" if kind == "any" else wanted
-            raise TypeError(f"{name} must be {expected_dtype}, got {found}")
-        x = x.to(wide)
+    acc_dtype = state_dtype(dtype)
+    expected_dtypes = {"own": dtype, "index": torch.int64, "codes": x.dtype}
+    if x.dtype != (expected_dtype := expected_dtypes.get(kind, acc_dtype)):
+        if kind != "any" or x.dtype not in DTYPES:
+            description = "a floating-point tensor" if kind == "any" else expected_dtype
+            raise TypeError(f"{name} must be {description}, got {x.dtype}")
+        x = x.to(acc_dtype)
     if x.is_neg():
         x = x.resolve_neg()
     if not strides:
@@ -207,36 +212,36 @@ def fill(args: Any, field: schema.Field, x: Tensor, dtype: torch.dtype, sizes: d
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory that a kernel writes: the CPU's, whatever torch's default device is."""
+    """Return memory that a kernel writes: on the CPU, whatever torch's default device is."""
     return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Contiguous memory for a result of the shape and dtype of `x`."""
+    """Return contiguous memory for a result of the shape and dtype of `x`."""
     return torch.empty(x.shape, dtype=x.dtype, device=_CPU)
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """The same, where no kernel is asked."""
+    """Return zeros of the shape and dtype of `x`, for results that no kernel computes."""
     return torch.zeros(x.shape, dtype=x.dtype, device=_CPU)
 
 
 def checked_lengths(lengths: Tensor | None, t: int) -> Tensor | None:
-    """How many steps of each row are real, as the kernels read it."""
+    """Return how many steps of each row are real, as the kernels read it."""
     return None if lengths is None else lengths.to(torch.int64).clamp(0, t)
 
 
 def checked_bounds(cu_seqlens: Tensor | None, b: int, t: int) -> Tensor | None:
-    """`cu_seqlens` as the kernels read it.
+    """Return `cu_seqlens` as the kernels read it.
 
     Raises:
-        ValueError: not (0, ..., t) in increasing order, or more than one row.
+        ValueError: They are not (0, ..., t) in increasing order, or there is more than one row.
     """
     if cu_seqlens is None:
         return None
     bounds = cu_seqlens.to("cpu", torch.int64).contiguous()
     if b != 1:
-        raise ValueError(f"packed sequences must lie in a batch of 1, got {b}")
+        raise ValueError(f"packed sequences must be in a batch of 1, got {b}")
     if bounds[0] != 0 or bounds[-1] != t or (bounds.diff() <= 0).any():
         raise ValueError(f"cu_seqlens must increase strictly from 0 to t = {t}, got {bounds.tolist()}")
     return bounds

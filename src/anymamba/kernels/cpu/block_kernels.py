@@ -1,4 +1,4 @@
-"""Bind the operators around a scan, and Mamba-1's scan, to the compiled kernels."""
+"""Convolution, norm, gate, discretization and Mamba-1's scan by the compiled kernels (contracts: `ops/`, `scan/`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _missing(x: Tensor, *_: Any) -> str:
 
 
 class _Conv(NamedTuple):
-    """The inputs of `causal_conv`."""
+    """Inputs of `causal_conv`."""
 
     x: Tensor
     window: Tensor
@@ -33,9 +33,9 @@ class _Conv(NamedTuple):
         """Call a kernel with all of them, and `tensors`."""
         b, t, _ = self.x.shape
         bounds = checked_bounds(self.cu_seqlens, b, t)
-        given = {**self._asdict(), "lengths": checked_lengths(self.lengths, t), **tensors}
+        arguments = {**self._asdict(), "lengths": checked_lengths(self.lengths, t), **tensors}
         sizes = {"z": b if bounds is None else bounds.shape[0] - 1}
-        call(function, self.x.dtype, given, results, bounds=bounds, sizes=sizes)
+        call(function, self.x.dtype, arguments, results, bounds=bounds, sizes=sizes)
 
 
 def _conv_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -49,18 +49,18 @@ def _conv_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _conv_backward(dout: Tensor, dnew_window: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     conv = _Conv(*inputs)
-    wide = state_dtype(conv.x.dtype)
+    acc_dtype = state_dtype(conv.x.dtype)
     if not conv.x.numel():
         return zeros_like(conv.x), dnew_window.clone(), zeros_like(conv.weight), zeros_like(conv.weight[:, 0])
     grads = {"dx": empty_like(conv.x), "dwindow": empty_like(conv.window)}
-    grads |= {"dweight": empty(conv.weight.shape, wide), "dbias": empty(conv.weight.shape[:1], wide)}
+    grads |= {"dweight": empty(conv.weight.shape, acc_dtype), "dbias": empty(conv.weight.shape[:1], acc_dtype)}
     conv.run("conv_backward", {"dout": dout, "dnew_window": dnew_window}, grads)
     dbias = grads["dbias"].to(conv.weight.dtype if conv.bias is None else conv.bias.dtype)
     return grads["dx"], grads["dwindow"], grads["dweight"].to(conv.weight.dtype), dbias
 
 
 def _row_axes(x: Tensor) -> int:
-    """How many of the last axes of `x` to take as one row, so that all rows lie evenly apart without a copy."""
+    """Return how many of the last axes of `x` to treat as one row, so that rows are evenly spaced without a copy."""
     for axes in range(1, x.ndim):
         leading = [(x.shape[i], x.stride(i)) for i in range(x.ndim - axes) if x.shape[i] > 1]
         if all(stride == size * after for (_, stride), (size, after) in itertools.pairwise(leading)):
@@ -69,7 +69,7 @@ def _row_axes(x: Tensor) -> int:
 
 
 class _Norm(NamedTuple):
-    """The inputs of `rms_norm`."""
+    """Inputs of `rms_norm`."""
 
     x: Tensor
     z: Tensor | None
@@ -81,16 +81,16 @@ class _Norm(NamedTuple):
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel; a row may hold several groups of axes, each with the same weight."""
         width, channels = self.width, self.x.shape[-1]
-        given = {"x": self.x, "z": self.z, **tensors}
+        arguments = {"x": self.x, "z": self.z, **tensors}
         if self.x.ndim != 2:
-            given = {name: None if x is None else x.reshape(-1, width) for name, x in given.items()}
-        given["weight"] = self.weight if width == channels else self.weight.repeat(width // channels)
+            arguments = {name: None if x is None else x.reshape(-1, width) for name, x in arguments.items()}
+        arguments["weight"] = self.weight if width == channels else self.weight.repeat(width // channels)
         size, order = self.group_size, self.norm_before_gate
-        call(function, self.x.dtype, given, results, group_size=size, norm_before_gate=order, eps=self.eps)
+        call(function, self.x.dtype, arguments, results, group_size=size, norm_before_gate=order, eps=self.eps)
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
+        """Return the number of elements per row."""
         return math.prod(self.x.shape[self.x.ndim - _row_axes(self.x) :])
 
 
@@ -116,7 +116,7 @@ def _norm_backward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Gate(NamedTuple):
-    """The inputs of `rank_gate`."""
+    """Inputs of `rank_gate`."""
 
     y: Tensor
     z: Tensor
@@ -126,12 +126,12 @@ class _Gate(NamedTuple):
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel; `tensors` are (b, t, h, p) like z."""
         b, t, r, h, p = self.y.shape
-        given: dict[str, Tensor | None] = {"y": self.y.reshape(b * t, r, h * p)}
+        arguments: dict[str, Tensor | None] = {"y": self.y.reshape(b * t, r, h * p)}
         for name, x in {"z": self.z, **tensors}.items():
-            given[name] = None if x is None else x.reshape(b * t, h * p)
+            arguments[name] = None if x is None else x.reshape(b * t, h * p)
         for name, weight in (("gate_weight", self.gate), ("out_weight", self.out)):
-            given[name] = None if weight is None else weight.transpose(0, 1).reshape(r, h * p)
-        call(function, self.y.dtype, given, results)
+            arguments[name] = None if weight is None else weight.transpose(0, 1).reshape(r, h * p)
+        call(function, self.y.dtype, arguments, results)
 
 
 def _gate_forward(*inputs: Any) -> Tensor:
@@ -160,12 +160,12 @@ def _gate_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Discretize(NamedTuple):
-    """The inputs of `discretize`."""
+    """Inputs of `discretize`."""
 
     dt: Tensor
     a: Tensor
     trap: Tensor
-    turn: Tensor
+    rotation: Tensor
     dt_bias: Tensor
     heavy_tail: bool
     a_floor: float
@@ -177,15 +177,15 @@ class _Discretize(NamedTuple):
 
     def run(self, function: str, tensors: dict[str, Tensor | None], results: dict[str, Tensor]) -> None:
         """Call a kernel; `tensors` are (b, t, ...)."""
-        if self.quaternion and self.turn.shape[-1] % 3:
-            raise ValueError(f"turns about axes are three numbers each, got {self.turn.shape[-1]} in all")
-        raw = {"dt_raw": self.dt, "a_raw": self.a, "trap_raw": self.trap, "turn_raw": self.turn, **tensors}
-        given = {name: None if x is None else x.flatten(0, 1) for name, x in raw.items()}
-        given |= {"dt_bias": self.dt_bias, "lengths": checked_lengths(self.lengths, self.dt.shape[1])}
+        if self.quaternion and self.rotation.shape[-1] % 3:
+            raise ValueError(f"quaternion rotations are three numbers each, got {self.rotation.shape[-1]} in all")
+        raw = {"dt_raw": self.dt, "a_raw": self.a, "trap_raw": self.trap, "rotation_raw": self.rotation, **tensors}
+        arguments = {name: None if x is None else x.flatten(0, 1) for name, x in raw.items()}
+        arguments |= {"dt_bias": self.dt_bias, "lengths": checked_lengths(self.lengths, self.dt.shape[1])}
         call(
             function,
             self.dt.dtype,
-            given,
+            arguments,
             results,
             sizes={"b": self.dt.shape[0]},
             time=self.dt.shape[1],
@@ -203,8 +203,8 @@ _DISCRETIZED = ("dt", "log_decay", "gamma", "kappa", "rate")
 
 def _discretize_forward(*inputs: Any) -> tuple[Tensor, ...]:
     raw = _Discretize(*inputs)
-    wide, like = state_dtype(raw.dt.dtype), (raw.dt, raw.dt, raw.dt, raw.dt, raw.turn)
-    results = {name: empty(x.shape, wide) for name, x in zip(_DISCRETIZED, like, strict=True)}
+    acc_dtype, like = state_dtype(raw.dt.dtype), (raw.dt, raw.dt, raw.dt, raw.dt, raw.rotation)
+    results = {name: empty(x.shape, acc_dtype) for name, x in zip(_DISCRETIZED, like, strict=True)}
     if raw.dt.numel():
         raw.run("discretize_forward", {}, results)
     return tuple(results.values())
@@ -213,7 +213,7 @@ def _discretize_forward(*inputs: Any) -> tuple[Tensor, ...]:
 def _discretize_backward(*arguments: Any) -> tuple[Tensor, ...]:
     cotangents, raw = arguments[:5], _Discretize(*arguments[5:])
     make = empty_like if raw.dt.numel() else zeros_like
-    grads = {f"d{name}_raw": make(x) for name, x in zip(("dt", "a", "trap", "turn"), raw[:4], strict=True)}
+    grads = {f"d{name}_raw": make(x) for name, x in zip(("dt", "a", "trap", "rotation"), raw[:4], strict=True)}
     grads["ddt_bias"] = make(empty(raw.dt_bias.shape, state_dtype(raw.dt.dtype)))
     if raw.dt.numel():
         raw.run("discretize_backward", {f"d{name}": x for name, x in zip(_DISCRETIZED, cotangents, strict=True)}, grads)
@@ -223,10 +223,10 @@ def _discretize_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _run_steps(function: str, inputs: tuple[Any, ...], ddt: Tensor | None, results: dict[str, Tensor]) -> None:
     dt, bias, low, high, lengths = inputs
-    given = {"dt_raw": dt.flatten(0, 1), "dt_bias": bias, "lengths": checked_lengths(lengths, dt.shape[1])}
-    given["ddt"] = None if ddt is None else ddt.flatten(0, 1)
+    arguments = {"dt_raw": dt.flatten(0, 1), "dt_bias": bias, "lengths": checked_lengths(lengths, dt.shape[1])}
+    arguments["ddt"] = None if ddt is None else ddt.flatten(0, 1)
     sizes = {"b": dt.shape[0]}
-    call(function, dt.dtype, given, results, sizes=sizes, time=dt.shape[1], dt_min=low, dt_max=high)
+    call(function, dt.dtype, arguments, results, sizes=sizes, time=dt.shape[1], dt_min=low, dt_max=high)
 
 
 def _steps_forward(*inputs: Any) -> Tensor:
@@ -247,7 +247,7 @@ def _steps_backward(dsizes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Selective(NamedTuple):
-    """The inputs of `selective_scan`."""
+    """Inputs of `selective_scan`."""
 
     x: Tensor
     dt: Tensor
@@ -265,9 +265,9 @@ class _Selective(NamedTuple):
         """Call a kernel with all of them, and `tensors`."""
         rows, t, _ = self.x.shape
         bounds = checked_bounds(self.cu_seqlens, rows, t)
-        given = {**{name: getattr(self, name) for name in self._fields[:8]}, **tensors}
+        arguments = {**{name: getattr(self, name) for name in self._fields[:8]}, **tensors}
         sizes = {"z": rows if bounds is None else bounds.shape[0] - 1}
-        call(function, self.x.dtype, given, results, bounds=bounds, sizes=sizes)
+        call(function, self.x.dtype, arguments, results, bounds=bounds, sizes=sizes)
 
 
 def _selective_forward(*inputs: Any) -> tuple[Tensor, Tensor]:

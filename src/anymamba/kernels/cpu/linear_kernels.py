@@ -1,9 +1,7 @@
-"""Products with weights in narrow formats, by the compiled kernels (contract: `quantization/ops.py`).
+"""Rows times a weight, in float32 or quantized (contracts: `core/linear.py`, `quantization/ops.py`).
 
-§ Rows times a weight in float32 by the compiled kernels (contract: `anymamba.core.linear`).
-
-A weight is read once for all rows, where torch's product is made for many more of them, and a row has the same bits
-alone and among others.
+The kernels read a weight once for few rows, where torch's product is made for many, and a row has the same bits alone
+and among others.
 """
 
 from __future__ import annotations
@@ -22,28 +20,28 @@ from anymamba.kernels.cpu.bindings import DTYPES, WEIGHT_FORMATS, call, empty, m
 from anymamba.kernels.cpu.step_compiler import MAX_ROWS
 
 
-def _missing_product(x: Tensor, weight: Tensor, *_: Tensor | None) -> str:
+def _missing_linear(x: Tensor, weight: Tensor, *_: Tensor | None) -> str:
     return missing(x.dtype) or ("" if weight.is_contiguous() else "there is none for a weight with gaps")
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out, width = weight.shape
     y_mo = empty((x.numel() // width, out), torch.float32)
-    given: dict[str, Tensor | None] = {"codes": weight.detach(), "x": x.detach().reshape(-1, width)}
+    tensors: dict[str, Tensor | None] = {"codes": weight.detach(), "x": x.detach().reshape(-1, width)}
     sizes, format = {"o": out, "i": width}, DTYPES[torch.float32]
-    call("quantized_matmul", torch.float32, given, {"y": y_mo}, sizes=sizes, format=format)
+    call("quantized_matmul", torch.float32, tensors, {"y": y_mo}, sizes=sizes, format=format)
     if bias is not None:
         y_mo += bias.detach()
     return unflatten_like(y_mo, x)
 
 
-_PANEL = 2**22  # weights that are widened together: 16 MiB, in which torch's product is as fast as in one piece
+_PANEL_NUMEL = 2**22  # weights that are dequantized together: 16 MiB, in which torch's product is as fast as in one
 # Rows from which torch's product in bfloat16, where the processor has units for it, takes half the time of ours.
-_FEWEST_IN_BFLOAT16 = 16
-_memory = threading.local()  # of a panel: what is asked for anew must be cleared by the system first
+_MIN_ROWS_BFLOAT16 = 16
+_memory = threading.local()  # holds a panel: the system would first clear newly allocated memory
 
 
-def _missing(
+def _missing_quantized(
     x: Tensor, bias: Tensor | None, codes: Tensor | None, scales: Tensor | None, format: str, width: int
 ) -> str:
     if format not in WEIGHT_FORMATS:
@@ -52,11 +50,13 @@ def _missing(
 
 
 @torch.autocast("cpu", enabled=False)  # sums are in float32
-def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int) -> Tensor:
+def _quantized_forward(
+    x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int
+) -> Tensor:
     stored = QuantizedTensor(codes, scales, format, width)
     check_quantized("quantized_linear", stored)
     m, out = x.shape[0], codes.shape[0]
-    if m >= _FEWEST_IN_BFLOAT16 and format == "bfloat16" and x.dtype == torch.bfloat16 and multiplies_bfloat16():
+    if m >= _MIN_ROWS_BFLOAT16 and format == "bfloat16" and x.dtype == torch.bfloat16 and multiplies_bfloat16():
         return F.linear(x, codes, None if bias is None else bias.bfloat16())
     x_mi = x.float()
     if 1 <= m <= MAX_ROWS:
@@ -64,7 +64,7 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
         weight = {"codes": codes, "scales": scales, "x": x_mi}
         sizes, number = {"o": out, "i": width}, WEIGHT_FORMATS[format]
         call("quantized_matmul", torch.float32, weight, {"y": y}, sizes=sizes, format=number)
-    elif out * width <= _PANEL:
+    elif out * width <= _PANEL_NUMEL:
         y = linear(x_mi, next(_panels(stored))[1])
     else:
         y = empty((m, out), torch.float32)
@@ -76,7 +76,7 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | Non
 
 
 @torch.autocast("cpu", enabled=False)
-def _backward(
+def _quantized_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, codes: Tensor, scales: Tensor | None, format: str, width: int
 ) -> tuple[Tensor, Tensor]:
     dy_mo, stored = dy.float(), QuantizedTensor(codes, scales, format, width)
@@ -89,20 +89,20 @@ def _backward(
 def _panels(stored: QuantizedTensor) -> Iterator[tuple[int, Tensor]]:
     """Yield rows of the weight as float32 and the index of the first, one panel after another in the same memory."""
     codes, scales, format, width = stored
-    panels = max(1, -(-codes.shape[0] * width // _PANEL))
+    panels = max(1, -(-codes.shape[0] * width // _PANEL_NUMEL))
     rows = -(-codes.shape[0] // panels)  # of about the same size: a last small one would be slow
     for start in range(0, max(1, codes.shape[0]), max(1, rows)):
         part = slice(start, start + rows)
         panel = _panel(len(codes[part]), width)
-        some = {"codes": codes[part], "scales": None if scales is None else scales[part]}
+        tensors = {"codes": codes[part], "scales": None if scales is None else scales[part]}
         sizes = {"o": len(panel), "i": width}
-        call("widen", torch.float32, some, {"wide": panel}, sizes=sizes, format=WEIGHT_FORMATS[format])
+        call("dequantize", torch.float32, tensors, {"weight": panel}, sizes=sizes, format=WEIGHT_FORMATS[format])
         yield start, panel
 
 
 def _panel(rows: int, width: int) -> Tensor:
-    """Memory for rows of float32, this thread's own unless a row is huge."""
-    if rows * width > 2 * _PANEL:
+    """Return memory for rows of float32: this thread's own, unless a row is very long."""
+    if rows * width > 2 * _PANEL_NUMEL:
         return empty((rows, width), torch.float32)
     if (memory := getattr(_memory, "panel", None)) is None or memory.numel() < rows * width:
         _memory.panel = memory = empty((rows * width,), torch.float32)
@@ -110,6 +110,6 @@ def _panel(rows: int, width: int) -> Tensor:
 
 
 IMPLEMENTATIONS = {
-    "linear": Implementation(_product, None, _missing_product),
-    "quantized_linear": Implementation(_forward, _backward, _missing),
+    "linear": Implementation(_linear_forward, None, _missing_linear),
+    "quantized_linear": Implementation(_quantized_forward, _quantized_backward, _missing_quantized),
 }

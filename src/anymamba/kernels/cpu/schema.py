@@ -1,7 +1,7 @@
-"""The arguments of the compiled kernels, described once: the C++ structures are made from this file by the build.
+"""The arguments of the compiled kernels, described once: the build makes the C++ structures from this file.
 
-`python arguments.py` prints the header that the sources include. A library is only used if it was built from the same
-description. This file is run by the build, and so imports nothing but the standard library.
+`python schema.py` prints the header that the sources include. A library is only used if it was built from the same
+description. The build runs this file, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _C_TYPES = {
     "result": "void*",
 }
 
-# own: of the dtype of the activations; wide: float, or double for double; any: of any dtype, handed over as wide;
-# index: int64; codes: of a narrow format; result: written by the kernel, in memory of the dtype that the note says
-TensorKind = Literal["own", "wide", "any", "index", "codes", "result"]
+# own: in the dtype of the activations; acc: float, or double for double; any: of any dtype, passed as acc;
+# index: int64; codes: of a quantization format; result: written by the kernel, in memory of the dtype in its note
+TensorKind = Literal["own", "acc", "any", "index", "codes", "result"]
 
 
 class Field(NamedTuple):
     """A field of a structure.
 
     Attributes:
-        name: of the field.
-        kind: number, real, parameter or pointer; or that of a tensor.
-        axes: of a tensor that is read, one letter each; its shape is checked against the letters' sizes. Of a pointer,
-            its type.
-        strides: of how many leading axes of a tensor the distances follow, in elements. Its last axis is dense; a
-            tensor without strides is contiguous.
-        note: what the field is.
+        name: Name of the field.
+        kind: One of number, real, parameter, pointer, or the kind of a tensor.
+        axes: Axes of a tensor that is read, one letter each; its shape is checked against the letters' sizes. The type
+            of a pointer.
+        strides: How many leading axes of a tensor pass their strides, in elements. The last axis is dense; a tensor
+            without strides is contiguous.
+        note: Meaning of the field.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Structure(NamedTuple):
     fields: tuple[Field, ...]
 
     def members(self) -> list[tuple[str, str, str]]:
-        """Name, C type and comment of every member."""
+        """Return name, C type and comment of every member."""
         members = [(name, "int64_t", "") for name in self.sizes.values()]
         for name, kind, axes, strides, note in self.fields:
             c_type = axes[0] if kind == "pointer" else _C_TYPES.get(kind, "const void*")
@@ -66,32 +66,32 @@ class Structure(NamedTuple):
 
 
 def numbers(names: str, note: str = "") -> list[Field]:
-    """Whole numbers."""
+    """Return fields that are integers."""
     return [Field(name, "number", note=note) for name in names.split()]
 
 
 def reals(names: str) -> list[Field]:
-    """Real numbers."""
+    """Return fields that are real numbers."""
     return [Field(name, "real") for name in names.split()]
 
 
 def parameters(names: str) -> list[Field]:
-    """Parameters of a module, where they lie and in the dtype they have; null for none."""
+    """Return fields that are parameters of a module, read in place and in the dtype they have; null for none."""
     return [Field(name, "parameter") for name in names.split()]
 
 
 def pointer(name: str, c_type: str, note: str = "") -> Field:
-    """Memory that is no tensor."""
+    """Return a field that is memory other than a tensor."""
     return Field(name, "pointer", (c_type,), note=note)
 
 
 def tensor(kind: TensorKind, name: str, axes: str, strides: int = 0, note: str = "") -> Field:
-    """A tensor that is read; null where it is left out."""
+    """Return a field that is a tensor to read; null where it is absent."""
     return Field(name, kind, tuple(axes.split()), strides, note)
 
 
 def results(names: str, note: str = "") -> list[Field]:
-    """Contiguous tensors that the kernel writes."""
+    """Return fields that are contiguous tensors which the kernel writes."""
     return [Field(name, "result", note=note) for name in names.split()]
 
 
@@ -104,7 +104,7 @@ _LENGTHS = tensor("index", "lengths", "b", note="real steps of each row, null fo
 
 SCAN = Structure(
     "ScanArgs",
-    "The scan. With k_bias it is Mamba-3's: keys and queries are biased and turned for each head, the scale of v is "
+    "The scan. With k_bias it is Mamba-3's: keys and queries are biased and rotated for each head, the scale of v is "
     "that of the trapezoidal rule, and v may be one row for all ranks, each with weights of its own.",
     {
         "b": "batch",
@@ -125,36 +125,36 @@ SCAN = Structure(
         tensor("own", "v", "b t r h p", 4),
         tensor("own", "k", "b t r g n", 4),
         tensor("own", "q", "b t r g n", 4),
-        tensor("wide", "log_decay", "b t h", 3),
-        tensor("wide", "scale", "b t h", 3, "of v; null for one"),
+        tensor("acc", "log_decay", "b t h", 3),
+        tensor("acc", "scale", "b t h", 3, "of v; null for one"),
         tensor("any", "skip", "h p", note="y gains skip * v before its scale; null for none"),
-        tensor("wide", "initial_state", "z h p n"),
+        tensor("acc", "initial_state", "z h p n"),
         *results("y", "own"),
-        *results("final_state", "wide"),
+        *results("final_state", "acc"),
         tensor("any", "k_bias", "h r n"),
         tensor("any", "q_bias", "h r n"),
-        *numbers("rotation", "which channels turn together, and how (RotationKind)"),
-        tensor("wide", "rate", "b t c", note="per unit of dt: angles, or vectors of each head, (heads, turns, 3)"),
-        tensor("wide", "dt", "b t h"),
-        tensor("wide", "start", "z h s", note="before the first step: angles, or quaternions, (turns, 4)"),
-        tensor("wide", "gamma", "b t h", note="weight of a token in its own step"),
-        tensor("wide", "kappa", "b t h", note="of the token before it; the scale is gamma + the next kappa"),
+        *numbers("rotation", "which channels rotate together, and how (RotationKind)"),
+        tensor("acc", "rate", "b t c", note="per unit of dt: angles, or vectors of each head, (heads, count, 3)"),
+        tensor("acc", "dt", "b t h"),
+        tensor("acc", "initial_rotation", "z h s", note="before the first step: angles, or quaternions, (count, 4)"),
+        tensor("acc", "gamma", "b t h", note="weight of a token in its own step"),
+        tensor("acc", "kappa", "b t h", note="of the token before it; the scale is gamma + the next kappa"),
         tensor("any", "value_weight", "h r p"),
         _LENGTHS,
         *results("last_k", "own (sequences, rank, heads, state): the key of the last real step"),
-        *results("turned", "wide, like start: after the last step"),
+        *results("final_rotation", "acc, like initial_rotation: after the last step"),
         # The backward only; its results have the dtypes and shapes of what they are gradients of, but where noted.
         tensor("own", "dy", "b t r h p", 4),
-        tensor("wide", "dfinal_state", "z h p n"),
+        tensor("acc", "dfinal_state", "z h p n"),
         *results("dv dk dq dlog_decay dscale"),
-        *results("dskip", "wide (sequences, heads, width)"),
+        *results("dskip", "acc (sequences, heads, width)"),
         *results("dinitial_state"),
         tensor("own", "dlast_k", "z r h n"),
-        tensor("wide", "dturned", "z h s"),
-        *results("dk_bias dq_bias", "wide (sequences, heads, rank, state)"),
-        *results("drate ddt dstart dgamma"),
+        tensor("acc", "dfinal_rotation", "z h s"),
+        *results("dk_bias dq_bias", "acc (sequences, heads, rank, state)"),
+        *results("drate ddt dinitial_rotation dgamma"),
         *results("dkappa", "but for the first step of a sequence, which the caller has in the initial state"),
-        *results("dvalue_weight", "wide (sequences, heads, rank, width)"),
+        *results("dvalue_weight", "acc (sequences, heads, rank, width)"),
     ),
 )
 CONV = Structure(
@@ -173,7 +173,7 @@ CONV = Structure(
         tensor("own", "dout", "b t v", 2),
         tensor("own", "dnew_window", "z v w"),
         *results("dx dwindow", "own"),
-        *results("dweight dbias", "wide"),
+        *results("dweight dbias", "acc"),
     ),
 )
 NORM = Structure(
@@ -190,32 +190,32 @@ NORM = Structure(
         *results("y", "own"),
         tensor("own", "dy", "m i", 1),
         *results("dx dz", "own"),
-        *results("dweight", "wide"),
+        *results("dweight", "acc"),
     ),
 )
 DISCRETIZE = Structure(
     "DiscretizeArgs",
-    "Step sizes, and for Mamba-3 decays, weights and turns; rows are batch and time fused.",
+    "Step sizes, and for Mamba-3 decays, weights and rotations; rows are batch and time fused.",
     {"m": "rows", "b": "batch", "h": "heads", "s": "pairs"},
     (
         *_CALL,
         *numbers("time heavy_tail"),
-        *numbers("quaternion", "three numbers of a turn at a time are a vector"),
+        *numbers("quaternion", "three numbers of a rotation at a time are a vector"),
         *reals("rate_floor dt_min dt_max range"),
         _LENGTHS,
         tensor("own", "dt_raw", "m h", 1),
-        tensor("own", "a_raw", "m h", 1, "null: step sizes alone are wanted"),
+        tensor("own", "a_raw", "m h", 1, "null: only step sizes are computed"),
         tensor("own", "trap_raw", "m h", 1),
-        tensor("own", "turn_raw", "m s", 1),
+        tensor("own", "rotation_raw", "m s", 1),
         tensor("any", "dt_bias", "h"),
-        *results("dt log_decay gamma kappa rate", "wide"),
-        tensor("wide", "ddt", "m h"),
-        tensor("wide", "dlog_decay", "m h"),
-        tensor("wide", "dgamma", "m h"),
-        tensor("wide", "dkappa", "m h"),
-        tensor("wide", "drate", "m s"),
-        *results("ddt_raw da_raw dtrap_raw dturn_raw", "own"),
-        *results("ddt_bias", "wide"),
+        *results("dt log_decay gamma kappa rate", "acc"),
+        tensor("acc", "ddt", "m h"),
+        tensor("acc", "dlog_decay", "m h"),
+        tensor("acc", "dgamma", "m h"),
+        tensor("acc", "dkappa", "m h"),
+        tensor("acc", "drate", "m s"),
+        *results("ddt_raw da_raw dtrap_raw drotation_raw", "own"),
+        *results("ddt_bias", "acc"),
     ),
 )
 GATE = Structure(
@@ -231,7 +231,7 @@ GATE = Structure(
         *results("out", "own"),
         tensor("own", "dout", "m i", 1),
         *results("dy dz", "own"),
-        *results("dweights", "wide (2, rank, channels), of gate_weight and of out_weight; where there are any"),
+        *results("dweights", "acc (2, rank, channels), of gate_weight and of out_weight; where there are any"),
     ),
 )
 SELECTIVE = Structure(
@@ -242,43 +242,43 @@ SELECTIVE = Structure(
         *_CALL,
         _PACKED,
         tensor("own", "x", "b t i", 2),
-        tensor("wide", "dt", "b t i", 2, "before the softplus"),
+        tensor("acc", "dt", "b t i", 2, "before the softplus"),
         tensor("own", "z", "b t i", 2, "null: no gate"),
         tensor("own", "b", "b t n", 2),
         tensor("own", "c", "b t n", 2),
-        tensor("wide", "rates", "i n", note="not positive"),
+        tensor("acc", "rates", "i n", note="not positive"),
         tensor("any", "skip", "i"),
-        tensor("wide", "initial_state", "z i n"),
+        tensor("acc", "initial_state", "z i n"),
         *results("y", "own"),
-        *results("final_state", "wide"),
+        *results("final_state", "acc"),
         tensor("own", "dy", "b t i", 2),
-        tensor("wide", "dfinal_state", "z i n"),
+        tensor("acc", "dfinal_state", "z i n"),
         *results("dx ddt dz db dc drates dskip dinitial_state"),
     ),
 )
 
-_NARROW = (
+_QUANTIZED = (
     *_CALL,
     *numbers("format", "of the weight (DType)"),
     tensor("codes", "codes", "o y", note="a row of `y` numbers, or bytes, for each of its rows"),
     tensor("codes", "scales", "o g", note="bfloat16; null where the format has none"),
 )
-_NARROW_SIZES = {"o": "out", "i": "in", "y": "row_codes", "g": "groups"}
+_QUANTIZED_SIZES = {"o": "out", "i": "in", "y": "row_codes", "g": "groups"}
 QUANTIZED_MATMUL = Structure(
-    "NarrowProductArgs",
-    "y = x weightᵀ for a few rows, the weight in a narrow format.",
-    {"m": "rows", **_NARROW_SIZES},
-    (*_NARROW, tensor("wide", "x", "m i"), *results("y", "wide")),
+    "QuantizedMatmulArgs",
+    "y = x weightᵀ for a few rows, with a quantized weight.",
+    {"m": "rows", **_QUANTIZED_SIZES},
+    (*_QUANTIZED, tensor("acc", "x", "m i"), *results("y", "acc")),
 )
-WIDEN = Structure(
-    "WidenArgs",
-    "A weight in a narrow format, or some rows of it, as plain numbers.",
-    _NARROW_SIZES,
-    (*_NARROW, *results("wide", "wide")),
+DEQUANTIZE = Structure(
+    "DequantizeArgs",
+    "A quantized weight, or some rows of it, as plain numbers.",
+    _QUANTIZED_SIZES,
+    (*_QUANTIZED, *results("weight", "acc")),
 )
 
-# One token of each row through a block or a whole model, as a program of phases. Between phases everything is float
-# (double for double) in slots: columns of a (batch, width) matrix that all phases share. A negative slot is none.
+# One token per row through a block or a model, as a list of phases. Between phases everything is float (double for
+# double) in slots: columns of a (batch, width) matrix that all phases share. A negative slot is none.
 _PHASES = (
     Structure("EdgePhase", "slot = input, or output = slot", {}, (*numbers("width slot"),)),
     Structure(
@@ -296,7 +296,7 @@ _PHASES = (
     ),
     Structure(
         "LinearPhase",
-        "to = x weightᵀ + bias, or to += it; without `to`, the program's output",
+        "to = x weightᵀ + bias, or to += it; without `to`, the step's output",
         {},
         (*numbers("in out x to add"), *parameters("weight scale bias")),
     ),
@@ -329,20 +329,22 @@ _PHASES = (
         "weights and rates, `keys` one for the normed B and C",
         {},
         (
-            *numbers("heads head_width groups state rank turns rotation heavy_tail"),
+            *numbers("heads head_width groups state rank num_rotations rotation heavy_tail"),
             *reals("rate_range dt_min dt_max a_floor key_eps query_eps out_eps"),
-            *numbers("z x b c dt a trap turn numbers keys to cache_state cache_k cache_v cache_rotation"),
+            *numbers("z x b c dt a trap rotation_raw numbers keys to cache_state cache_k cache_v cache_rotation"),
             *parameters("key_norm query_norm key_bias query_bias dt_bias skip mimo_x mimo_z mimo_o out_norm"),
         ),
     ),
 )
 _PARTS = (
     Structure("Parameter", "null data: there is none", {}, (pointer("data", "const void*"), *numbers("dtype"))),
-    Structure("Phase", "a kind, and a structure of its own", {}, (*numbers("kind"), pointer("args", "const void*"))),
+    Structure(
+        "Phase", "a kind, and the structure of that kind", {}, (*numbers("kind"), pointer("args", "const void*"))
+    ),
 )
-PROGRAM = Structure(
-    "ProgramArgs",
-    "A program, and a token of each row.",
+STEP = Structure(
+    "StepArgs",
+    "A compiled decode step, and one token per row.",
     {},
     (
         *numbers("dtype threads batch width count"),
@@ -364,9 +366,9 @@ _KERNELS = {
     "selective": SELECTIVE,
 }
 FUNCTIONS = {f"{name}_{way}": args for name, args in _KERNELS.items() for way in ("forward", "backward")}
-FUNCTIONS |= {"quantized_matmul": QUANTIZED_MATMUL, "widen": WIDEN, "run_program": PROGRAM}
+FUNCTIONS |= {"quantized_matmul": QUANTIZED_MATMUL, "dequantize": DEQUANTIZE, "decode_step": STEP}
 STRUCTURES = {s.name: s for s in (*_PARTS, *_PHASES, *FUNCTIONS.values())}
-# What a phase's structure is for, where one serves several.
+# The kinds of phases, each with its structure: the switch over kinds in csrc/decode/decode.h is made from it.
 PHASE_KINDS = {
     "read": "EdgePhase",
     "write": "EdgePhase",
@@ -385,7 +387,7 @@ ROTATIONS = ("interleaved", "halves", "quaternion")
 
 @functools.cache
 def c_structure(name: str) -> type[ctypes.Structure]:
-    """The structure of that name for ctypes."""
+    """Return the structure of that name for ctypes."""
     fields: list[tuple[str, Any]] = [(size, _NUMBER) for size in STRUCTURES[name].sizes.values()]
     for field, kind, _, strides, _ in STRUCTURES[name].fields:
         types = {"number": _NUMBER, "real": _REAL}
@@ -396,13 +398,15 @@ def c_structure(name: str) -> type[ctypes.Structure]:
 
 
 def header() -> str:
-    """The C++ side."""
-    lines = ["// Made from arguments.py by the build.", "#pragma once", "", "#include <cstdint>", ""]
+    """Return the C++ side."""
+    lines = ["// Made from schema.py by the build.", "#pragma once", "", "#include <cstdint>", ""]
     for structure in STRUCTURES.values():
         lines += [f"// {structure.note}", f'extern "C" struct {structure.name} {{']
         lines += [f"  {kind} {name};" + (f"  // {note}" if note else "") for name, kind, note in structure.members()]
         lines += ["};", ""]
     lines += ["enum PhaseKind : int64_t {", *(f"  {_constant(kind)}," for kind in PHASE_KINDS), "};", ""]
+    phases = " ".join(f"X({_constant(kind)}, {structure})" for kind, structure in PHASE_KINDS.items())
+    lines += ["// X(kind, structure) for every kind of phase.", f"#define ANYMAMBA_PHASES(X) {phases}", ""]
     lines += ["enum RotationKind : int64_t {", *(f"  {_constant(kind)}," for kind in ROTATIONS), "};", ""]
     entries = " ".join(f"X({function}, {structure.name})" for function, structure in FUNCTIONS.items())
     lines += ["// X(function, structure) for every kernel.", f"#define ANYMAMBA_KERNELS(X) {entries}", ""]
@@ -414,7 +418,7 @@ def _constant(name: str) -> str:
 
 
 def digest() -> str:
-    """Names the description: a library that was built from another one is refused."""
+    """Return a name for the description: a library that was built from another one is rejected."""
     return hashlib.sha256(header().encode()).hexdigest()[:16]
 
 

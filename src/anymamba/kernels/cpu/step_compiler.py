@@ -40,7 +40,7 @@ class CpuStep:
         self._table = (phase * len(self._structures))(*entries)
         self._pointers = ctypes.c_void_p * len(program.cache)
         self._calls: dict[int, tuple[list[Any], Any]] = {}
-        self._run = bindings.function("run_program")
+        self._run = bindings.function("decode_step")
 
     def run(self, x: Tensor, cache: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, list[Tensor]] | None:
         """Run one step of up to `max_rows` rows, as `kernels.compiled_step.Executable.run`."""
@@ -64,7 +64,7 @@ class CpuStep:
         args.old_cache = ctypes.addressof(old)
         args.new_cache = ctypes.addressof(new)
         if self._run(ctypes.byref(args)):
-            raise MemoryError("run_program: out of memory")
+            raise MemoryError("decode_step: out of memory")
         del old, new  # until here: `args` holds their addresses only
         return output, after
 
@@ -72,7 +72,7 @@ class CpuStep:
         """Return what all calls with b rows share: what the cache must be, and the fields of the C structure."""
         program = self._program
         expected = [(torch.Size((b, *shape)), dtype, _CPU) for shape, dtype in program.cache]
-        template = schema.c_structure("ProgramArgs")(
+        template = schema.c_structure("StepArgs")(
             dtype=DTYPES[program.dtype],
             batch=b,
             width=program.width,

@@ -26,7 +26,7 @@ struct Variant {
   const Kernels* kernels;
 };
 
-// What this library was built with, narrow to wide.
+// What this library was built with, from the shortest vectors to the longest.
 const Variant variants[] = {
 #define ANYMAMBA_VARIANT(isa) {#isa, &isa::kernels},
     ANYMAMBA_VARIANTS(ANYMAMBA_VARIANT)
@@ -52,7 +52,7 @@ bool processor_has(const char* isa) {
 bool processor_has(const char*) { return true; }
 #endif
 
-// The widest that the processor has; ANYMAMBA_ISA narrows the choice. Nothing where the processor has none of them.
+// The longest vectors that the processor has, up to ANYMAMBA_ISA; empty if the processor has none of them.
 Variant choose() {
   const char* wanted = std::getenv("ANYMAMBA_ISA");
   Variant best = {"", nullptr};
@@ -78,7 +78,7 @@ extern "C" {
 
 bool anymamba_is_forked() { return forked; }
 
-// Names the description that the argument structures were made from: library.py refuses a library with another one.
+// Names the description that the argument structures were made from: bindings.py rejects a library with another one.
 const char* anymamba_arguments() { return ANYMAMBA_ARGUMENTS; }
 
 // Whether it was built with OpenMP; without, everything runs on one thread.

@@ -73,15 +73,15 @@ class Scratch {
   void* memory_ = nullptr;
 };
 
-// Hands out aligned pieces of a scratch; with no memory it only counts what would be needed.
+// Hands out aligned parts of a scratch; without memory it only counts what would be needed.
 class Arena {
  public:
   explicit Arena(void* memory = nullptr) : memory_(static_cast<char*>(memory)) {}
   template <typename T>
   T* take(size_t count) {
-    char* piece = memory_ + (memory_ ? used_ : 0);
+    char* part = memory_ + (memory_ ? used_ : 0);
     used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(memory_ ? piece : nullptr);
+    return reinterpret_cast<T*>(memory_ ? part : nullptr);
   }
   size_t used() const { return used_; }
 
@@ -148,29 +148,29 @@ class Counter {
 
 // Tasks that threads take one by one. A thread that comes late finds them taken, and does not keep the others waiting.
 //
-// They are dealt out in shares of neighboring tasks, one for each thread. It takes those of its own share first, where
-// it does not compete with others and reads memory in order, and then what the others have not begun.
+// They are divided into partitions of neighboring tasks, one per thread. A thread takes those of its own partition first,
+// where it does not compete with others and reads memory in order, and then what the others have not begun.
 class Queue {
  public:
-  static constexpr int kShares = 8;  // more threads than that have one with others
+  static constexpr int kPartitions = 8;  // threads beyond this count share a partition
 
-  // The first task of a thread's own share.
-  static int64_t first(int64_t tasks, int thread, int shares) {
-    shares = shares < kShares ? shares : kShares;
-    return tasks * (thread % shares) / shares;
+  // The first task of a thread's partition.
+  static int64_t first(int64_t tasks, int thread, int partitions) {
+    partitions = partitions < kPartitions ? partitions : kPartitions;
+    return tasks * (thread % partitions) / partitions;
   }
 
-  // body(task) for every task, by whichever thread is free, then finish() by one of them; returns when all is done.
+  // body(task) for every task, by any free thread, then finish() by one of them; returns when all is done.
   // Without tasks there is nothing to finish. A thread that waits calls idle().
   template <typename Body, typename Finish, typename Idle>
-  void share(int64_t tasks, int thread, int shares, const Body& body, const Finish& finish, const Idle& idle) {
+  void parallel_for(int64_t tasks, int thread, int partitions, const Body& body, const Finish& finish, const Idle& idle) {
     if (tasks == 0) return;
-    shares = shares < kShares ? shares : kShares;
+    partitions = partitions < kPartitions ? partitions : kPartitions;
     int32_t own = 0;
-    for (int i = 0; i < shares; ++i) {
-      const int share = (thread + i) % shares;
-      const int64_t begin = tasks * share / shares, end = tasks * (share + 1) / shares;
-      for (int64_t task; (task = begin + next_[share].value.fetch_add(1, std::memory_order_relaxed)) < end; ++own)
+    for (int i = 0; i < partitions; ++i) {
+      const int partition = (thread + i) % partitions;
+      const int64_t begin = tasks * partition / partitions, end = tasks * (partition + 1) / partitions;
+      for (int64_t task; (task = begin + next_[partition].value.fetch_add(1, std::memory_order_relaxed)) < end; ++own)
         body(task);
     }
     // All of them in one count, which every thread writes to.
@@ -184,10 +184,10 @@ class Queue {
     std::atomic<int64_t> value{0};
   };
   alignas(64) Counter done_;
-  Next next_[kShares];
+  Next next_[kPartitions];
 };
 
-// Some of them; `get` is null where there was no memory for them.
+// An array of queues; `get()` is null if allocation failed.
 class Queues {
  public:
   explicit Queues(int64_t count) : memory_(count * sizeof(Queue)) {
@@ -270,7 +270,7 @@ bool run_tasks(int64_t tasks, int64_t threads, size_t bytes, const Body& body) {
   run_team(team, [&](int thread) {
     char* own = static_cast<char*>(scratch.get()) + thread * bytes;
     const auto run = [&](int64_t task) { body(task, own); };
-    queue.share(tasks, 0, 1, run, [] {}, [] {});  // in order: neighboring tasks share memory
+    queue.parallel_for(tasks, 0, 1, run, [] {}, [] {});  // in order: neighboring tasks share memory
   });
   return true;
 }

@@ -1,7 +1,7 @@
-// One token of each row through a program: step after step in one team of threads.
+// A decode step: one token per row through a list of phases, stage after stage in one team of threads.
 //
-// Threads wait for each other after every step, so there are as few as there can be: a step is a phase, the convolution
-// of what it projects, and the phases after it that are too short to be shared.
+// Threads wait for each other after every stage, so there are as few as possible: a stage is a phase, the convolution
+// of what it projects, and the phases after it that are too short to distribute.
 #pragma once
 
 #include "decode/step_linear.h"
@@ -13,141 +13,114 @@
 
 namespace ANYMAMBA_ISA {
 
-constexpr int64_t kTeamBytes = 128 << 10;  // a program that reads less is not worth waking threads
-constexpr int64_t kShortRows = 2;          // up to so many rows are normed in less time than it takes to share them
+constexpr int64_t kTeamBytes = 128 << 10;  // a step that reads less is not worth waking threads
+constexpr int64_t kShortRows = 2;          // up to this many rows, distributing a row-wise phase costs more than it saves
 
 template <typename Args>
 const Args& args_of(const Phase& phase) {
   return *static_cast<const Args*>(phase.args);
 }
 
-// The convolution that belongs to the step of a projection.
-inline const ConvPhase* convolution_of(const Phase* phase, const Phase* end) {
+// The convolution that belongs to the stage of a projection; null for none.
+inline const ConvPhase* fused_conv(const Phase* phase, const Phase* end) {
   if (phase->kind != kLinear || phase + 1 == end || phase[1].kind != kConv) return nullptr;
   const ConvPhase& conv = args_of<ConvPhase>(phase[1]);
-  return is_convolved(args_of<LinearPhase>(*phase), conv) ? &conv : nullptr;
+  return can_fuse_conv(args_of<LinearPhase>(*phase), conv) ? &conv : nullptr;
 }
 
 inline bool is_short(const Phase& phase, int64_t batch) {
   return batch <= kShortRows && (phase.kind == kNorm || phase.kind == kGate || phase.kind == kScale);
 }
 
-// Where the step ends that begins with a phase.
-inline const Phase* step_end(const Phase* phase, const Phase* end, int64_t batch) {
-  const Phase* next = phase + (convolution_of(phase, end) ? 2 : 1);
+// Where the stage ends that begins with a phase.
+inline const Phase* stage_end(const Phase* phase, const Phase* end, int64_t batch) {
+  const Phase* next = phase + (fused_conv(phase, end) ? 2 : 1);
   while (next != end && is_short(*next, batch)) ++next;
   return next;
 }
 
-template <typename T>
-size_t phase_scratch(const Phase& phase, int64_t batch) {
+// body(kind, phase) with the kind and the structure of a phase as types: the only switch over kinds.
+template <typename Body>
+void with_phase(const Phase& phase, const Body& body) {
   switch (phase.kind) {
-    case kNorm:
-      return norm_scratch<T>(args_of<NormPhase>(phase));
-    case kScale:
-      return static_cast<size_t>(args_of<ScalePhase>(phase).width) * sizeof(T);
-    case kLinear:
-      return linear_scratch<T>(args_of<LinearPhase>(phase), batch);
-    case kConv:
-      return conv_scratch<T>(args_of<ConvPhase>(phase));
-    case kMamba1:
-      return mamba1_scratch<T>(args_of<Mamba1Phase>(phase));
-    case kMamba2:
-      return mamba2_scratch<T>(args_of<Mamba2Phase>(phase));
-    case kMamba3Tokens:
-    case kMamba3Heads:
-      return mamba3_scratch<T>(args_of<Mamba3Phase>(phase));
-    default:
-      return 0;
+#define ANYMAMBA_CASE(kind, structure) \
+  case kind:                           \
+    return body(Kind<kind>{}, args_of<structure>(phase));
+    ANYMAMBA_PHASES(ANYMAMBA_CASE)
+#undef ANYMAMBA_CASE
   }
 }
 
 template <typename T>
-void run_phase(const Token<T>& token, const Phase& phase, const ConvPhase* conv = nullptr) {
-  switch (phase.kind) {
-    case kRead:
-      return read_input(token, args_of<EdgePhase>(phase));
-    case kWrite:
-      return write_output(token, args_of<EdgePhase>(phase));
-    case kNorm:
-      return norm_rows(token, args_of<NormPhase>(phase));
-    case kGate:
-      return gate_rows(token, args_of<GatePhase>(phase));
-    case kScale:
-      return scale_rows(token, args_of<ScalePhase>(phase));
-    case kLinear:
-      return project_any(token, args_of<LinearPhase>(phase), conv);
-    case kConv:
-      return convolve(token, args_of<ConvPhase>(phase));
-    case kMamba1:
-      return mamba1_states(token, args_of<Mamba1Phase>(phase));
-    case kMamba2:
-      return mamba2_heads(token, args_of<Mamba2Phase>(phase));
-    case kMamba3Tokens:
-      return mamba3_tokens(token, args_of<Mamba3Phase>(phase));
-    case kMamba3Heads:
-      return mamba3_heads(token, args_of<Mamba3Phase>(phase));
-  }
+size_t scratch_of(const Phase& phase, int64_t batch) {
+  size_t bytes = 0;
+  with_phase(phase, [&](auto, const auto& args) { bytes = phase_scratch<T>(args, batch); });
+  return bytes;
 }
 
-// What is left of a step when the work of its first phase is done.
 template <typename T>
-void finish_step(const Token<T>& token) {
-  Token<T> alone = token;
+void run(const StepContext<T>& context, const Phase& phase) {
+  with_phase(phase, [&](auto kind, const auto& args) { run_phase(kind, context, args); });
+}
+
+// Runs the rest of a stage when the work of its first phase is done.
+template <typename T>
+void finish_stage(const StepContext<T>& context) {
+  StepContext<T> alone = context;
   alone.queue = nullptr;
-  for (const Phase* phase = token.rest; phase != token.rest_end; ++phase) run_phase(alone, *phase);
+  for (const Phase* phase = context.rest; phase != context.rest_end; ++phase) run(alone, *phase);
 }
 
 template <typename T>
-void run_steps(Token<T> token) {
-  const Phase* const end = token.args.phases + token.args.count;
-  for (const Phase* phase = token.args.phases; phase != end; phase = token.rest_end, ++token.queue) {
-    const ConvPhase* conv = convolution_of(phase, end);
-    token.rest = phase + (conv ? 2 : 1);
-    token.rest_end = step_end(phase, end, token.args.batch);
-    const bool is_weight_next = token.rest_end != end && token.rest_end->kind == kLinear;
-    token.next = is_weight_next
-                     ? first_weights<T>(args_of<LinearPhase>(*token.rest_end), token.thread, token.team)
+void run_stages(StepContext<T> context) {
+  const Phase* const end = context.args.phases + context.args.count;
+  for (const Phase* phase = context.args.phases; phase != end; phase = context.rest_end, ++context.queue) {
+    context.conv = fused_conv(phase, end);
+    context.rest = phase + (context.conv ? 2 : 1);
+    context.rest_end = stage_end(phase, end, context.args.batch);
+    const bool is_weight_next = context.rest_end != end && context.rest_end->kind == kLinear;
+    context.next = is_weight_next
+                     ? first_weights<T>(args_of<LinearPhase>(*context.rest_end), context.thread, context.team)
                      : nullptr;
-    run_phase(token, *phase, conv);
+    run(context, *phase);
   }
 }
 
-// What a program needs beside its slots.
-struct Needs {
-  size_t scratch = 0;             // bytes of a thread
-  int64_t steps = 0, weights = 0;  // and how many bytes these read
+// What a step requirements in addition to its slots.
+struct Requirements {
+  size_t scratch = 0;               // bytes per thread
+  int64_t stages = 0, weights = 0;  // weights: bytes that projections read
 };
 
 template <typename T>
-Needs needs_of(const ProgramArgs& args) {
-  Needs needs;
+Requirements find_requirements(const StepArgs& args) {
+  Requirements requirements;
   size_t conv = 0;  // a projection has its own scratch and that of its convolution
   const Phase* const end = args.phases + args.count;
   for (const Phase* phase = args.phases; phase != end; ++phase) {
-    const size_t bytes = phase_scratch<T>(*phase, args.batch);
+    const size_t bytes = scratch_of<T>(*phase, args.batch);
     if (phase->kind == kConv) conv = bytes > conv ? bytes : conv;
-    needs.scratch = bytes > needs.scratch ? bytes : needs.scratch;
-    if (phase->kind == kLinear) needs.weights += linear_bytes(args_of<LinearPhase>(*phase));
+    requirements.scratch = bytes > requirements.scratch ? bytes : requirements.scratch;
+    if (phase->kind == kLinear) requirements.weights += linear_bytes(args_of<LinearPhase>(*phase));
   }
-  needs.scratch = (needs.scratch + conv + 63) / 64 * 64;
-  for (const Phase* phase = args.phases; phase != end; phase = step_end(phase, end, args.batch)) ++needs.steps;
-  return needs;
+  requirements.scratch = (requirements.scratch + conv + 63) / 64 * 64;
+  for (const Phase* phase = args.phases; phase != end; phase = stage_end(phase, end, args.batch)) ++requirements.stages;
+  return requirements;
 }
 
 template <typename T>
-bool run_program(const ProgramArgs& args) {
-  const Needs needs = needs_of<T>(args);
-  const int team = team_size(args.threads, needs.weights < kTeamBytes ? 1 : args.threads);
-  // Everything is there before the threads come, so that none waits for another to begin.
-  const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T)), scratch(needs.scratch * team);
-  const Queues queues(needs.steps);
+bool decode_step(const StepArgs& args) {
+  const Requirements requirements = find_requirements<T>(args);
+  const int team = team_size(args.threads, requirements.weights < kTeamBytes ? 1 : args.threads);
+  // Everything is allocated before the threads start, so that none waits for another.
+  const Scratch slots(static_cast<size_t>(args.batch * args.width) * sizeof(T)), scratch(requirements.scratch * team);
+  const Queues queues(requirements.stages);
   if (!slots.get() || !scratch.get() || !queues.get()) return false;
   static Teams teams;
   teams.run(team, [&](int size) {
     run_team(size, [&](int thread) {
-      void* own = static_cast<char*>(scratch.get()) + needs.scratch * thread;
-      run_steps(Token<T>{args, static_cast<T*>(slots.get()), queues.get(), thread, size, own, finish_step<T>});
+      void* own = static_cast<char*>(scratch.get()) + requirements.scratch * thread;
+      run_stages(StepContext<T>{args, static_cast<T*>(slots.get()), queues.get(), thread, size, own, finish_stage<T>});
     });
   });
   return true;

@@ -1,4 +1,4 @@
-// What the phases of a program have in common: the slots of all rows, and the threads.
+// What the phases of a decode step have in common: the slots of all rows, and the threads.
 #pragma once
 
 #include <cmath>
@@ -9,19 +9,24 @@
 
 namespace ANYMAMBA_ISA {
 
-constexpr int64_t kNextBytes = 64 << 10;  // that a thread asks for while it waits
+constexpr int64_t kNextBytes = 64 << 10;  // that a thread prefetches while it waits
+
+// A kind of phase as a type, by which `run_phase` is overloaded.
+template <int64_t kKind>
+struct Kind {};
 
 template <typename T>
-struct Token {
-  const ProgramArgs& args;
+struct StepContext {
+  const StepArgs& args;
   T* slots;          // (batch, width)
-  Queue* queue;      // of the step at hand; null where a thread works alone
+  Queue* queue;      // of the present stage; null where a thread works alone
   int thread, team;  // this one, and how many there are
   void* scratch;     // of this thread
-  // What one thread does when the work of the step's first phase is done: the phases from `rest` on.
-  void (*finish)(const Token&);
+  // Runs the phases from `rest` on, by one thread, when the work of the stage's first phase is done.
+  void (*finish)(const StepContext&);
   const Phase *rest = nullptr, *rest_end = nullptr;
-  const char* next = nullptr;  // what this thread will read first in the next step, if that is known
+  const ConvPhase* conv = nullptr;  // of what the stage's projection writes; null for none
+  const char* next = nullptr;  // what this thread will read first in the next stage, if that is known
 
   T* at(int64_t row, int64_t slot) const { return slots + row * args.width + slot; }
   // The tensor of a cache from element `at` on.
@@ -31,14 +36,14 @@ struct Token {
   char* after(int64_t tensor, int64_t at, int64_t dtype) const {
     return static_cast<char*>(args.new_cache[tensor]) + at * static_cast<int64_t>(size_of(dtype));
   }
-  // body(task) for every task, by whichever thread is free, until all are done; once in a step.
+  // body(task) for every task, by any free thread, until all are done; called once per stage.
   template <typename Body>
-  void share(int64_t tasks, const Body& body) const {
+  void parallel_for(int64_t tasks, const Body& body) const {
     const char *line = next, *const end = next ? next + kNextBytes : nullptr;
     const auto look_ahead = [line, end]() mutable {
       for (int i = 0; i < 4 && line != end; ++i, line += 64) __builtin_prefetch(line, 0, 3);
     };
-    if (queue) return queue->share(tasks, thread, team, body, [&] { finish(*this); }, look_ahead);
+    if (queue) return queue->parallel_for(tasks, thread, team, body, [&] { finish(*this); }, look_ahead);
     for (int64_t task = 0; task < tasks; ++task) body(task);
   }
 };
@@ -54,7 +59,7 @@ inline T read_parameter(const Parameter& parameter, int64_t at) {
   return *read_parameter(&buffer, parameter, at, 1);
 }
 
-// `n` numbers with zeros after them up to a whole vector.
+// `n` numbers, with zeros after them to the end of a vector.
 template <typename T>
 const T* padded(T* buffer, const T* source, int64_t n) {
   const int64_t width = round_up<T>(static_cast<int>(n));

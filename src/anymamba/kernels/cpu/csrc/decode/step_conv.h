@@ -1,4 +1,4 @@
-// One token of the causal convolution in a program.
+// One token of the causal convolution.
 #pragma once
 
 #include "ops/conv.h"
@@ -7,7 +7,7 @@
 namespace ANYMAMBA_ISA {
 
 template <typename T>
-size_t conv_scratch(const ConvPhase& phase) {
+size_t phase_scratch(const ConvPhase& phase, int64_t) {
   Arena count;
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kConvChannels * phase.width);
   count.take<T>(kConvChannels);
@@ -29,29 +29,29 @@ void rounded_row(T* target, const T* source, int64_t dtype, int64_t count) {
 
 // Some channels of a row, up to kConvChannels. Not inlined, so that it is the same arithmetic wherever it is called from.
 template <typename T>
-[[gnu::noinline]] void convolve_channels(const Token<T>& token, const ConvPhase& phase, int64_t row, int64_t start, int64_t count,
-                       Arena arena) {
-  const int64_t w = phase.width, dtype = token.args.dtype, at = (row * phase.channels + start) * w;
+[[gnu::noinline]] void convolve_channels(const StepContext<T>& context, const ConvPhase& phase, int64_t row,
+                                         int64_t start, int64_t count, Arena arena) {
+  const int64_t w = phase.width, dtype = context.args.dtype, at = (row * phase.channels + start) * w;
   T *window = arena.take<T>(kConvChannels * w), *weight_buffer = arena.take<T>(kConvChannels * w);
-  T *x = arena.take<T>(kConvChannels), *act = token.at(row, phase.to + start);
-  rounded_row(x, token.at(row, phase.x + start), dtype, count);
+  T *x = arena.take<T>(kConvChannels), *act = context.at(row, phase.to + start);
+  rounded_row(x, context.at(row, phase.x + start), dtype, count);
   if (phase.bias.data)
     read_row(act, static_cast<const char*>(phase.bias.data) + start * size_of(phase.bias.dtype), phase.bias.dtype,
              static_cast<int>(count), static_cast<int>(count));
   else
     std::memset(act, 0, count * sizeof(T));
   const T* weight = read_parameter(weight_buffer, phase.weight, start * w, count * w);
-  conv_step(token.before(phase.cache_window, at, dtype), token.after(phase.cache_window, at, dtype), dtype, x, weight,
-            act, count, w, window);
+  conv_step(context.before(phase.cache_window, at, dtype), context.after(phase.cache_window, at, dtype), dtype, x,
+            weight, act, count, w, window);
 }
 
 template <typename T>
-void convolve(const Token<T>& token, const ConvPhase& phase) {
+void run_phase(Kind<kConv>, const StepContext<T>& context, const ConvPhase& phase) {
   const int64_t blocks = (phase.channels + kConvChannels - 1) / kConvChannels;
-  token.share(token.args.batch * blocks, [&](int64_t task) {
+  context.parallel_for(context.args.batch * blocks, [&](int64_t task) {
     const int64_t start = task % blocks * kConvChannels, left = phase.channels - start;
-    convolve_channels(token, phase, task / blocks, start, left < kConvChannels ? left : kConvChannels,
-                      Arena(token.scratch));
+    convolve_channels(context, phase, task / blocks, start, left < kConvChannels ? left : kConvChannels,
+                      Arena(context.scratch));
   });
 }
 
@@ -60,8 +60,8 @@ void convolve(const Token<T>& token, const ConvPhase& phase) {
 template <typename T>
 class ColumnsConv {
  public:
-  ColumnsConv(const Token<T>& token, const ConvPhase* phase, int64_t from, int64_t start, int64_t stop)
-      : token_(token), phase_(phase) {
+  ColumnsConv(const StepContext<T>& context, const ConvPhase* phase, int64_t from, int64_t start, int64_t stop)
+      : context_(context), phase_(phase) {
     if (!phase) return;
     const int64_t shift = phase->x - from;
     begin_ = start < shift ? 0 : start - shift;
@@ -71,20 +71,20 @@ class ColumnsConv {
   // Asks for the memory that it will read, before the projection keeps memory busy.
   void prefetch() const {
     if (begin_ >= end_) return;
-    const int64_t w = phase_->width, dtype = token_.args.dtype;
+    const int64_t w = phase_->width, dtype = context_.args.dtype;
     prefetch(static_cast<const char*>(phase_->weight.data), phase_->weight.dtype, begin_ * w);
-    for (int64_t row = 0; row < token_.args.batch; ++row)
-      prefetch(token_.before(phase_->cache_window, 0, dtype), dtype, (row * phase_->channels + begin_) * w);
+    for (int64_t row = 0; row < context_.args.batch; ++row)
+      prefetch(context_.before(phase_->cache_window, 0, dtype), dtype, (row * phase_->channels + begin_) * w);
   }
 
   void run(Arena arena) const {
-    for (int64_t row = 0; row < token_.args.batch; ++row)
+    for (int64_t row = 0; row < context_.args.batch; ++row)
       for (int64_t c = begin_; c < end_; c += kConvChannels)
-        convolve_channels(token_, *phase_, row, c, end_ - c < kConvChannels ? end_ - c : kConvChannels, arena);
+        convolve_channels(context_, *phase_, row, c, end_ - c < kConvChannels ? end_ - c : kConvChannels, arena);
   }
 
  private:
-  const Token<T>& token_;
+  const StepContext<T>& context_;
   const ConvPhase* phase_;
   int64_t begin_ = 0, end_ = 0;
 

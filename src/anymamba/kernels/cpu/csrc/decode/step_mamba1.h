@@ -9,7 +9,7 @@ namespace ANYMAMBA_ISA {
 constexpr int64_t kMamba1Block = 64;  // channels of a task
 
 template <typename T>
-size_t mamba1_scratch(const Mamba1Phase& phase) {
+size_t phase_scratch(const Mamba1Phase& phase, int64_t) {
   Arena count;
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(round_up<T>(static_cast<int>(phase.state)));
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(kMamba1Block * phase.state);
@@ -26,20 +26,21 @@ inline Vec<T> exp_any(Vec<T> x) {
 
 // The gated y of some channels of a row, whose states advance by one.
 template <typename T>
-void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t row, int64_t start, int64_t count,
+void mamba1_channels(const StepContext<T>& context, const Mamba1Phase& phase, int64_t row, int64_t start, int64_t count,
                      Arena arena) {
   const int64_t n = phase.state, stride = round_up<T>(static_cast<int>(n));
   T *b_buffer = arena.take<T>(stride), *c_buffer = arena.take<T>(stride);
   T *log_buffer = arena.take<T>(kMamba1Block * n), *rates = arena.take<T>(kMamba1Block * n);
   T *skip_buffer = arena.take<T>(kMamba1Block), *sizes = arena.take<T>(kMamba1Block);
-  const T *b = padded(b_buffer, token.at(row, phase.b), n), *c = padded(c_buffer, token.at(row, phase.c), n);
-  const T *x = token.at(row, phase.x + start), *dt = token.at(row, phase.dt + start), *z = token.at(row, phase.z + start);
+  const T *b = padded(b_buffer, context.at(row, phase.b), n), *c = padded(c_buffer, context.at(row, phase.c), n);
+  const T *x = context.at(row, phase.x + start), *dt = context.at(row, phase.dt + start);
+  const T* z = context.at(row, phase.z + start);
   const T* a_log = read_parameter(log_buffer, phase.a_log, start * n, count * n);
   const T* skip = read_parameter(skip_buffer, phase.skip, start, count);
-  T* y = token.at(row, phase.to + start);
+  T* y = context.at(row, phase.to + start);
   const int64_t at = (row * phase.channels + start) * n;
-  const T* before = reinterpret_cast<const T*>(token.before(phase.cache_state, at, own_dtype<T>()));
-  T* after = reinterpret_cast<T*>(token.after(phase.cache_state, at, own_dtype<T>()));
+  const T* before = reinterpret_cast<const T*>(context.before(phase.cache_state, at, own_dtype<T>()));
+  T* after = reinterpret_cast<T*>(context.after(phase.cache_state, at, own_dtype<T>()));
   // The rates of a block in one go: a state may be shorter than a vector.
   for (int64_t i = 0; i < count * n; i += kLanes<T>)
     store_first(rates + i, -exp_any<T>(load_first(a_log + i, count * n - i)), count * n - i);
@@ -61,11 +62,12 @@ void mamba1_channels(const Token<T>& token, const Mamba1Phase& phase, int64_t ro
 }
 
 template <typename T>
-void mamba1_states(const Token<T>& token, const Mamba1Phase& phase) {
+void run_phase(Kind<kMamba1>, const StepContext<T>& context, const Mamba1Phase& phase) {
   const int64_t blocks = (phase.channels + kMamba1Block - 1) / kMamba1Block;
-  token.share(token.args.batch * blocks, [&](int64_t task) {
+  context.parallel_for(context.args.batch * blocks, [&](int64_t task) {
     const int64_t start = task % blocks * kMamba1Block, left = phase.channels - start;
-    mamba1_channels(token, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block, Arena(token.scratch));
+    mamba1_channels(context, phase, task / blocks, start, left < kMamba1Block ? left : kMamba1Block,
+                    Arena(context.scratch));
   });
 }
 

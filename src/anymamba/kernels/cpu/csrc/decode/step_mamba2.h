@@ -8,7 +8,7 @@
 namespace ANYMAMBA_ISA {
 
 template <typename T>
-size_t mamba2_scratch(const Mamba2Phase& phase) {
+size_t phase_scratch(const Mamba2Phase& phase, int64_t) {
   Arena count;
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(round_up<T>(static_cast<int>(phase.state)));
   for (int buffer = 0; buffer < 2; ++buffer) count.take<T>(phase.head_width);
@@ -17,26 +17,26 @@ size_t mamba2_scratch(const Mamba2Phase& phase) {
 
 // y of one head of a row, whose state advances by one.
 template <typename T>
-void mamba2_head(const Token<T>& token, const Mamba2Phase& phase, int64_t row, int64_t head, Arena arena) {
+void mamba2_head(const StepContext<T>& context, const Mamba2Phase& phase, int64_t row, int64_t head, Arena arena) {
   const int64_t p = phase.head_width, n = phase.state, inner = phase.heads * p;
   const int64_t group = head / (phase.heads / phase.groups), stride = round_up<T>(static_cast<int>(n));
   T *b_buffer = arena.take<T>(stride), *c_buffer = arena.take<T>(stride);
   T *values = arena.take<T>(p), *skip_buffer = arena.take<T>(p);
-  const T *act = token.at(row, phase.act), *x = act + head * p;
-  const double raw = static_cast<double>(*token.at(row, phase.dt + head)) + read_parameter<T>(phase.dt_bias, head);
+  const T *act = context.at(row, phase.act), *x = act + head * p;
+  const double raw = static_cast<double>(*context.at(row, phase.dt + head)) + read_parameter<T>(phase.dt_bias, head);
   const StepLimits limits{false, 0, phase.dt_min, phase.dt_max, 0};
   const T dt = static_cast<T>(StepSize(broadcast(raw), limits, false).value[0]);
   for (int64_t i = 0; i < p; ++i) values[i] = dt * x[i];
   const int64_t at = (row * phase.heads + head) * p * n;
   HeadState<T> state;
-  state.before = reinterpret_cast<const T*>(token.before(phase.cache_state, at, own_dtype<T>()));
-  state.after = reinterpret_cast<T*>(token.after(phase.cache_state, at, own_dtype<T>()));
+  state.before = reinterpret_cast<const T*>(context.before(phase.cache_state, at, own_dtype<T>()));
+  state.after = reinterpret_cast<T*>(context.after(phase.cache_state, at, own_dtype<T>()));
   state.p = p, state.n = n, state.stride = stride;
   state.decay = std::exp(-dt * std::exp(read_parameter<T>(phase.a_log, head)));
   state.values = values;
   state.keys = padded(b_buffer, act + inner + group * n, n);
   state.queries = padded(c_buffer, act + inner + (phase.groups + group) * n, n);
-  state.y = token.at(row, phase.to + head * p);
+  state.y = context.at(row, phase.to + head * p);
   advance_state(state, 1, 1);
   if (phase.skip_per_channel) {
     const T* skip = read_parameter(skip_buffer, phase.skip, head * p, p);
@@ -48,9 +48,10 @@ void mamba2_head(const Token<T>& token, const Mamba2Phase& phase, int64_t row, i
 }
 
 template <typename T>
-void mamba2_heads(const Token<T>& token, const Mamba2Phase& phase) {
-  token.share(token.args.batch * phase.heads,
-        [&](int64_t task) { mamba2_head(token, phase, task / phase.heads, task % phase.heads, Arena(token.scratch)); });
+void run_phase(Kind<kMamba2>, const StepContext<T>& context, const Mamba2Phase& phase) {
+  context.parallel_for(context.args.batch * phase.heads, [&](int64_t task) {
+    mamba2_head(context, phase, task / phase.heads, task % phase.heads, Arena(context.scratch));
+  });
 }
 
 }  // namespace ANYMAMBA_ISA

@@ -1,4 +1,4 @@
-// The phases of a program that take a row at a time: its input and output, norms, gates and scales.
+// Phases that take one row at a time: input and output, norms, gates and scales.
 #pragma once
 
 #include "ops/norm.h"
@@ -7,25 +7,26 @@
 namespace ANYMAMBA_ISA {
 
 template <typename T>
-void read_input(const Token<T>& token, const EdgePhase& phase) {
-  const int64_t dtype = token.args.input_dtype, size = static_cast<int64_t>(size_of(dtype));
-  token.share(token.args.batch, [&](int64_t row) {
-    const char* source = static_cast<const char*>(token.args.input) + row * token.args.input_row * size;
-    read_row(token.at(row, phase.slot), source, dtype, static_cast<int>(phase.width), static_cast<int>(phase.width));
+void run_phase(Kind<kRead>, const StepContext<T>& context, const EdgePhase& phase) {
+  const int64_t dtype = context.args.input_dtype, size = static_cast<int64_t>(size_of(dtype));
+  context.parallel_for(context.args.batch, [&](int64_t row) {
+    const char* source = static_cast<const char*>(context.args.input) + row * context.args.input_row * size;
+    read_row(context.at(row, phase.slot), source, dtype, static_cast<int>(phase.width), static_cast<int>(phase.width));
   });
 }
 
 // Where a row's output begins, from column `at` on.
 template <typename T>
-char* output_at(const Token<T>& token, int64_t row, int64_t at) {
-  const int64_t size = static_cast<int64_t>(size_of(token.args.dtype));
-  return static_cast<char*>(token.args.output) + (row * token.args.output_width + at) * size;
+char* output_at(const StepContext<T>& context, int64_t row, int64_t at) {
+  const int64_t size = static_cast<int64_t>(size_of(context.args.dtype));
+  return static_cast<char*>(context.args.output) + (row * context.args.output_width + at) * size;
 }
 
 template <typename T>
-void write_output(const Token<T>& token, const EdgePhase& phase) {
-  token.share(token.args.batch, [&](int64_t row) {
-    write_row(output_at(token, row, 0), token.at(row, phase.slot), token.args.dtype, static_cast<int>(phase.width));
+void run_phase(Kind<kWrite>, const StepContext<T>& context, const EdgePhase& phase) {
+  context.parallel_for(context.args.batch, [&](int64_t row) {
+    write_row(output_at(context, row, 0), context.at(row, phase.slot), context.args.dtype,
+              static_cast<int>(phase.width));
   });
 }
 
@@ -38,34 +39,44 @@ const T* read_weight(T* buffer, const Parameter& weight, int64_t width) {
 }
 
 template <typename T>
-size_t norm_scratch(const NormPhase& phase) {
+size_t phase_scratch(const EdgePhase&, int64_t) {
+  return 0;
+}
+
+template <typename T>
+size_t phase_scratch(const NormPhase& phase, int64_t) {
   Arena count;
   count.take<T>(phase.width), count.take<T>(phase.group_size);
   return count.used();
 }
 
 template <typename T>
-void norm_rows(const Token<T>& token, const NormPhase& phase) {
-  token.share(token.args.batch, [&](int64_t row) {
-    Arena arena(token.scratch);
+void run_phase(Kind<kNorm>, const StepContext<T>& context, const NormPhase& phase) {
+  context.parallel_for(context.args.batch, [&](int64_t row) {
+    Arena arena(context.scratch);
     const T* weight = read_weight(arena.take<T>(phase.width), phase.weight, phase.width);
     T* unit = arena.take<T>(phase.group_size);
-    const T* x = token.at(row, phase.x);
-    T* to = token.at(row, phase.to);
+    const T* x = context.at(row, phase.x);
+    T* to = context.at(row, phase.to);
     for (int64_t c = 0; c < phase.width; c += phase.group_size)
       if (phase.z < 0)
         rms_norm(x + c, weight + c, to + c, phase.group_size, phase.eps);
       else
-        norm_forward_group(x + c, token.at(row, phase.z) + c, weight + c, unit, to + c, phase.group_size,
+        norm_forward_group(x + c, context.at(row, phase.z) + c, weight + c, unit, to + c, phase.group_size,
                            phase.norm_before_gate != 0, phase.eps);
   });
 }
 
 template <typename T>
-void gate_rows(const Token<T>& token, const GatePhase& phase) {
-  token.share(token.args.batch, [&](int64_t row) {
-    const T *x = token.at(row, phase.x), *z = token.at(row, phase.z);
-    T* to = token.at(row, phase.to);
+size_t phase_scratch(const GatePhase&, int64_t) {
+  return 0;
+}
+
+template <typename T>
+void run_phase(Kind<kGate>, const StepContext<T>& context, const GatePhase& phase) {
+  context.parallel_for(context.args.batch, [&](int64_t row) {
+    const T *x = context.at(row, phase.x), *z = context.at(row, phase.z);
+    T* to = context.at(row, phase.to);
     for (int64_t c = 0; c < phase.width; c += kLanes<T>)
       store_first(to + c, load_first(x + c, phase.width - c) * silu<T>(load_first(z + c, phase.width - c)),
                   phase.width - c);
@@ -73,11 +84,16 @@ void gate_rows(const Token<T>& token, const GatePhase& phase) {
 }
 
 template <typename T>
-void scale_rows(const Token<T>& token, const ScalePhase& phase) {
-  token.share(token.args.batch, [&](int64_t row) {
-    const T* weight = read_weight(static_cast<T*>(token.scratch), phase.weight, phase.width);
-    const T *x = token.at(row, phase.x), factor = static_cast<T>(phase.factor);
-    T* to = token.at(row, phase.to);
+size_t phase_scratch(const ScalePhase& phase, int64_t) {
+  return static_cast<size_t>(phase.width) * sizeof(T);
+}
+
+template <typename T>
+void run_phase(Kind<kScale>, const StepContext<T>& context, const ScalePhase& phase) {
+  context.parallel_for(context.args.batch, [&](int64_t row) {
+    const T* weight = read_weight(static_cast<T*>(context.scratch), phase.weight, phase.width);
+    const T *x = context.at(row, phase.x), factor = static_cast<T>(phase.factor);
+    T* to = context.at(row, phase.to);
     for (int64_t c = 0; c < phase.width; ++c) to[c] = x[c] * factor * weight[c];
   });
 }

@@ -1,6 +1,6 @@
 // Few rows times a matrix: y = x Wᵀ, every number of W read once, in its own dtype.
 //
-// A product is summed over vectors in one fixed order, so that a row's result does not depend on the rows beside it.
+// A product is summed over vectors in one fixed order, so that a row's result does not depend on the other rows.
 #pragma once
 
 #include "threads.h"
@@ -83,15 +83,16 @@ inline int64_t task_rows(const Rows& w) {
   return wanted < kDotRows ? kDotRows : wanted / kDotRows * kDotRows;
 }
 
-// Rows of x as the product with a matrix wants them, in memory of the caller's thread.
+// Rows of x in the form in which they are multiplied, in memory of the calling thread.
 template <typename T, typename W>
 struct Operand {
   const T* x;
   int64_t x_row, cols;
-  T* buffer;  // kDotRows rows of the matrix, widened
+  T* buffer;  // kDotRows rows of the matrix, converted
 
   Operand(Arena& arena, const Numbers<T, W>& w, const T* x, int64_t x_row, int64_t cols)
       : x(x), x_row(x_row), cols(cols), buffer(arena.take<T>(kDotRows * w.k)) {}
+  void prepare() {}
 };
 template <typename Rows>
 struct CodeOperand {
@@ -99,10 +100,19 @@ struct CodeOperand {
   Activations<typename Rows::Block> x;
 
   CodeOperand(Arena& arena, const Rows& w, const float* source, int64_t x_row, int64_t cols)
-      : cols(cols), x(arena, cols, w.k) {
-    if (x.words)
-      for (int64_t col = 0; col < cols; ++col) x.fill(col, source + col * x_row, w.k);
+      : cols(cols), x(arena, cols, w.k), source_(source), source_row_(x_row), k_(w.k) {}
+
+  // Quantizes the rows. Called before the first product, when the source is known to be complete.
+  void prepare() {
+    if (is_prepared_) return;
+    for (int64_t col = 0; col < cols; ++col) x.fill(col, source_ + col * source_row_, k_);
+    is_prepared_ = true;
   }
+
+ private:
+  const float* source_;
+  int64_t source_row_, k_;
+  bool is_prepared_ = false;
 };
 template <typename T, typename W>
 inline Operand<T, W> operand(Arena& arena, const Numbers<T, W>& w, const T* x, int64_t x_row, int64_t cols) {
@@ -118,20 +128,20 @@ template <typename T, typename W, typename Emit>
 inline void small_product(const Numbers<T, W>& w, int64_t start, int64_t stop, const Operand<T, W>& x,
                           const Emit& emit) {
   const int64_t passes = (x.cols + kDotCols - 1) / kDotCols, vectors = w.k / kLanes<T> + 1;
-  // A single pass over wide numbers waits for memory only, and the processor's own foresight serves it better.
-  const bool is_narrow = sizeof(W) < sizeof(T);
+  // A single pass over numbers of T waits for memory only, and the processor prefetches it better.
+  const bool is_converted = sizeof(W) < sizeof(T);
   const int64_t step =
-      !is_narrow && passes == 1 ? 0 : (kDotRows * w.row_bytes() + vectors * passes - 1) / (vectors * passes);
+      !is_converted && passes == 1 ? 0 : (kDotRows * w.row_bytes() + vectors * passes - 1) / (vectors * passes);
   int64_t row = start;
   for (; row + kDotRows <= stop; row += kDotRows) {
     const char* next = w.address(row + kDotRows);
     const Ahead ahead{next, next, step};
-    if (!is_narrow || passes == 1) {
+    if (!is_converted || passes == 1) {
       dot_rows<kDotRows>(w.from(row), row, x.x, x.x_row, x.cols, ahead, emit);
       continue;
     }
-    // Narrow numbers are widened once for all passes.
-    widen_rows<T>(x.buffer, w.from(row), kDotRows);
+    // Numbers of another dtype are converted once for all passes.
+    convert_rows<T>(x.buffer, w.from(row), kDotRows);
     dot_rows<kDotRows>(Numbers<T, T>{x.buffer, w.k}, row, x.x, x.x_row, x.cols, ahead, emit);
   }
   for (; row < stop; ++row) dot_rows<1>(w.from(row), row, x.x, x.x_row, x.cols, Ahead{}, emit);

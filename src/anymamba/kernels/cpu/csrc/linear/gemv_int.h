@@ -1,10 +1,10 @@
-// Few rows times a matrix of whole numbers: y = x Wᵀ, summed in whole numbers within each group of columns.
+// Few rows times a matrix of integers: y = x Wᵀ, summed in integers within each group of columns.
 //
 //   y = Σ_groups scale_w scale_x Σ_columns code_w code_x
 //
-// Activations are rounded to whole numbers of 16 bits, with a scale for each group: to within 2⁻¹⁶ of the largest of
-// their group. The sums over columns are then exact, whatever their order. Those over groups are taken lane by lane in
-// one fixed order, so that a row's result does not depend on the rows beside it.
+// Activations are rounded to integers of 16 bits, with one scale per group: to within 2⁻¹⁶ of the largest of their
+// group. The sums over columns are then exact, whatever their order. Those over groups are taken lane by lane in
+// one fixed order, so that a row's result does not depend on the other rows.
 #pragma once
 
 #if defined(__SSE2__)
@@ -83,7 +83,7 @@ struct Int8Block {
   static int place(int column) { return column; }
 };
 
-// Those of four bits: of one group of 32 columns, or of two side by side where a vector has room for both.
+// The codes of four bits of a block: one group of 32 columns, or two side by side where a vector holds both.
 struct Int4Block {
   static constexpr int kGroup = 32, kGroups = kWords > 16 ? kWords / 16 : 1, kBytes = 16 * kGroups;
   static constexpr int kVectors = 2 * kBytes / kWords;
@@ -103,11 +103,11 @@ struct Int4Block {
   }
 };
 
-// Rows of activations as whole numbers, in the order of the blocks of a format and filled up with zeros.
+// Rows of activations as integers, in the order of the blocks of a format and padded with zeros.
 template <typename Block>
 struct Activations {
   static constexpr int64_t kColumns = Block::kGroup * Block::kGroups;
-  int64_t width, groups;  // of a row: words in whole blocks, and scales in whole vectors
+  int64_t width, groups;  // of a row: words in complete blocks, and scales in complete vectors
   int16_t* words;
   float* scales;
 
@@ -177,7 +177,7 @@ template <typename Block>
          (Block::kGroups == 1 ? broadcast(scales[0]) : broadcast_halves(scales));
 }
 
-// What is left of row r of w after its whole blocks, from a group on, times row `col` of x. Not inlined: few matrices
+// What is left of row r of w after its complete blocks, from a group on, times row `col` of x. Not inlined: few matrices
 // have it, and it would take registers from those that have not.
 template <typename Rows>
 [[gnu::noinline]] Vec<float> last_products(const Rows& w, int r, const Activations<typename Rows::Block>& x,

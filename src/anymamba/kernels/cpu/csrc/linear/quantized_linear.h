@@ -1,4 +1,4 @@
-// Weights in narrow formats outside of programs: a product with few rows, and rows as plain numbers.
+// Quantized weights outside of decode steps: a product with few rows, and rows as plain numbers.
 #pragma once
 
 #include "schema.h"
@@ -8,7 +8,7 @@
 namespace ANYMAMBA_ISA {
 
 template <typename T>
-bool quantized_matmul(const NarrowProductArgs& args) {
+bool quantized_matmul(const QuantizedMatmulArgs& args) {
   const T* x = static_cast<const T*>(args.x);
   T* y = static_cast<T*>(args.y);
   const auto emit = [&](int64_t col, int64_t row, const T* products, int count) {
@@ -25,26 +25,27 @@ bool quantized_matmul(const NarrowProductArgs& args) {
     Queue queue;
     run_team(team, [&](int thread) {
       Arena arena(static_cast<char*>(scratch.get()) + count.used() * thread);
-      const auto given = operand(arena, weight, x, args.in, args.rows);
+      auto rows_of_x = operand(arena, weight, x, args.in, args.rows);
       const auto run = [&](int64_t task) {
         const int64_t start = task * rows, stop = start + rows < args.out ? start + rows : args.out;
-        small_product(weight, start, stop, given, emit);
+        rows_of_x.prepare();
+        small_product(weight, start, stop, rows_of_x, emit);
       };
-      queue.share(tasks, thread, team, run, [] {}, [] {});
+      queue.parallel_for(tasks, thread, team, run, [] {}, [] {});
     });
   });
   return ok;
 }
 
 template <typename T>
-bool widen(const WidenArgs& args) {
-  T* wide = static_cast<T*>(args.wide);
+bool dequantize(const DequantizeArgs& args) {
+  T* target = static_cast<T*>(args.weight);
   bool ok = true;
   with_rows<T>(args.codes, args.scales, args.format, args.out, args.in, [&](const auto& weight) {
     const int64_t rows = task_rows(weight);
     ok = run_tasks((args.out + rows - 1) / rows, args.threads, 0, [&](int64_t task, void*) {
       const int64_t start = task * rows, stop = start + rows < args.out ? start + rows : args.out;
-      widen_rows<T>(wide + start * args.in, weight.from(start), stop - start);
+      convert_rows<T>(target + start * args.in, weight.from(start), stop - start);
     });
   });
   return ok;

@@ -21,10 +21,10 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline Vec<float> load_wide(const float* source) { return load(source); }
-inline Vec<double> load_wide(const double* source) { return load(source); }
+inline Vec<float> load_as(const float* source) { return load(source); }
+inline Vec<double> load_as(const double* source) { return load(source); }
 
-// As many half-wide numbers as a vector of float has lanes.
+// As many numbers of 16 bits as a vector of float has lanes.
 struct HalfVector {
   typedef uint16_t type __attribute__((vector_size(kVectorBytes / 2)));
 };
@@ -41,25 +41,25 @@ inline Vec<uint32_t> load_halves(const void* source) {
 #endif
 }
 
-inline Vec<float> load_wide(const BFloat16* source) { return (Vec<float>)(load_halves(source) << 16); }
+inline Vec<float> load_as(const BFloat16* source) { return (Vec<float>)(load_halves(source) << 16); }
 
 #if defined(__aarch64__)
-inline Vec<float> load_wide(const Float16* source) {
+inline Vec<float> load_as(const Float16* source) {
   float16x4_t halves;
   std::memcpy(&halves, source, sizeof halves);
   return (Vec<float>)vcvt_f32_f16(halves);
 }
 #elif defined(__AVX512F__)
-inline Vec<float> load_wide(const Float16* source) {
+inline Vec<float> load_as(const Float16* source) {
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
 #elif defined(__F16C__) && defined(__AVX2__) && !defined(ANYMAMBA_WIDE)
-inline Vec<float> load_wide(const Float16* source) {
+inline Vec<float> load_as(const Float16* source) {
   return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
 #else
 // `from_float16` of dtypes.h, lane by lane.
-inline Vec<float> load_wide(const Float16* source) {
+inline Vec<float> load_as(const Float16* source) {
   const Vec<uint32_t> x = load_halves(source);
   const Vec<uint32_t> shifted = (x & 0x7fffu) << 13, exponent = shifted & (0x7c00u << 13);
   const Vec<uint32_t> normal = shifted + ((127u - 15u) << 23);
@@ -73,13 +73,13 @@ inline Vec<float> load_wide(const Float16* source) {
 
 // The first `count` numbers with zeros after them.
 template <typename T, typename W>
-inline Vec<T> load_wide_first(const W* source, int64_t count) {
+inline Vec<T> load_as_first(const W* source, int64_t count) {
   W padded[kLanes<T>] = {};
   std::memcpy(padded, source, count * sizeof(W));
-  return load_wide(padded);
+  return load_as(padded);
 }
 
-// As many bytes as a vector of float has lanes, as whole numbers. Left to themselves, compilers widen them in steps.
+// As many bytes as a vector of float has lanes, as integers. Left to themselves, compilers convert them in steps.
 template <typename Byte>
 inline Vec<int32_t> load_bytes(const Byte* source) {
 #if defined(__AVX512F__)
@@ -97,7 +97,7 @@ inline Vec<int32_t> load_bytes(const Byte* source) {
 #endif
 }
 
-// The rows of a matrix, k wide, read as vectors of T. Columns lie in groups, whose scale is fetched once.
+// The rows of a matrix with k columns, read as vectors of T. Columns form groups, whose scale is read once.
 template <typename T, typename W>
 struct Numbers {
   static constexpr int64_t kGroup = int64_t{1} << 62;  // all of a row: there are no scales
@@ -109,13 +109,13 @@ struct Numbers {
   const char* address(int64_t row) const { return reinterpret_cast<const char*>(data + row * k); }
   Numbers from(int64_t row) const { return {data + row * k, k}; }
   Scale scale(int64_t, int64_t) const { return {}; }
-  Vec<T> at(int64_t row, int64_t j, Scale) const { return load_wide(data + row * k + j); }
+  Vec<T> at(int64_t row, int64_t j, Scale) const { return load_as(data + row * k + j); }
   Vec<T> first(int64_t row, int64_t j, Scale, int64_t count) const {
-    return load_wide_first<T>(data + row * k + j, count);
+    return load_as_first<T>(data + row * k + j, count);
   }
 };
 
-// Whole numbers of eight bits, times a scale for each group of columns. The products are exact: seven bits by eight.
+// Integers of eight bits, times one scale per group of columns. The products are exact: seven bits by eight.
 struct Int8Rows {
   static constexpr int64_t kGroup = 64;
   using Block = Int8Block;
@@ -132,21 +132,21 @@ struct Int8Rows {
   Scale scale(int64_t row, int64_t j) const {
     return broadcast(from_bfloat16(scales[row * groups() + j / kGroup]));
   }
-  Vec<float> at(int64_t row, int64_t j, Scale scale) const { return widened(codes + row * k + j) * scale; }
+  Vec<float> at(int64_t row, int64_t j, Scale scale) const { return to_float(codes + row * k + j) * scale; }
   Vec<float> first(int64_t row, int64_t j, Scale scale, int64_t count) const {
     int8_t padded[kLanes<float>] = {};
     std::memcpy(padded, codes + row * k + j, count);
-    return widened(padded) * scale;
+    return to_float(padded) * scale;
   }
 
  private:
-  static Vec<float> widened(const int8_t* source) {
+  static Vec<float> to_float(const int8_t* source) {
     return __builtin_convertvector(load_bytes(source), Vec<float>);
   }
 };
 
 // The same with four bits: a group is 16 bytes, with column c in the low half of byte c and column 16 + c in the high
-// one, each plus 8. Rows are filled up to whole groups.
+// one, each plus 8. Rows are padded to complete groups.
 struct Int4Rows {
   static constexpr int64_t kGroup = 32;
   using Block = Int4Block;
@@ -176,7 +176,7 @@ struct Int4Rows {
 
 // The first `count` rows of w as plain numbers, one after another.
 template <typename T, typename Rows>
-inline void widen_rows(T* target, const Rows& w, int64_t count) {
+inline void convert_rows(T* target, const Rows& w, int64_t count) {
   for (int64_t row = 0; row < count; ++row)
     for (int64_t j = 0; j < w.k;) {
       const typename Rows::Scale scale = w.scale(row, j);
@@ -186,7 +186,8 @@ inline void widen_rows(T* target, const Rows& w, int64_t count) {
     }
 }
 
-// body(rows) with the reader of a weight (rows, k) of a dtype. Narrow weights are read as float only.
+// body(rows) with the reader of a weight (rows, k) of a dtype or format. Half precision and quantized weights are read
+// as float only.
 template <typename T, typename Body>
 inline void with_rows(const void* data, const void* scales, int64_t dtype, int64_t rows, int64_t k, const Body& body) {
   if constexpr (sizeof(T) == 4) {

@@ -1,4 +1,4 @@
-// What Mamba-2 makes of raw step sizes, and Mamba-3 of these, rates and turns. Formulas: ops/discretization.py.
+// Step sizes of Mamba-2; step sizes, rates and rotations of Mamba-3. Formulas: ops/discretization.py.
 //
 // A row is computed in doubles, of a sequence as of a token: the error of a step size or rate grows with the length of a
 // sequence.
@@ -55,7 +55,7 @@ struct DecayRate {
 
 // A row of T as doubles, with zeros up to whole vectors.
 template <typename T>
-void widen(double* target, const T* source, int64_t width) {
+void to_double(double* target, const T* source, int64_t width) {
   for (int64_t c = 0; c < width; ++c) target[c] = static_cast<double>(source[c]);
   for (int64_t c = width; c < round_up<double>(static_cast<int>(width)); ++c) target[c] = 0;
 }
@@ -95,15 +95,15 @@ struct Axes {
 
 // The raw numbers of a row and what becomes of them.
 struct DiscretizedRow {
-  int64_t heads, turns;  // turns: how many numbers describe them
-  double *dt, *a, *trap, *turn;
-  double* results[5];  // dt, log_decay, gamma, kappa; the rates of turning
-  Axes axes, daxes;    // for turns about axes
+  int64_t heads, rotations;  // rotations: how many numbers describe them
+  double *dt, *a, *trap, *rotation;
+  double* results[5];  // dt, log_decay, gamma, kappa; the rates of rotation
+  Axes axes, daxes;    // for rotations about axes
 
-  DiscretizedRow(Arena& arena, int64_t heads, int64_t turns)
-      : heads(heads), turns(turns), axes(arena, turns), daxes(arena, turns) {
-    const size_t h = round_up<double>(static_cast<int>(heads)), s = round_up<double>(static_cast<int>(turns));
-    dt = arena.take<double>(h), a = arena.take<double>(h), trap = arena.take<double>(h), turn = arena.take<double>(s);
+  DiscretizedRow(Arena& arena, int64_t heads, int64_t rotations)
+      : heads(heads), rotations(rotations), axes(arena, rotations), daxes(arena, rotations) {
+    const size_t h = round_up<double>(static_cast<int>(heads)), s = round_up<double>(static_cast<int>(rotations));
+    dt = arena.take<double>(h), a = arena.take<double>(h), trap = arena.take<double>(h), rotation = arena.take<double>(s);
     for (int i = 0; i < 5; ++i) results[i] = arena.take<double>(h > s ? h : s);
   }
 
@@ -122,24 +122,24 @@ struct DiscretizedRow {
     }
   }
 
-  // The rates of turning: in planes, one number each, or about axes, vectors of three.
-  void bound_turns(const StepLimits& limits, bool quaternion) {
+  // The rates of rotation: one number per plane, or a vector of three per axis.
+  void bound_rotations(const StepLimits& limits, bool quaternion) {
     if (quaternion) return bound_vectors(limits);
-    for (int64_t c = 0; c < turns; c += kLanes<double>)
-      store(results[4] + c, limits.range * kHalfTurn * tanh<double>(load(turn + c)));
+    for (int64_t c = 0; c < rotations; c += kLanes<double>)
+      store(results[4] + c, limits.range * kHalfTurn * tanh<double>(load(rotation + c)));
   }
   // The gradient `grad` on them becomes that on the raw numbers, in `out`.
-  void bound_turns_backward(const StepLimits& limits, bool quaternion, const double* grad, double* out) {
+  void bound_rotations_backward(const StepLimits& limits, bool quaternion, const double* grad, double* out) {
     if (quaternion) return bound_vectors_backward(limits, grad, out);
-    for (int64_t c = 0; c < turns; c += kLanes<double>) {
-      const Vec<double> bounded = tanh<double>(load(turn + c));
+    for (int64_t c = 0; c < rotations; c += kLanes<double>) {
+      const Vec<double> bounded = tanh<double>(load(rotation + c));
       store(out + c, limits.range * kHalfTurn * load(grad + c) * ((1.0 - bounded) * (1.0 + bounded)));
     }
   }
 
  private:
   void bound_vectors(const StepLimits& limits) {
-    axes.split(turn);
+    axes.split(rotation);
     axes.normalize();
     for (int64_t j = 0; j < axes.lanes; j += kLanes<double>) {
       const Vec<double> size = limits.range * kHalfTurn * tanh<double>(load(axes.length + j));
@@ -152,7 +152,7 @@ struct DiscretizedRow {
 
   // Along the direction n the slope of tanh, across it tanh(length) / length.
   void bound_vectors_backward(const StepLimits& limits, const double* grad, double* out) {
-    axes.split(turn);
+    axes.split(rotation);
     axes.normalize();
     daxes.split(grad);
     for (int64_t j = 0; j < axes.lanes; j += kLanes<double>) {
@@ -176,33 +176,33 @@ struct DiscretizeRows {
   const DiscretizeArgs& args;
   const StepLimits limits;
   DiscretizedRow row;
-  T* narrow;
+  T* buffer;
 
   DiscretizeRows(const DiscretizeArgs& args, Arena& arena)
       : args(args),
         limits{args.heavy_tail != 0, args.rate_floor, args.dt_min, args.dt_max, args.range},
         row(arena, args.heads, args.pairs),
-        narrow(arena.take<T>(args.heads > args.pairs ? args.heads : args.pairs)) {}
+        buffer(arena.take<T>(args.heads > args.pairs ? args.heads : args.pairs)) {}
 
   bool is_padding(int64_t index) const { return args.lengths && index % args.time >= args.lengths[index / args.time]; }
 
   void read(int64_t index) {
-    widen_raw(row.dt, args.dt_raw, index * args.dt_raw_strides[0], args.heads);
+    read_raw(row.dt, args.dt_raw, index * args.dt_raw_strides[0], args.heads);
     for (int64_t c = 0; c < args.heads; ++c) row.dt[c] += static_cast<double>(static_cast<const T*>(args.dt_bias)[c]);
     if (!args.a_raw) return;
-    widen_raw(row.a, args.a_raw, index * args.a_raw_strides[0], args.heads);
-    widen_raw(row.trap, args.trap_raw, index * args.trap_raw_strides[0], args.heads);
-    widen_raw(row.turn, args.turn_raw, index * args.turn_raw_strides[0], args.pairs);
+    read_raw(row.a, args.a_raw, index * args.a_raw_strides[0], args.heads);
+    read_raw(row.trap, args.trap_raw, index * args.trap_raw_strides[0], args.heads);
+    read_raw(row.rotation, args.rotation_raw, index * args.rotation_raw_strides[0], args.pairs);
   }
-  void widen_raw(double* target, const void* base, int64_t at, int64_t width) {
-    widen(target, row_as(narrow, base, at, args.dtype, width), width);
+  void read_raw(double* target, const void* base, int64_t at, int64_t width) {
+    to_double(target, row_as(buffer, base, at, args.dtype, width), width);
   }
 
   // One result out, in `dtype`.
   void write(void* target, int result, int64_t index, int64_t width, int64_t dtype) {
     if (!width) return;
-    for (int64_t c = 0; c < width; ++c) narrow[c] = static_cast<T>(row.results[result][c]);
-    write_row(static_cast<char*>(target) + index * width * static_cast<int64_t>(size_of(dtype)), narrow, dtype,
+    for (int64_t c = 0; c < width; ++c) buffer[c] = static_cast<T>(row.results[result][c]);
+    write_row(static_cast<char*>(target) + index * width * static_cast<int64_t>(size_of(dtype)), buffer, dtype,
               static_cast<int>(width));
   }
 
@@ -213,7 +213,7 @@ struct DiscretizeRows {
       return write(args.dt, 0, index, args.heads, own_dtype<T>());
     }
     row.compute(limits, is_padding(index));
-    row.bound_turns(limits, args.quaternion != 0);
+    row.bound_rotations(limits, args.quaternion != 0);
     void* const targets[4] = {args.dt, args.log_decay, args.gamma, args.kappa};
     for (int i = 0; i < 4; ++i) write(targets[i], i, index, args.heads, own_dtype<T>());
     write(args.rate, 4, index, args.pairs, own_dtype<T>());
@@ -225,14 +225,14 @@ struct DiscretizeRows {
     const bool padding = is_padding(index);
     read(index);
     const void* const sources[4] = {args.ddt, args.dlog_decay, args.dgamma, args.dkappa};
-    for (int i = 0; i < (args.a_raw ? 4 : 1); ++i) widen(grads[i], static_cast<const T*>(sources[i]) + index * h, h);
+    for (int i = 0; i < (args.a_raw ? 4 : 1); ++i) to_double(grads[i], static_cast<const T*>(sources[i]) + index * h, h);
     if (!args.a_raw) {
       for (int64_t c = 0; c < h; c += kLanes<double>)
         store(row.results[0] + c, load(grads[0] + c) * StepSize(load(row.dt + c), limits, padding).slope);
       for (int64_t c = 0; c < h; ++c) dbias[c] += row.results[0][c];
       return write(args.ddt_raw, 0, index, h, args.dtype);
     }
-    widen(grads[4], static_cast<const T*>(args.drate) + index * s, s);
+    to_double(grads[4], static_cast<const T*>(args.drate) + index * s, s);
     for (int64_t c = 0; c < h; c += kLanes<double>) {
       const StepSize dt(load(row.dt + c), limits, padding);
       const DecayRate rate(load(row.a + c), limits);
@@ -243,11 +243,11 @@ struct DiscretizeRows {
       store(row.results[1] + c, dlog_decay * dt.value * rate.slope);
       store(row.results[2] + c, (dgamma - dkappa) * dt.value * (now * before));
     }
-    row.bound_turns_backward(limits, args.quaternion != 0, grads[4], row.results[3]);
+    row.bound_rotations_backward(limits, args.quaternion != 0, grads[4], row.results[3]);
     for (int64_t c = 0; c < h; ++c) dbias[c] += row.results[0][c];
     void* const targets[3] = {args.ddt_raw, args.da_raw, args.dtrap_raw};
     for (int i = 0; i < 3; ++i) write(targets[i], i, index, h, args.dtype);
-    write(args.dturn_raw, 3, index, s, args.dtype);
+    write(args.drotation_raw, 3, index, s, args.dtype);
   }
 };
 

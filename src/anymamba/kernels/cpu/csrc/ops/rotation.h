@@ -1,4 +1,4 @@
-// How keys and queries turn, one step of one head at a time: angles in planes, or unit quaternions about axes.
+// The rotations of keys and queries, one step of one head at a time: angles in planes, or unit quaternions.
 // Formulas: ops/rotation.py.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace ANYMAMBA_ISA {
 template <typename T>
 inline void advance_angles(double* angle, const T* rate, double dt, int pairs, T* quarter, T* rest, T* cos, T* sin) {
   for (int s = 0; s < pairs; ++s) {
-    angle[s] = full_turns_removed(angle[s] + dt * static_cast<double>(rate[s]));
+    angle[s] = wrap_angle(angle[s] + dt * static_cast<double>(rate[s]));
     split_angle(angle[s], quarter + s, rest + s);
   }
   for (int s = 0; s < pairs; s += kLanes<T>) {
@@ -61,11 +61,11 @@ inline void split_vectors(To* target, const T* source, int blocks, int lanes) {
     for (int i = 0; i < 3; ++i) target[i * lanes + j] = 0;
 }
 
-// The quaternions (4, lanes) of a head turn by the vectors dt * rate (blocks, 3). In `turned`, the same as T; of the turn
-// itself, with h half its angle, cos(h) and sin(h) / h, (lanes) each. `scratch` holds 4 lanes of numbers.
+// The quaternions (4, lanes) of a head are rotated by the vectors dt * rate (blocks, 3). In `components`, the same as T;
+// of the rotation itself, with h half its angle, cos(h) and sin(h) / h, (lanes) each. `scratch` holds 4 lanes of numbers.
 template <typename T>
-inline void advance_quaternions(double* q, const T* rate, double dt, int blocks, int lanes, double* scratch, T* turned,
-                                T* half_cos, T* half_sinc) {
+inline void advance_quaternions(double* q, const T* rate, double dt, int blocks, int lanes, double* scratch,
+                                T* components, T* half_cos, T* half_sinc) {
   double *x = scratch, *y = x + lanes, *z = y + lanes, *half = z + lanes;
   split_vectors(x, rate, blocks, lanes);
   for (int j = 0; j < lanes; ++j) {
@@ -89,7 +89,7 @@ inline void advance_quaternions(double* q, const T* rate, double dt, int blocks,
     for (int i = 0; i < kLanes<double>; ++i) half_cos[j + i] = static_cast<T>(c[i]);
     for (int i = 0; i < kLanes<double>; ++i) half_sinc[j + i] = static_cast<T>(sinc[i]);
   }
-  for (int i = 0; i < 4 * lanes; ++i) turned[i] = static_cast<T>(q[i]);
+  for (int i = 0; i < 4 * lanes; ++i) components[i] = static_cast<T>(q[i]);
 }
 
 // Turns the pairs of a row, (2 i, 2 i + 1) or (i, i + n / 2).

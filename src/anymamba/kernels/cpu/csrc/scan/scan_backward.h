@@ -21,7 +21,8 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
     fill_zero(first, numbers);
     transpose(first, size.p_row, static_cast<const T*>(args.initial_state) + lane * args.width * args.state, size.n,
               size.p, size.n);
-    if (args.k_bias) read_rotation(b.rotations + e * chunks * size.turn.state, args.start, lane, args, size.turn);
+    if (args.k_bias)
+      read_rotation(b.rotations + e * chunks * size.rotation.state, args.initial_rotation, lane, args, size.rotation);
   }
   for (int64_t c = 0; c + 1 < chunks; ++c) {
     const Chunk chunk = chunk_of(seq, c, size.steps);
@@ -33,10 +34,10 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
       RowPrefetch next_v = prefetch_of(args.v, args.dtype, args.v_strides, last ? task.first_head : head + 1,
                                        last ? chunk_of(seq, c + 1, size.steps) : chunk, size.rank, size.p);
       if (args.k_bias) {
-        double* rotation = b.rotations + (e * chunks + c) * size.turn.state;
-        std::memcpy(rotation + size.turn.state, rotation, size.turn.state * sizeof(double));
-        b.keys.turns.advance(args, chunk, head, rotation + size.turn.state, size);
-        b.keys.turn_head_keys(e, rows);
+        double* rotation = b.rotations + (e * chunks + c) * size.rotation.state;
+        std::memcpy(rotation + size.rotation.state, rotation, size.rotation.state * sizeof(double));
+        b.keys.rotations.advance(args, chunk, head, rotation + size.rotation.state, size);
+        b.keys.rotate_head_keys(e, rows);
       }
       b.decay.read(args, chunk, head, size.rank);
       b.weights.read(args, chunk, seq, head, size.rank);
@@ -83,7 +84,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
   const int64_t chunks = (seq.stop - seq.start + size.steps - 1) / size.steps, last = last_step(args, task.sequence);
   const size_t numbers = size_t(size.n) * size.p_row, key_numbers = size_t(size.n) * size.rows_row;
   const int64_t first_lane = task.sequence * args.heads + task.first_head;
-  const bool shared_rates = size.turn.turns && !size.turn.quaternion;
+  const bool shared_rates = size.rotation.count && !size.rotation.quaternion;
   const int64_t all_block = task.group * HeadBlocks(args, kBackwardHeads).blocks_per_group + task.block;
 
   b.keys.start(task);
@@ -95,7 +96,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
               size.n, size.p, size.n);
   }
   if (args.k_bias) {
-    b.dturns.clear(size);
+    b.drotations.clear(size);
     fill_zero(b.dk_bias, task.heads * b.keys.pattern_numbers());
     fill_zero(b.dq_bias, task.heads * b.keys.pattern_numbers());
   }
@@ -114,7 +115,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     }
     fill_zero(b.dgroup_k, key_numbers);
     fill_zero(b.dgroup_q, key_numbers);
-    if (shared_rates) fill_zero(b.dturns.drate, size_t(size.steps) * size.turn.lanes);
+    if (shared_rates) fill_zero(b.drotations.drate, size_t(size.steps) * size.rotation.lanes);
     for (int64_t e = 0; e < task.heads; ++e) {
       const bool last_head = e + 1 == task.heads;
       const int64_t head = task.first_head + e;
@@ -127,12 +128,13 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         at.next_dy = prefetch_of(args.dy, args.dtype, args.dy_strides, next_head, next, size.rank, size.p);
       }
       if (args.k_bias) {
-        std::memcpy(b.rotation, b.rotations + (e * chunks + c) * size.turn.state, size.turn.state * sizeof(double));
-        b.keys.turns.advance(args, chunk, head, b.rotation, size);
+        std::memcpy(b.rotation, b.rotations + (e * chunks + c) * size.rotation.state,
+                    size.rotation.state * sizeof(double));
+        b.keys.rotations.advance(args, chunk, head, b.rotation, size);
         if (c + 1 == chunks)
-          read_drotation(b.dturns.sum + e * size.turn.axes, b.rotation, first_lane + e, args, size.turn);
-        b.keys.turn_head_keys(e, rows);
-        b.keys.turn_head_queries(e, rows);
+          read_drotation(b.drotations.sum + e * size.rotation.axes, b.rotation, first_lane + e, args, size.rotation);
+        b.keys.rotate_head_keys(e, rows);
+        b.keys.rotate_head_queries(e, rows);
         chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
         fill_zero(b.dscores, size_t(rows) * size.rows_row);
       }
@@ -141,10 +143,10 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         backward_keys(b.dk, b.dq, rows, b, size);
         if (last >= chunk.start && last < chunk.start + chunk.steps)
           b.keys.add_last(b.dk, chunk, last, task.sequence, head);
-        b.keys.turn_back_keys(b.dk, b.dgroup_k, b.dk_bias + e * b.keys.pattern_numbers(), b.dturns.rows, rows);
-        b.keys.turn_back_queries(b.dq, b.dgroup_q, b.dq_bias + e * b.keys.pattern_numbers(), b.dturns.rows, rows);
-        b.dturns.walk(args, chunk, head, b.dturns.sum + e * size.turn.axes,
-                      b.rotations + (e * chunks + c) * size.turn.state, b.keys.turns, size);
+        b.keys.rotate_back_keys(b.dk, b.dgroup_k, b.dk_bias + e * b.keys.pattern_numbers(), b.drotations.rows, rows);
+        b.keys.rotate_back_queries(b.dq, b.dgroup_q, b.dq_bias + e * b.keys.pattern_numbers(), b.drotations.rows, rows);
+        b.drotations.walk(args, chunk, head, b.drotations.sum + e * size.rotation.axes,
+                      b.rotations + (e * chunks + c) * size.rotation.state, b.keys.rotations, size);
       }
     }
     if (!args.k_bias) backward_keys(b.dgroup_k, b.dgroup_q, rows, b, size);
@@ -154,7 +156,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
       T* drate = partial.drate ? partial.drate + all_block * partial.rate_numbers : static_cast<T*>(args.drate);
       for (int l = 0; l < chunk.steps; ++l)
         std::memcpy(drate + (chunk.batch * args.time + chunk.start + l) * args.rates,
-                    b.dturns.drate + l * ptrdiff_t(size.turn.lanes), args.rates * sizeof(T));
+                    b.drotations.drate + l * ptrdiff_t(size.rotation.lanes), args.rates * sizeof(T));
     }
   }
   for (int64_t e = 0; e < task.heads; ++e) {
@@ -164,7 +166,8 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     if (!args.k_bias) continue;
     b.keys.gather_bias(args.dk_bias, lane, b.dk_bias + e * b.keys.pattern_numbers());
     b.keys.gather_bias(args.dq_bias, lane, b.dq_bias + e * b.keys.pattern_numbers());
-    write_dstart(b.dturns.sum + e * size.turn.axes, b.rotations + e * chunks * size.turn.state, lane, args, size.turn);
+    write_dstart(b.drotations.sum + e * size.rotation.axes, b.rotations + e * chunks * size.rotation.state, lane, args,
+                 size.rotation);
   }
 }
 
@@ -200,7 +203,7 @@ bool scan_backward(const ScanArgs& args) {
   const int64_t in_group = blocks.blocks_per_group, in_all = args.groups * in_group;
   Partials<T> partial;
   partial.numbers = args.batch * args.time * args.rank * args.groups * args.state;
-  const bool shared_rates = size.turn.turns && !size.turn.quaternion;  // by the heads, which sum their gradients
+  const bool shared_rates = size.rotation.count && !size.rotation.quaternion;  // by the heads, which sum their gradients
   partial.rate_numbers = shared_rates ? args.batch * args.time * args.rates : 0;
   Arena counted;
   if (in_group > 1) counted.take<T>(in_group * partial.numbers), counted.take<T>(in_group * partial.numbers);

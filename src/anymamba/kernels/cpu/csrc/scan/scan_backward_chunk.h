@@ -19,7 +19,7 @@ struct BackwardBuffers {
   T *dk_bias, *dq_bias;                       // (heads), patterns
   double *rotations, *rotation;               // (heads, chunks): those that enter the chunks, and the one at hand
   double* crossing;                           // (steps)
-  TurnGradient<T> dturns;
+  TurnGradient<T> drotations;
   Decay<T> decay;
   Weights<T> weights;
 
@@ -51,10 +51,10 @@ struct BackwardBuffers {
         entering(arena.take<T>(size_t(heads) * chunks * s.n * s.p_row)),
         dk_bias(arena.take<T>(args.k_bias ? heads * keys.pattern_numbers() : 0)),
         dq_bias(arena.take<T>(args.k_bias ? heads * keys.pattern_numbers() : 0)),
-        rotations(arena.take<double>(size_t(heads) * chunks * s.turn.state)),
-        rotation(arena.take<double>(s.turn.state)),
+        rotations(arena.take<double>(size_t(heads) * chunks * s.rotation.state)),
+        rotation(arena.take<double>(s.rotation.state)),
         crossing(arena.take<double>(s.steps)),
-        dturns(arena, s, heads),
+        drotations(arena, s, heads),
         decay(arena, s),
         weights(arena, s) {}
 };

@@ -71,21 +71,21 @@ constexpr int row_stride(int x) {
   return ((x + line - 1) / line | 1) * line;
 }
 
-// How the keys and queries of a head turn: in `turns` planes by an angle each, or in as many blocks of four channels by a
-// quaternion each. Arrays hold them part by part, each part `lanes` numbers long.
+// How the keys and queries of a head are rotated: `count` pairs of channels by an angle each, or as many blocks of four
+// channels by a quaternion each. Arrays hold them part by part, each part `lanes` numbers long.
 template <typename T>
-struct TurnSizes {
+struct RotationSizes {
   bool quaternion;
-  int turns, lanes;
+  int count, lanes;
   int state;   // numbers of a running rotation: angles, or four parts
   int parts;   // of what a key is multiplied with: cosine and sine, or four
   int axes;    // of its gradient: an angle, or a vector
   int parts_row, axes_row;
 
-  explicit TurnSizes(const ScanArgs& args)
+  explicit RotationSizes(const ScanArgs& args)
       : quaternion(args.rotation == kQuaternion),
-        turns(static_cast<int>(!args.k_bias ? 0 : quaternion ? args.angles / 4 : args.angles)),
-        lanes(round_up<T>(turns)),
+        count(static_cast<int>(!args.k_bias ? 0 : quaternion ? args.angles / 4 : args.angles)),
+        lanes(round_up<T>(count)),
         state((quaternion ? 4 : 1) * lanes),
         parts((quaternion ? 4 : 2) * lanes),
         axes((quaternion ? 3 : 1) * lanes),
@@ -99,7 +99,7 @@ struct ChunkSizes {
   int steps, rank, rows, p, n;
   int p_cols;
   int rows_row, p_row, n_row;
-  TurnSizes<T> turn;
+  RotationSizes<T> rotation;
 
   explicit ChunkSizes(const ScanArgs& args)
       : steps(static_cast<int>(args.chunk_len < longest_sequence(args) ? args.chunk_len : longest_sequence(args))),
@@ -111,7 +111,7 @@ struct ChunkSizes {
         rows_row(row_stride<T>(rows)),
         p_row(row_stride<T>(p)),
         n_row(row_stride<T>(n)),
-        turn(args) {}
+        rotation(args) {}
 };
 
 // A stretch of time of one sequence.

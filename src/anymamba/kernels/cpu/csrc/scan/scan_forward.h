@@ -25,7 +25,7 @@ struct ForwardBuffers {
         skip(arena.take<T>(s.p_row)),
         rank_weight(arena.take<T>(s.p_row)),
         states(arena.take<T>(size_t(heads) * s.n * s.p_row)),
-        rotations(arena.take<double>(size_t(heads) * s.turn.state)),
+        rotations(arena.take<double>(size_t(heads) * s.rotation.state)),
         decay(arena, s),
         weights(arena, s) {}
 };
@@ -102,7 +102,7 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
               size.n, size.p, size.n);
   if (args.k_bias)
     for (int64_t e = 0; e < task.heads; ++e) {
-      read_rotation(b.rotations + e * size.turn.state, args.start, first_lane + e, args, size.turn);
+      read_rotation(b.rotations + e * size.rotation.state, args.initial_rotation, first_lane + e, args, size.rotation);
       if (last < seq.start) b.keys.clear_last(task.sequence, task.first_head + e);
     }
   const int64_t chunks = (seq.stop - seq.start + size.steps - 1) / size.steps;
@@ -123,9 +123,9 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
         next_y = prefetch_result(args.y, args, next_head, next, size.rank, size.p);
       }
       if (args.k_bias) {
-        b.keys.turns.advance(args, chunk, head, b.rotations + e * size.turn.state, size);
-        b.keys.turn_head_keys(e, rows);
-        b.keys.turn_head_queries(e, rows);
+        b.keys.rotations.advance(args, chunk, head, b.rotations + e * size.rotation.state, size);
+        b.keys.rotate_head_keys(e, rows);
+        b.keys.rotate_head_queries(e, rows);
         if (last >= chunk.start && last < chunk.start + chunk.steps)
           b.keys.write_last(chunk, last, task.sequence, head);
         chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
@@ -137,42 +137,42 @@ void forward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& s
     transpose(outer_state(static_cast<T*>(args.final_state), e), size.n, b.states + e * state_numbers, size.p_row,
               size.n, size.p);
     if (args.k_bias)
-      write_rotation(args.turned, b.rotations + e * size.turn.state, first_lane + e, args, size.turn);
+      write_rotation(args.final_rotation, b.rotations + e * size.rotation.state, first_lane + e, args, size.rotation);
   }
 }
 
 // Sequences of one step: the state of a head advances where it lies.
 template <typename T>
 struct StepBuffers {
-  TurnSizes<T> turn;
+  RotationSizes<T> sizes;
   double *rotation, *vectors;
-  T *quarter, *rest, *turned;
+  T *quarter, *rest, *components;
   T *k, *q, *v, *values, *weight, *y;
 
-  StepBuffers(Arena& arena, const ScanArgs& args) : turn(args) {
+  StepBuffers(Arena& arena, const ScanArgs& args) : sizes(args) {
     const int64_t n = round_up<T>(static_cast<int>(args.state)), p = round_up<T>(static_cast<int>(args.width));
-    rotation = arena.take<double>(turn.state), vectors = arena.take<double>(4 * turn.lanes);
-    quarter = arena.take<T>(turn.lanes), rest = arena.take<T>(turn.lanes), turned = arena.take<T>(turn.parts);
+    rotation = arena.take<double>(sizes.state), vectors = arena.take<double>(4 * sizes.lanes);
+    quarter = arena.take<T>(sizes.lanes), rest = arena.take<T>(sizes.lanes), components = arena.take<T>(sizes.parts);
     k = arena.take<T>(args.rank * n), q = arena.take<T>(args.rank * n);
     v = arena.take<T>(args.rank * p), values = arena.take<T>(args.rank * args.width);
     weight = arena.take<T>(p), y = arena.take<T>(args.rank * args.width);
   }
 };
 
-// The rotation of a head after its step, and with it its keys and queries, biased and turned.
+// The rotation of a head after its step, and with it its keys and queries, biased and rotated.
 template <typename T>
-void turn_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, StepBuffers<T>& b) {
-  const int n = static_cast<int>(args.state), row = round_up<T>(n), turns = b.turn.turns, lanes = b.turn.lanes;
+void rotate_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, StepBuffers<T>& b) {
+  const int n = static_cast<int>(args.state), row = round_up<T>(n), rotations = b.sizes.count, lanes = b.sizes.lanes;
   const int64_t lane = sequence * args.heads + head;
-  read_rotation(b.rotation, args.start, lane, args, b.turn);
-  for (int s = turns; s < lanes; ++s) b.quarter[s] = b.rest[s] = 0;
+  read_rotation(b.rotation, args.initial_rotation, lane, args, b.sizes);
+  for (int s = rotations; s < lanes; ++s) b.quarter[s] = b.rest[s] = 0;
   const double dt = static_cast<double>(*at_step<T>(args.dt, args, chunk.batch, chunk.start, head));
-  const T* rate = Turns<T>::rates(args, chunk.batch, chunk.start, head, b.turn);
-  if (b.turn.quaternion)
-    advance_quaternions(b.rotation, rate, dt, turns, lanes, b.vectors, b.turned, b.quarter, b.rest);
+  const T* rate = ChunkRotations<T>::rates(args, chunk.batch, chunk.start, head, b.sizes);
+  if (b.sizes.quaternion)
+    advance_quaternions(b.rotation, rate, dt, rotations, lanes, b.vectors, b.components, b.quarter, b.rest);
   else
-    advance_angles(b.rotation, rate, dt, turns, b.quarter, b.rest, b.turned, b.turned + lanes);
-  write_rotation(args.turned, b.rotation, lane, args, b.turn);
+    advance_angles(b.rotation, rate, dt, rotations, b.quarter, b.rest, b.components, b.components + lanes);
+  write_rotation(args.final_rotation, b.rotation, lane, args, b.sizes);
   const bool is_real = !args.lengths || args.lengths[sequence] > 0;
   for (int64_t r = 0; r < args.rank; ++r) {
     T* const rows[2] = {b.k + r * row, b.q + r * row};
@@ -180,10 +180,10 @@ void turn_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64
     for (int side = 0; side < 2; ++side) {
       const T* bias = static_cast<const T*>(biases[side]) + (head * args.rank + r) * n;
       for (int c = 0; c < n; ++c) rows[side][c] += bias[c];
-      if (b.turn.quaternion)
-        rotate_blocks(rows[side], b.turned, turns, lanes);
+      if (b.sizes.quaternion)
+        rotate_blocks(rows[side], b.components, rotations, lanes);
       else
-        rotate_pairs(rows[side], b.turned, b.turned + lanes, turns, n, args.rotation == kInterleaved);
+        rotate_pairs(rows[side], b.components, b.components + lanes, rotations, n, args.rotation == kInterleaved);
     }
     char* last = static_cast<char*>(args.last_k) +
                  ((sequence * args.rank + r) * args.heads + head) * n * static_cast<int64_t>(size_of(args.dtype));
@@ -206,7 +206,7 @@ void forward_step(const ScanArgs& args, int64_t sequence, int64_t head, void* sc
   read_chunk(b.k, n_row, args.k, args.dtype, args.k_strides, group, chunk, rank, n);
   read_chunk(b.q, n_row, args.q, args.dtype, args.q_strides, group, chunk, rank, n);
   read_chunk(b.v, p_row, args.v, args.dtype, args.v_strides, head, chunk, rank, p);
-  if (args.k_bias) turn_step(args, chunk, sequence, head, b);
+  if (args.k_bias) rotate_step(args, chunk, sequence, head, b);
   T scale = 1;
   if (args.gamma)
     scale = *at_step<T>(args.gamma, args, chunk.batch, chunk.start, head);

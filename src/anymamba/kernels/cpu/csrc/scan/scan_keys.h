@@ -1,5 +1,5 @@
 // Keys and queries of a chunk, held transposed, (n, rows): those of a group, or for Mamba-3 a head's own, which are the
-// group's with the head's bias, turned by the head's rotations. Formulas: ops/rotation.py.
+// group's with the head's bias, rotated by the head's rotations. Formulas: ops/rotation.py.
 #pragma once
 
 #include <numeric>
@@ -14,23 +14,23 @@ inline int64_t last_step(const ScanArgs& args, int64_t sequence) {
   return (args.lengths ? seq.start + args.lengths[sequence] : seq.stop) - 1;
 }
 
-// Which channels turn together, and which stay as they are.
+// Which channels rotate together, and which stay as they are.
 struct Pairing {
   bool quaternion;
-  int turns, stride, apart;     // channel i of turn s is s stride + i apart
+  int rotations, stride, apart;     // channel i of rotation s is s stride + i apart
   int still[2], still_stop[2];  // two ranges
 
-  Pairing(const ScanArgs& args, int turns, int n)
+  Pairing(const ScanArgs& args, int rotations, int n)
       : quaternion(args.rotation == kQuaternion),
-        turns(turns),
+        rotations(rotations),
         stride(quaternion ? 4 : args.rotation == kInterleaved ? 2 : 1),
         apart(args.rotation == kHalves ? n / 2 : 1),
-        still{stride * turns, args.rotation == kHalves ? n / 2 + turns : n},
+        still{stride * rotations, args.rotation == kHalves ? n / 2 + rotations : n},
         still_stop{args.rotation == kHalves ? n / 2 : n, n} {}
 };
 
 // Biases vary with the rank, which is the faster index of a row, so a channel's bias along the rows repeats after
-// `vectors` whole vectors.
+// `vectors` vectors.
 template <typename T>
 struct BiasPattern {
   int vectors, row;
@@ -61,15 +61,15 @@ class Keys {
  public:
   T *k, *q;  // what the head at hand uses
   T *group_k, *group_q;
-  Turns<T> turns;
+  ChunkRotations<T> rotations;
 
   Keys(Arena& arena, const ScanArgs& args, const ChunkSizes<T>& size, int64_t heads)
       : group_k(arena.take<T>(size_t(size.n) * size.rows_row)),
         group_q(arena.take<T>(size_t(size.n) * size.rows_row)),
-        turns(arena, size),
+        rotations(arena, size),
         args_(args),
         size_(size),
-        pairing_(args, size.turn.turns, size.n),
+        pairing_(args, size.rotation.count, size.n),
         pattern_(size.rank),
         rows_(arena.take<T>(size_t(size.rows) * size.n_row)) {
     k = group_k;
@@ -86,7 +86,7 @@ class Keys {
   // Once per task, before anything else.
   void start(const Task& task) {
     if (!args_.k_bias) return;
-    turns.clear(size_);
+    rotations.clear(size_);
     for (int64_t e = 0; e < task.heads; ++e) {
       pattern_.spread(k_bias_ + e * pattern_numbers(), args_.k_bias, task.first_head + e, size_.rank, size_.n);
       pattern_.spread(q_bias_ + e * pattern_numbers(), args_.q_bias, task.first_head + e, size_.rank, size_.n);
@@ -96,17 +96,17 @@ class Keys {
   void read_group_keys(const Chunk& chunk, int64_t group) { read(group_k, args_.k, args_.k_strides, chunk, group); }
   void read_group_queries(const Chunk& chunk, int64_t group) { read(group_q, args_.q, args_.q_strides, chunk, group); }
 
-  // The head's own, after `turns` was advanced for it; `e` counts the heads of the task.
-  void turn_head_keys(int64_t e, int rows) { turn(k, group_k, k_bias_ + e * pattern_numbers(), rows); }
-  void turn_head_queries(int64_t e, int rows) { turn(q, group_q, q_bias_ + e * pattern_numbers(), rows); }
+  // The head's own, after `rotations` was advanced for it; `e` counts the heads of the task.
+  void rotate_head_keys(int64_t e, int rows) { rotate(k, group_k, k_bias_ + e * pattern_numbers(), rows); }
+  void rotate_head_queries(int64_t e, int rows) { rotate(q, group_q, q_bias_ + e * pattern_numbers(), rows); }
 
   // From the gradients of the head's own to those of the group's and of the bias' pattern, which gain them, and of the
   // rotations, (axes, rows).
-  void turn_back_keys(const T* dk, T* dgroup_k, T* dbias, T* drotation, int rows) const {
-    turn_back<false>(dgroup_k, dbias, drotation, dk, k, rows);
+  void rotate_back_keys(const T* dk, T* dgroup_k, T* dbias, T* drotation, int rows) const {
+    rotate_back<false>(dgroup_k, dbias, drotation, dk, k, rows);
   }
-  void turn_back_queries(const T* dq, T* dgroup_q, T* dbias, T* drotation, int rows) const {
-    turn_back<true>(dgroup_q, dbias, drotation, dq, q, rows);
+  void rotate_back_queries(const T* dq, T* dgroup_q, T* dbias, T* drotation, int rows) const {
+    rotate_back<true>(dgroup_q, dbias, drotation, dq, q, rows);
   }
   void gather_bias(void* dbias, int64_t lane, const T* pattern) const {
     pattern_.gather(dbias, lane, pattern, size_.rank, size_.n);
@@ -152,23 +152,23 @@ class Keys {
       phase = phase + kLanes<T> == pattern_.row ? 0 : phase + kLanes<T>;
     }
   }
-  // body(c) for every channel that does not turn.
+  // body(c) for every channel that is not rotated.
   template <typename Body>
   void for_still(const Body& body) const {
     for (int half = 0; half < 2; ++half)
       for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) body(c);
   }
-  // Part `part` of turn s.
+  // Part `part` of rotation s.
   const T* part(int part, int s) const {
-    return turns.turned + (part * size_.turn.lanes + s) * ptrdiff_t(size_.rows_row);
+    return rotations.components + (part * size_.rotation.lanes + s) * ptrdiff_t(size_.rows_row);
   }
 
-  void turn(T* own, const T* group, const T* bias, int rows) const {
+  void rotate(T* own, const T* group, const T* bias, int rows) const {
     const ptrdiff_t row = size_.rows_row;
     const auto biased = [&](int c, int i, int phase) {
       return load(group + c * row + i) + load(bias + c * pattern_.row + phase);
     };
-    for (int s = 0; s < pairing_.turns; ++s) {
+    for (int s = 0; s < pairing_.rotations; ++s) {
       const int first = s * pairing_.stride, second = first + pairing_.apart;
       if (pairing_.quaternion)
         for_vectors(rows, [&](int i, int phase) {
@@ -194,17 +194,17 @@ class Keys {
     });
   }
 
-  // The gradient on a rotation, in the frame that turns with it, needs what was turned and its gradient only.
+  // The gradient on a rotation, in the frame that rotates with it, needs only what was rotated and its gradient.
   template <bool kAddRotation>
-  void turn_back(T* dgroup, T* dbias, T* drotation, const T* d_own, const T* own, int rows) const {
-    const ptrdiff_t row = size_.rows_row, axis = size_.turn.lanes * row;
+  void rotate_back(T* dgroup, T* dbias, T* drotation, const T* d_own, const T* own, int rows) const {
+    const ptrdiff_t row = size_.rows_row, axis = size_.rotation.lanes * row;
     const auto add = [](T* target, Vec<T> x) { store(target, load(target) + x); };
     const auto gain = [&](int c, int i, int phase, Vec<T> x) {
       add(dgroup + c * row + i, x);
       add(dbias + c * pattern_.row + phase, x);
     };
     const auto rotation = [&](T* target, Vec<T> x) { store(target, kAddRotation ? load(target) + x : x); };
-    for (int s = 0; s < pairing_.turns; ++s) {
+    for (int s = 0; s < pairing_.rotations; ++s) {
       const int first = s * pairing_.stride, second = first + pairing_.apart;
       T* const to = drotation + s * row;
       if (pairing_.quaternion)

@@ -1,7 +1,8 @@
-// How the keys and queries of a head turn within a chunk, and the gradient of the turns. Formulas: ops/rotation.py.
+// How keys and queries are rotated within a chunk, and the gradient of the rotations. Formulas: ops/rotation.py.
 //
-// The gradient on a running rotation is held in the frame that turns with it: for angles a number, for quaternions the
-// vector w with dQ = Q w. In that frame the gradient on a turn is the sum of the gradients on all rotations after it.
+// The gradient on a running rotation is held in the frame that rotates with it: for angles a number, for quaternions the
+// vector w with dQ = Q w. In that frame the gradient on the rotation of a step is the sum of the gradients on all
+// rotations after it.
 #pragma once
 
 #include "ops/rotation.h"
@@ -11,80 +12,80 @@ namespace ANYMAMBA_ISA {
 
 // The rotations of a chunk of one head, running over time.
 template <typename T>
-struct Turns {
-  T* turned;            // (parts, rows): cosines and sines, or w, x, y, z
+struct ChunkRotations {
+  T* components;            // (parts, rows): cosines and sines, or w, x, y, z
   T* by_row;            // (rows, parts)
-  T *half_cos, *half_sinc;  // (steps, lanes): of the turn of each step, for quaternions
+  T *half_cos, *half_sinc;  // (steps, lanes): of the rotation of each step, for quaternions
   T *quarter, *rest;    // scratch, (lanes)
   double* vectors;      // scratch, (4, lanes)
 
-  Turns(Arena& arena, const ChunkSizes<T>& s)
-      : turned(arena.take<T>(size_t(s.turn.parts) * s.rows_row)),
-        by_row(arena.take<T>(size_t(s.rows) * s.turn.parts_row)),
-        half_cos(arena.take<T>(s.turn.quaternion ? size_t(s.steps) * s.turn.lanes : 0)),
-        half_sinc(arena.take<T>(s.turn.quaternion ? size_t(s.steps) * s.turn.lanes : 0)),
-        quarter(arena.take<T>(s.turn.lanes)),
-        rest(arena.take<T>(s.turn.lanes)),
-        vectors(arena.take<double>(s.turn.quaternion ? 4 * s.turn.lanes : 0)) {}
+  ChunkRotations(Arena& arena, const ChunkSizes<T>& s)
+      : components(arena.take<T>(size_t(s.rotation.parts) * s.rows_row)),
+        by_row(arena.take<T>(size_t(s.rows) * s.rotation.parts_row)),
+        half_cos(arena.take<T>(s.rotation.quaternion ? size_t(s.steps) * s.rotation.lanes : 0)),
+        half_sinc(arena.take<T>(s.rotation.quaternion ? size_t(s.steps) * s.rotation.lanes : 0)),
+        quarter(arena.take<T>(s.rotation.lanes)),
+        rest(arena.take<T>(s.rotation.lanes)),
+        vectors(arena.take<double>(s.rotation.quaternion ? 4 * s.rotation.lanes : 0)) {}
 
   void clear(const ChunkSizes<T>& size) {
-    fill_zero(turned, size_t(size.turn.parts) * size.rows_row);
-    fill_zero(by_row, size_t(size.rows) * size.turn.parts_row);
-    fill_zero(quarter, size.turn.lanes);
-    fill_zero(rest, size.turn.lanes);
+    fill_zero(components, size_t(size.rotation.parts) * size.rows_row);
+    fill_zero(by_row, size_t(size.rows) * size.rotation.parts_row);
+    fill_zero(quarter, size.rotation.lanes);
+    fill_zero(rest, size.rotation.lanes);
   }
 
   // Advances the rotation `state` over the steps of a chunk.
   void advance(const ScanArgs& args, const Chunk& chunk, int64_t head, double* state, const ChunkSizes<T>& size) {
-    const TurnSizes<T>& turn = size.turn;
+    const RotationSizes<T>& sizes = size.rotation;
     for (int l = 0; l < chunk.steps; ++l) {
       const double dt = *at_step<T>(args.dt, args, chunk.batch, chunk.start + l, head);
-      const T* rate = rates(args, chunk.batch, chunk.start + l, head, turn);
+      const T* rate = rates(args, chunk.batch, chunk.start + l, head, sizes);
       T* out = after_step(l, size);
-      if (turn.quaternion)
-        advance_quaternions(state, rate, dt, turn.turns, turn.lanes, vectors, out, half_cos + l * turn.lanes,
-                            half_sinc + l * turn.lanes);
+      if (sizes.quaternion)
+        advance_quaternions(state, rate, dt, sizes.count, sizes.lanes, vectors, out, half_cos + l * sizes.lanes,
+                            half_sinc + l * sizes.lanes);
       else
-        advance_angles(state, rate, dt, turn.turns, quarter, rest, out, out + turn.lanes);
-      for (int r = 1; r < size.rank; ++r) std::memcpy(out + r * ptrdiff_t(turn.parts_row), out, turn.parts * sizeof(T));
+        advance_angles(state, rate, dt, sizes.count, quarter, rest, out, out + sizes.lanes);
+      for (int r = 1; r < size.rank; ++r) std::memcpy(out + r * ptrdiff_t(sizes.parts_row), out, sizes.parts * sizeof(T));
     }
-    transpose(turned, size.rows_row, by_row, turn.parts_row, chunk.steps * size.rank, turn.parts);
+    transpose(components, size.rows_row, by_row, sizes.parts_row, chunk.steps * size.rank, sizes.parts);
   }
 
   // The rotation after a step, (parts).
   T* after_step(int step, const ChunkSizes<T>& size) const {
-    return by_row + step * size.rank * ptrdiff_t(size.turn.parts_row);
+    return by_row + step * size.rank * ptrdiff_t(size.rotation.parts_row);
   }
 
   // The rates of a step: those of all heads, or the head's own.
-  static const T* rates(const ScanArgs& args, int64_t batch, int64_t time, int64_t head, const TurnSizes<T>& turn) {
-    const int64_t own = turn.quaternion ? head * turn.turns * 3 : 0;
+  static const T* rates(const ScanArgs& args, int64_t batch, int64_t time, int64_t head, const RotationSizes<T>& sizes) {
+    const int64_t own = sizes.quaternion ? head * sizes.count * 3 : 0;
     return static_cast<const T*>(args.rate) + (batch * args.time + time) * args.rates + own;
   }
 };
 
 // The rotation of a head from and to a (sequences, heads, angles) tensor; `lane` counts sequences and heads.
 template <typename T>
-void read_rotation(double* state, const void* base, int64_t lane, const ScanArgs& args, const TurnSizes<T>& turn) {
+void read_rotation(double* state, const void* base, int64_t lane, const ScanArgs& args, const RotationSizes<T>& sizes) {
   const T* source = static_cast<const T*>(base) + lane * args.angles;
-  if (turn.quaternion) return read_quaternions(state, source, turn.turns, turn.lanes);
-  for (int s = 0; s < turn.turns; ++s) state[s] = static_cast<double>(source[s]);
+  if (sizes.quaternion) return read_quaternions(state, source, sizes.count, sizes.lanes);
+  for (int s = 0; s < sizes.count; ++s) state[s] = static_cast<double>(source[s]);
 }
 template <typename T>
-void write_rotation(void* base, const double* state, int64_t lane, const ScanArgs& args, const TurnSizes<T>& turn) {
+void write_rotation(void* base, const double* state, int64_t lane, const ScanArgs& args, const RotationSizes<T>& sizes) {
   T* target = static_cast<T*>(base) + lane * args.angles;
-  if (turn.quaternion) return write_quaternions(target, state, turn.turns, turn.lanes);
-  for (int s = 0; s < turn.turns; ++s) target[s] = static_cast<T>(state[s]);
+  if (sizes.quaternion) return write_quaternions(target, state, sizes.count, sizes.lanes);
+  for (int s = 0; s < sizes.count; ++s) target[s] = static_cast<T>(state[s]);
 }
 
 // The gradient on the rotation after the last step, (axes), from that of the tensor; `state` is the rotation itself.
 template <typename T>
-void read_drotation(double* grad, const double* state, int64_t lane, const ScanArgs& args, const TurnSizes<T>& turn) {
-  const T* source = static_cast<const T*>(args.dturned) + lane * args.angles;
-  const int lanes = turn.lanes;
-  for (int i = 0; i < turn.axes; ++i) grad[i] = 0;
-  for (int j = 0; j < turn.turns; ++j) {
-    if (!turn.quaternion) {
+void read_drotation(double* grad, const double* state, int64_t lane, const ScanArgs& args, const RotationSizes<T>& sizes) {
+  const T* source = static_cast<const T*>(args.dfinal_rotation) + lane * args.angles;
+  const int lanes = sizes.lanes;
+  for (int i = 0; i < sizes.axes; ++i) grad[i] = 0;
+  for (int j = 0; j < sizes.count; ++j) {
+    if (!sizes.quaternion) {
       grad[j] = static_cast<double>(source[j]);
       continue;
     }
@@ -100,12 +101,12 @@ void read_drotation(double* grad, const double* state, int64_t lane, const ScanA
 // The gradient of the tensor that a sequence starts from, given the sum over all steps.
 template <typename T>
 void write_dstart(const double* grad, const double* state, int64_t lane, const ScanArgs& args,
-                  const TurnSizes<T>& turn) {
-  T* target = static_cast<T*>(args.dstart) + lane * args.angles;
-  const T* start = static_cast<const T*>(args.start) + lane * args.angles;
-  const int lanes = turn.lanes;
-  for (int j = 0; j < turn.turns; ++j) {
-    if (!turn.quaternion) {
+                  const RotationSizes<T>& sizes) {
+  T* target = static_cast<T*>(args.dinitial_rotation) + lane * args.angles;
+  const T* start = static_cast<const T*>(args.initial_rotation) + lane * args.angles;
+  const int lanes = sizes.lanes;
+  for (int j = 0; j < sizes.count; ++j) {
+    if (!sizes.quaternion) {
       target[j] = static_cast<T>(grad[j]);
       continue;
     }
@@ -128,64 +129,64 @@ struct TurnGradient {
   T *before, *vector, *rate, *grad;  // scratch, (4, lanes) and three times (3, lanes)
 
   TurnGradient(Arena& arena, const ChunkSizes<T>& s, int64_t heads)
-      : rows(arena.take<T>(size_t(s.turn.axes) * s.rows_row)),
-        by_row(arena.take<T>(size_t(s.rows) * s.turn.axes_row)),
-        sum(arena.take<double>(heads * s.turn.axes)),
-        drate(arena.take<T>(s.turn.quaternion ? 0 : size_t(s.steps) * s.turn.lanes)),
-        before(arena.take<T>(s.turn.state)),
-        vector(arena.take<T>(s.turn.axes)),
-        rate(arena.take<T>(s.turn.axes)),
-        grad(arena.take<T>(s.turn.axes)) {}
+      : rows(arena.take<T>(size_t(s.rotation.axes) * s.rows_row)),
+        by_row(arena.take<T>(size_t(s.rows) * s.rotation.axes_row)),
+        sum(arena.take<double>(heads * s.rotation.axes)),
+        drate(arena.take<T>(s.rotation.quaternion ? 0 : size_t(s.steps) * s.rotation.lanes)),
+        before(arena.take<T>(s.rotation.state)),
+        vector(arena.take<T>(s.rotation.axes)),
+        rate(arena.take<T>(s.rotation.axes)),
+        grad(arena.take<T>(s.rotation.axes)) {}
 
-  // Once per task: lanes without a turn have no gradient.
-  void clear(const ChunkSizes<T>& size) { fill_zero(rows, size_t(size.turn.axes) * size.rows_row); }
+  // Once per task: lanes without a rotation have no gradient.
+  void clear(const ChunkSizes<T>& size) { fill_zero(rows, size_t(size.rotation.axes) * size.rows_row); }
 
   // From the last step of a chunk to the first; `entering` is the rotation before it, `sums` the head's part of `sum`.
   void walk(const ScanArgs& args, const Chunk& chunk, int64_t head, double* sums, const double* entering,
-            const Turns<T>& turns, const ChunkSizes<T>& size) {
-    const TurnSizes<T>& turn = size.turn;
+            const ChunkRotations<T>& rotations, const ChunkSizes<T>& size) {
+    const RotationSizes<T>& sizes = size.rotation;
     const int rank = size.rank;
-    transpose(by_row, turn.axes_row, rows, size.rows_row, turn.axes, chunk.steps * rank);
-    if (turn.quaternion)
-      for (int i = 0; i < turn.state; ++i) before[i] = static_cast<T>(entering[i]);
+    transpose(by_row, sizes.axes_row, rows, size.rows_row, sizes.axes, chunk.steps * rank);
+    if (sizes.quaternion)
+      for (int i = 0; i < sizes.state; ++i) before[i] = static_cast<T>(entering[i]);
     for (int l = chunk.steps - 1; l >= 0; --l) {
       for (int i = l * rank; i < (l + 1) * rank; ++i)
-        for (int s = 0; s < turn.axes; ++s) sums[s] += static_cast<double>(by_row[i * ptrdiff_t(turn.axes_row) + s]);
+        for (int s = 0; s < sizes.axes; ++s) sums[s] += static_cast<double>(by_row[i * ptrdiff_t(sizes.axes_row) + s]);
       const int64_t time = chunk.start + l;
       const double dt = *at_step<T>(args.dt, args, chunk.batch, time, head);
-      const T* given = Turns<T>::rates(args, chunk.batch, time, head, turn);
-      const T* previous = l ? turns.after_step(l - 1, size) : before;
+      const T* given = ChunkRotations<T>::rates(args, chunk.batch, time, head, sizes);
+      const T* previous = l ? rotations.after_step(l - 1, size) : before;
       T* ddt = at_step<T>(args.ddt, args, chunk.batch, time, head);
-      if (turn.quaternion)
-        *ddt = vectors(sums, given, static_cast<T>(dt), previous, turns.half_cos + l * turn.lanes,
-                       turns.half_sinc + l * turn.lanes, args, given - static_cast<const T*>(args.rate), turn);
+      if (sizes.quaternion)
+        *ddt = vectors(sums, given, static_cast<T>(dt), previous, rotations.half_cos + l * sizes.lanes,
+                       rotations.half_sinc + l * sizes.lanes, args, given - static_cast<const T*>(args.rate), sizes);
       else
-        *ddt = angles(sums, given, dt, drate + l * ptrdiff_t(turn.lanes), turn);
+        *ddt = angles(sums, given, dt, drate + l * ptrdiff_t(sizes.lanes), sizes);
     }
   }
 
  private:
-  static T angles(const double* sums, const T* rate, double dt, T* drate, const TurnSizes<T>& turn) {
-    for (int s = 0; s < turn.turns; ++s) drate[s] += static_cast<T>(sums[s] * dt);
+  static T angles(const double* sums, const T* rate, double dt, T* drate, const RotationSizes<T>& sizes) {
+    for (int s = 0; s < sizes.count; ++s) drate[s] += static_cast<T>(sums[s] * dt);
     Vec<double> total = {};
     int s = 0;
-    for (; s + kLanes<double> <= turn.turns; s += kLanes<double>) {
+    for (; s + kLanes<double> <= sizes.count; s += kLanes<double>) {
       Vec<double> wide;
       for (int i = 0; i < kLanes<double>; ++i) wide[i] = static_cast<double>(rate[s + i]);
       total += load(sums + s) * wide;
     }
     double ddt = sum_lanes<double>(total);
-    for (; s < turn.turns; ++s) ddt += sums[s] * static_cast<double>(rate[s]);
+    for (; s < sizes.count; ++s) ddt += sums[s] * static_cast<double>(rate[s]);
     return static_cast<T>(ddt);
   }
 
-  // With Q the rotation before the step and v = dt rate the vector it turns by, through u = Q w Q' and the derivative of
+  // With Q the rotation before the step and v = dt rate the vector it rotates by, through u = Q w Q' and the derivative of
   // the exponential: dv = (sin|v|/|v| u + (1 - cos|v|)/|v|² v × u + (1 - sin|v|/|v|)/|v|² <v, u> v) / 2.
   T vectors(const double* sums, const T* given, T dt, const T* q, const T* half_cos, const T* half_sinc,
-            const ScanArgs& args, ptrdiff_t at, const TurnSizes<T>& turn) const {
-    const int lanes = turn.lanes;
+            const ScanArgs& args, ptrdiff_t at, const RotationSizes<T>& sizes) const {
+    const int lanes = sizes.lanes;
     for (int i = 0; i < 3 * lanes; ++i) vector[i] = static_cast<T>(sums[i]);
-    split_vectors(rate, given, turn.turns, lanes);
+    split_vectors(rate, given, sizes.count, lanes);
     Vec<T> total = {};
     for (int j = 0; j < lanes; j += kLanes<T>) {
       const Vec<T> x = load(vector + j), y = load(vector + lanes + j), z = load(vector + 2 * lanes + j);
@@ -205,7 +206,7 @@ struct TurnGradient {
       store(grad + j, dt * gx), store(grad + lanes + j, dt * gy), store(grad + 2 * lanes + j, dt * gz);
     }
     T* target = static_cast<T*>(args.drate) + at;
-    for (int j = 0; j < turn.turns; ++j)
+    for (int j = 0; j < sizes.count; ++j)
       for (int i = 0; i < 3; ++i) target[3 * j + i] = grad[i * lanes + j];
     return sum_lanes<T>(total);
   }

@@ -1,4 +1,4 @@
-// Angles: running sums of turns in double, kept in [0, 2 pi), and their cosines and sines within 2 ulp.
+// Angles: running sums of angles in double, kept in [0, 2 pi), and their cosines and sines within 2 ulp.
 #pragma once
 
 #include "simd/simd.h"
@@ -14,7 +14,7 @@ constexpr double kNearest = 6755399441055744.0;  // 1.5 * 2^52
 inline double nearest(double x) { return (x + kNearest) - kNearest; }
 
 // The angle in [0, 2 pi).
-inline double full_turns_removed(double angle) {
+inline double wrap_angle(double angle) {
   const double turns = angle * 0.15915494309189533577;
   double whole = nearest(turns);
   whole -= whole > turns ? 1.0 : 0.0;
