@@ -107,6 +107,15 @@ class Running:
                 return metrics
             time.sleep(0.05)
 
+    def kill(self):
+        """End the process at once, as a crash does."""
+        self.process.kill()
+        self.process.wait()
+        self.alive.remove(self)
+        self._reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
     def stop(self, number=signal.SIGTERM):
         """End the process, and assert that it reported no error."""
         if self.process.poll() is None:
