@@ -83,7 +83,7 @@ def pages():
 
 def blocks(page):
     """Return the blocks of a page. One without a language is shell code if it begins with a command, else no code."""
-    found, opened = [], None
+    page_blocks, opened = [], None
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = re.match(r"\s*(```+)\s*([\w+-]*)", line)
         if opened is None and fence:
@@ -93,12 +93,12 @@ def blocks(page):
             text = "\n".join(code)
             first = next((words for line in code if (words := line.split()) and words[0] != "#"), [""])[0]
             language = language or ("shell" if first in SHELL else "")
-            found.append(Block(page, begin + 1, {"bash": "shell", "sh": "shell"}.get(language, language), text))
+            page_blocks.append(Block(page, begin + 1, {"bash": "shell", "sh": "shell"}.get(language, language), text))
             opened = None
         elif opened is not None:
             opened[3].append(line)
     assert opened is None, f"{page.name}: the block of line {opened[0]} has no end"
-    return found
+    return page_blocks
 
 
 def check(block):
@@ -142,12 +142,12 @@ def check_command(line):
 
 def arguments(words):
     """Return the arguments of an anymamba command line, without the shell's own."""
-    found = []
+    arguments_of_line = []
     for word in words[1:]:
         if word in (">", "2>", "<", "&", "&&", ";"):
             break
-        found += (sorted(map(str, Path().glob(word))) if "*" in word else []) or [word]
-    return found
+        arguments_of_line += (sorted(map(str, Path().glob(word))) if "*" in word else []) or [word]
+    return arguments_of_line
 
 
 def run_shell(block):
@@ -158,12 +158,14 @@ def run_shell(block):
         words = shlex.split(line, comments=True)
         if words[:1] != ["anymamba"] or "|" in words or words[1] in ENDLESS | REMOTE:
             continue
-        given, printed = arguments(words), io.TextIOWrapper(io.BytesIO())
-        if given[0] == "train":
-            sizes = {} if "--resume" in given else SIZES | ({} if "--model.init" in given else MODEL_SIZES)
-            given += [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+        command_line, printed = arguments(words), io.TextIOWrapper(io.BytesIO())
+        if command_line[0] == "train":
+            sizes = (
+                {} if "--resume" in command_line else SIZES | ({} if "--model.init" in command_line else MODEL_SIZES)
+            )
+            command_line += [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
         with contextlib.redirect_stdout(printed):
-            code = main(given)
+            code = main(command_line)
         assert code == 0, f"{line}: exit code {code}"
         printed.seek(0)
         if ">" in words:

@@ -38,10 +38,10 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 MAMBA1 = {"family": "Mamba1", "headdim": None}
 MAMBA2 = {"family": "Mamba2"}
 MAMBA3 = {"family": "Mamba3"}
-ODD = {"family": "Mamba2", "d_model": 20, "headdim": 8}  # rows that do not divide by the workers
+ODD = {"family": "Mamba2", "d_model": 20, "headdim": 8}  # rows that the ranks do not divide evenly
 PARTS = {"batch": {"tokens": 256, "accumulation": 2}}
 
-# A model, further sections, and a mesh, by the number of workers.
+# A model, further sections, and a mesh, by the number of ranks.
 STEPS = {
     2: {
         "replicate, mamba1": (MAMBA1, {}, {}),
@@ -82,14 +82,14 @@ OTHERS = ("all_gather", "broadcast", "gather", "scatter", "reduce", "all_to_all"
 @contextmanager
 def counted():
     """Collect the bytes of collectives in the context, by kind and number of ranks; scalars are left out."""
-    found, nested = Counter(), []
+    sizes_by_kind, nested = Counter(), []
 
     def wrapped(function, kind, place, name):
         def call(*args, **kwargs):
             whole = args[place] if len(args) > place else kwargs[name]
             world = 2 if kind == "send" else dist.get_world_size(kwargs.get("group"))
             if not nested and whole.numel() > 1:
-                found[kind, world] += whole.nbytes
+                sizes_by_kind[kind, world] += whole.nbytes
             nested.append(kind)  # one of them may call another
             try:
                 return function(*args, **kwargs)
@@ -108,7 +108,7 @@ def counted():
                     patch.setattr(dist, name, wrapped(getattr(dist, name), kind, place, argument))
         for name in OTHERS:
             patch.setattr(dist, name, refused)
-        yield found
+        yield sizes_by_kind
 
 
 def step_case(rank, name, model, sections, mesh):
@@ -125,7 +125,7 @@ def step_case(rank, name, model, sections, mesh):
     config = tiny(corpus, model=model, parallel={"timeout": 60, **mesh}, **{**sections, "batch": batch})
     trainer = create_run(config, shared_directory(name), silent, World(rank, size))
     trainer._take_step()  # of which FSDP's is longer
-    with counted() as found:
+    with counted() as sizes_by_kind:
         trainer._take_step()
     expected = messages(
         sizes_of(config.model.lm_config(256)),
@@ -135,7 +135,7 @@ def step_case(rank, name, model, sections, mesh):
         gradient=2 if mesh.get("reduce") == "bfloat16" else 4,
     )
     assert expected
-    assert dict(found) == {(message.kind, message.ranks): message.size for message in expected}
+    assert dict(sizes_by_kind) == {(message.kind, message.ranks): message.size for message in expected}
 
 
 def bytes_on_the_wire():
@@ -180,13 +180,13 @@ if Path("/proc/self/fd").exists():
 
 
 @functools.cache
-def said(size):
+def errors(size):
     return run_cases(__name__, size)
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in WORKER_CASES.items() for name in cases])
 def test_a_step_sends_what_is_predicted(size, name):
-    assert not said(size)[name], said(size)[name]
+    assert not errors(size)[name], errors(size)[name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -202,9 +202,9 @@ def test_a_token_takes_as_many_operations_as_predicted(family):
             logits.sum().backward()
     rel = 5e-3 if "MIMO" in family else 0  # whose ranks are mixed by small products of their own
     for counts, factor in ((forward, 1), (backward, 2)):
-        found = counts.get_flop_counts()["Global"]
-        scan = found[torch.ops.aten.bmm] / length
-        assert (sum(found.values()) / length - scan) == factor * sizes.products
+        counts_by_operator = counts.get_flop_counts()["Global"]
+        scan = counts_by_operator[torch.ops.aten.bmm] / length
+        assert (sum(counts_by_operator.values()) / length - scan) == factor * sizes.products
         if family != "Mamba1":
             assert scan == pytest.approx(factor * sizes.scan, rel=rel)
     assert sizes.parameters == sum(p.numel() for p in model.parameters())
@@ -213,12 +213,12 @@ def test_a_token_takes_as_many_operations_as_predicted(family):
 
 def test_the_state_of_a_part_takes_as_many_operations_as_predicted():
     sizes = sizes_of(MambaLMConfig(d_model=32, n_layer=1, vocab_size=8, ssm_cfg=dict(FAMILIES["Mamba2"])))
-    with FlopCounterMode(display=False) as found:
+    with FlopCounterMode(display=False) as counter:
         compute_final_state(torch.randn(1, 24, 1, 8, 8), torch.randn(1, 24, 1, 2, 16), -torch.rand(1, 24, 8))
-    assert found.get_total_flops() == 24 * sizes.again
+    assert counter.get_total_flops() == 24 * sizes.again
 
 
-def test_a_row_is_shared_by_as_many_workers_as_pay():
+def test_a_row_is_shared_by_as_many_ranks_as_pay():
     """More and fewer of them take longer; ring attention sends more with every token, and context does not."""
     sizes = sizes_of(MambaLMConfig(d_model=64, n_layer=2, vocab_size=64, ssm_cfg=dict(FAMILIES["Mamba2"])))
     machine, length = Machine(flops=1e9, bandwidth=1e8, latency=1e-4, memory=1e9), 10**6
@@ -238,19 +238,19 @@ def test_a_shared_row_takes_the_time_of_its_schedule(layers, context):
     sizes = sizes_of(MambaLMConfig(d_model=64, n_layer=layers, vocab_size=64, ssm_cfg=dict(FAMILIES["Mamba2"])))
     machine, length = Machine(flops=1e9, bandwidth=1e6, latency=1e-2, memory=1e9), 90
     work = length / context * sizes.flops(context) / machine.flops / (2 * layers)
-    done = [0.0] * context
+    end_times = [0.0] * context
     for order in (range(context), reversed(range(context))):
         places = list(order)
         for _ in range(layers):
             received = 0.0
-            for place in places:
-                done[place] = max(done[place] + work, received)
-                if place != places[-1]:
-                    done[place] += machine.hop(sizes)
-                received = done[place]
+            for rank in places:
+                end_times[rank] = max(end_times[rank] + work, received)
+                if rank != places[-1]:
+                    end_times[rank] += machine.hop(sizes)
+                received = end_times[rank]
     whole = step_seconds(sizes, Mesh(context=context), 1, length, machine)
     gradients = sum(m.sent for m in messages(sizes, Mesh(replicate=context))) / machine.bandwidth
-    assert max(done) == pytest.approx(whole - gradients)
+    assert max(end_times) == pytest.approx(whole - gradients)
 
 
 def test_the_document_has_the_tables_that_are_predicted():

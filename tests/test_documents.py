@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs bash")
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     pytest.importorskip("tokenizers")
     command = [sys.executable, "-m", "tests.documents", page, tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, (
-        f"{done.stdout}{done.stderr}\nA block that needs what is not here (a network, a GPU, a package, minutes) "
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, (
+        f"{process.stdout}{process.stderr}\nA block that needs what is not here (a network, a GPU, a package, minutes) "
         "says so in its first line: # needs the network"
     )
 
@@ -34,8 +34,8 @@ class TestExtraction:
             tmp_path,
             "# A\n```python\na = 1\n\nb = 2\n```\n```\nanymamba info\n```\n```\n┌─┐\n```\n  ```sh\nmake test\n  ```\n",
         )
-        found = [(block.line, block.language, block.code) for block in blocks(page)]
-        assert found == [
+        page_blocks = [(block.line, block.language, block.code) for block in blocks(page)]
+        assert page_blocks == [
             (3, "python", "a = 1\n\nb = 2"),
             (8, "shell", "anymamba info"),
             (11, "", "┌─┐"),

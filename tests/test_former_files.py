@@ -73,8 +73,8 @@ def test_a_generation_continues(saved):
 def test_a_run_resumes(tmp_path):
     directory = shutil.copytree(FIXTURES / "run", tmp_path / "run")
     assert open_run(directory, {}, silent).run()
-    found, expected = (read_metrics(path) for path in (directory / "metrics.csv", FIXTURES / "run-expected.csv"))
-    assert [row.step for row in found] == [row.step for row in expected] == list(range(1, 9))
-    for row, then in zip(found, expected, strict=True):
-        assert row.loss == pytest.approx(then.loss, rel=LOSSES_FLOOR)
-        assert row.evaluation == pytest.approx(then.evaluation, rel=LOSSES_FLOOR)
+    rows, expected_rows = (read_metrics(path) for path in (directory / "metrics.csv", FIXTURES / "run-expected.csv"))
+    assert [row.step for row in rows] == [row.step for row in expected_rows] == list(range(1, 9))
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row.loss == pytest.approx(expected.loss, rel=LOSSES_FLOOR)
+        assert row.evaluation == pytest.approx(expected.evaluation, rel=LOSSES_FLOOR)

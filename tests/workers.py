@@ -31,9 +31,9 @@ def shared_directory(name):
 def run_cases(module, size):
     """Return the error of each case of a module by name; empty for a case that passed."""
     command = [sys.executable, "-m", "tests.workers", module, str(size)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def run_rank(cases, rank, size, directory):
@@ -44,16 +44,16 @@ def run_rank(cases, rank, size, directory):
     )  # fmt: skip
     os.environ[DIRECTORY] = directory
     os.fsync = lambda descriptor: None  # no test needs to survive a power cut
-    said = {}
+    errors = {}
     for name, case in cases.items():
         torch.manual_seed(0)
         try:
             case(rank)
-            said[name] = ""
+            errors[name] = ""
         except BaseException:
-            said[name] = f"rank {rank}: {traceback.format_exc()}"
+            errors[name] = f"rank {rank}: {traceback.format_exc()}"
             break  # the others wait for a message that will not come
-    Path(directory, f"{rank}.json").write_text(json.dumps(said))
+    Path(directory, f"{rank}.json").write_text(json.dumps(errors))
 
 
 def main(module, size):
@@ -72,8 +72,15 @@ def main(module, size):
         for process in ranks:
             os.waitpid(process, 0)
         files = [Path(directory, f"{rank}.json") for rank in range(size)]
-        said = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
-    print(json.dumps({name: "\n".join(filter(None, (s.get(name, "not run") for s in said))) for name in cases}))
+        errors_by_rank = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
+    print(
+        json.dumps(
+            {
+                name: "\n".join(filter(None, (errors.get(name, "not run") for errors in errors_by_rank)))
+                for name in cases
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anymamba import Mamba2, Mamba3
-from anymamba.blocks.layers import RMSNorm
+from anymamba.blocks import RMSNorm
 from examples.resets.streams import STREAMS
 
 SYMBOLS = 3

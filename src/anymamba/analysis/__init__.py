@@ -33,17 +33,15 @@ from anymamba.analysis.measures import step_sizes as step_sizes
 from anymamba.analysis.recurrence import Recurrence as Recurrence
 from anymamba.analysis.recurrence import recurrence as recurrence
 from anymamba.analysis.recurrence import register_recurrence as register_recurrence
+from anymamba.renamed import renamed_attributes
 
-_RENAMED = {
-    "by_rows": "flatten_ranks",
-    "caches": "step_caches",
-    "carried": "initial_state_term",
-    "from_rows": "unflatten_ranks",
-    "turns": "rotation_angles",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Name the successor of a function that was renamed in 0.2."""
-    hint = f"; it is now called {_RENAMED[name]}" if name in _RENAMED else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+__getattr__ = renamed_attributes(
+    __name__,
+    {
+        "by_rows": "flatten_ranks",
+        "caches": "step_caches",
+        "carried": "initial_state_term",
+        "from_rows": "unflatten_ranks",
+        "turns": "rotation_angles",
+    },
+)
