@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anymamba import LatentModel, MambaLM, SequenceClassifier
-from anymamba.blocks.base import ProjectionPart
+from anymamba.blocks.layers import ProjectionPart
 from anymamba.training.config.sections import OptimizerSection, ScheduleSection
 from anymamba.training.optim.muon import Muon, orthogonalize
 from anymamba.training.optim.optimizer import (

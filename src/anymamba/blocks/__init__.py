@@ -15,7 +15,6 @@ calls `mix` on a sequence of length one: projection, convolution, `ssd` from the
 """
 
 from anymamba.blocks.base import Block as Block
-from anymamba.blocks.base import ProjectionPart as ProjectionPart
 from anymamba.blocks.base import prefill_with_states_at as prefill_with_states_at
 from anymamba.blocks.block_config import BlockConfig as BlockConfig
 from anymamba.blocks.block_config import check_sizes as check_sizes
@@ -23,6 +22,7 @@ from anymamba.blocks.block_config import ignored_options as ignored_options
 from anymamba.blocks.block_config import make_config as make_config
 from anymamba.blocks.layers import CausalConv as CausalConv
 from anymamba.blocks.layers import GatedRMSNorm as GatedRMSNorm
+from anymamba.blocks.layers import ProjectionPart as ProjectionPart
 from anymamba.blocks.layers import RMSNorm as RMSNorm
 from anymamba.blocks.mamba1 import Mamba1 as Mamba1
 from anymamba.blocks.mamba1 import Mamba1Cache as Mamba1Cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.layers import ProjectionPart
 from anymamba.core import anomaly
 from anymamba.core.checks import (
     check_cu_seqlens,
@@ -54,20 +55,6 @@ def prefill_with_states_at(
         caches[stop] = cache
         start = stop
     return torch.cat(outputs, 1), [caches[p] for p in cuts]
-
-
-class ProjectionPart(NamedTuple):
-    """Rows of a fused projection that form one part of its output.
-
-    Attributes:
-        name: Name of the part.
-        rows: Number of rows.
-        is_matrix: True if they map a vector to a vector, False for a few unrelated numbers per head.
-    """
-
-    name: str
-    rows: int
-    is_matrix: bool = True
 
 
 class Block(nn.Module):

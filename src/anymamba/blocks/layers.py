@@ -1,9 +1,9 @@
-"""Modules around the operators, with the official parameter names and shapes, and initial values of step sizes."""
+"""Modules around the operators, with the official parameter names, parts of projections, and initial step sizes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +11,20 @@ from torch import Tensor, nn
 
 from anymamba.ops.conv import causal_conv
 from anymamba.ops.norms_and_gates import rms_norm
+
+
+class ProjectionPart(NamedTuple):
+    """Rows of a fused projection that form one part of its output.
+
+    Attributes:
+        name: Name of the part.
+        rows: Number of rows.
+        is_matrix: True if they map a vector to a vector, False for a few unrelated numbers per head.
+    """
+
+    name: str
+    rows: int
+    is_matrix: bool = True
 
 
 class CausalConv(nn.Module):

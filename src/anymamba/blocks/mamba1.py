@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks.base import Block, ProjectionPart
+from anymamba.blocks.base import Block
 from anymamba.blocks.block_config import BlockConfig, make_config
-from anymamba.blocks.layers import CausalConv, RMSNorm, initial_dt_bias
+from anymamba.blocks.layers import CausalConv, ProjectionPart, RMSNorm, initial_dt_bias
 from anymamba.core.cache_io import SavableTree
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype

@@ -26,9 +26,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anymamba.blocks.base import Block, ProjectionPart
+from anymamba.blocks.base import Block
 from anymamba.blocks.block_config import make_config
-from anymamba.blocks.layers import GatedRMSNorm, RMSNorm, initial_dt_bias
+from anymamba.blocks.layers import GatedRMSNorm, ProjectionPart, RMSNorm, initial_dt_bias
 from anymamba.blocks.mamba3_config import Mamba3Cache as Mamba3Cache
 from anymamba.blocks.mamba3_config import Mamba3Config as Mamba3Config
 from anymamba.blocks.mamba3_inputs import RotatedInputs, exchange_initial_cache

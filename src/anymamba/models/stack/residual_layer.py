@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anymamba.blocks import layers
-from anymamba.blocks.base import ProjectionPart
+from anymamba.blocks.layers import ProjectionPart
 from anymamba.core.cache_tree import Tree
 from anymamba.core.linear import apply_linear
 from anymamba.models.stack.stack_config import StackConfig
