@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anymamba.analysis import dual_matrix, half_lives, layers, rotation_angles, state_measures, step_sizes
-from anymamba.analysis.page import page
+from anymamba.analysis.page import render_page
 from anymamba.analysis.report_data import report_data, token_texts
 from anymamba.cli.main import main
 from anymamba.generation.tokenizers import ByteTokenizer
@@ -22,7 +22,7 @@ def model_of_bytes(family="Mamba2"):
 
 def data_of(model, text=TEXT):
     ids = ByteTokenizer().encode(text)
-    return ids, report_data(model, ByteTokenizer(), ids, name="<i>small</i>", whole=len(ids))
+    return ids, report_data(model, ByteTokenizer(), ids, name="<i>small</i>", text_tokens=len(ids))
 
 
 def embedded(content):
@@ -47,7 +47,7 @@ def lower_triangle(matrix):
 def test_what_the_page_unpacks_is_what_the_functions_give(family):
     model = model_of_bytes(family)
     ids, data = data_of(model)
-    found = embedded(page(data))
+    found = embedded(render_page(data))
     assert found == json.loads(json.dumps(data))
     with torch.no_grad():
         for layer, (block, x) in zip(found["layers"], layers(model, torch.tensor([ids])), strict=True):
@@ -66,15 +66,18 @@ def test_what_the_page_unpacks_is_what_the_functions_give(family):
                 largest = weights.abs().max().item()
                 np.testing.assert_allclose(lower_triangle(head["matrix"]), weights, atol=0.013 * largest)
             if family.startswith("Mamba3"):
-                assert head["turn"]["unit"] == ("block" if block.config.rotation == "quaternion" else "pair")
+                rotation = head["rotation"]
+                assert rotation["unit"] == ("block" if block.config.rotation == "quaternion" else "pair")
                 angles = rotation_angles(block, x)[0, :, head["number"]].T / torch.pi
-                levels = np.frombuffer(base64.b64decode(head["turn"]["data"]), "i1").reshape(angles.shape) / 127
-                np.testing.assert_allclose(levels * head["turn"]["most"], angles, atol=0.005 * head["turn"]["most"])
+                levels = np.frombuffer(base64.b64decode(rotation["data"]), "i1").reshape(angles.shape) / 127
+                np.testing.assert_allclose(
+                    levels * head["rotation"]["most"], angles, atol=0.005 * head["rotation"]["most"]
+                )
 
 
 def test_text_of_the_user_stays_text_and_nothing_is_fetched():
     _, data = data_of(model_of_bytes())
-    content = page(data)
+    content = render_page(data)
     assert "<img" not in content
     assert "<i>" not in content
     assert content.count("</script>") == 2
@@ -86,7 +89,7 @@ def test_text_of_the_user_stays_text_and_nothing_is_fetched():
 def test_undecodable_bytes_and_unfinished_characters_are_shown():
     assert token_texts(ByteTokenizer(), [*"ü".encode(), 0xC3]) == ["", "ü", "\ufffd"]
     _, data = data_of(model_of_bytes(), b"a\xff".decode("utf-8", "surrogateescape"))
-    page(data).encode("utf-8")
+    render_page(data).encode("utf-8")
 
 
 def test_a_page_of_many_heads_and_tokens_stays_small():
@@ -96,7 +99,7 @@ def test_a_page_of_many_heads_and_tokens_stays_small():
     _, data = data_of(model, "x" * 160)
     assert sum(len(layer["heads"]) for layer in data["layers"]) == 128
     assert data["layers"][0]["heads"][0]["matrix"]["cell"] == 2
-    assert len(page(data)) < 4e6
+    assert len(render_page(data)) < 4e6
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A new block family is its own file and one line of `families.py`: it trains, generates and saves by that alone."""
 
+import importlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,14 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from anymamba import MambaLM, decoder
+from anymamba.analysis import Recurrence, dual_matrix, initial_state_term, register_recurrence, values
 from anymamba.blocks.base import Block
 from anymamba.blocks.block_config import make_config
+from anymamba.cli.main import main
 from anymamba.core.cache_io import SavableTree
 from anymamba.models.families import FAMILIES
 from anymamba.scan import scan
 from anymamba.training import resume, train
 from tests.support import FLOOR, assert_near
 from tests.training.cases import silent, tiny, write_corpus
+
+# The package's function of this name hides the module.
+analysis_recurrence = importlib.import_module("anymamba.analysis.recurrence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,3 +112,46 @@ def test_it_trains_and_resumes(tmp_path):
     assert isinstance(stopped.model.backbone.layers[0].mixer, Leaky)
     again = resume(tmp_path / "run", report=silent)
     assert (again.step, again.finished) == (6, True)
+
+
+def read_leaky(block, x, cache):
+    v = block.in_proj(x)[:, :, None, :, None]
+    ones = torch.ones_like(v)
+    one_per_head = ones[:, :, 0, :, 0]
+    return Recurrence(
+        v=v,
+        k=ones,
+        q=ones,
+        log_decay=-block.config.rate * one_per_head,
+        gamma=one_per_head,
+        kappa=torch.zeros_like(one_per_head),
+        dt=one_per_head,
+        initial_state=cache.mean,
+        skip=torch.zeros_like(v),
+        rotation=None,
+        finish=lambda y: block.out_proj(y[:, :, 0, :, 0]),
+    )
+
+
+def test_a_page_needs_its_recurrence_and_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(analysis_recurrence, "_READERS", dict(analysis_recurrence._READERS))
+    model = MambaLM(d_model=8, n_layer=2, vocab_size=256, pad_vocab_size_multiple=1, ssm_cfg={"layer": "Leaky"})
+    model.save_pretrained(tmp_path / "model")
+    command = ["inspect", str(tmp_path / "model"), "--prompt", "hello", "--out", str(tmp_path / "page.html")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "whose recurrence is known (Mamba1, Mamba2, Mamba3), got Leaky" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+    register_recurrence(Leaky, read_leaky, lambda cache: cache.mean)
+    assert main(command) == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_its_dual_matrix_gives_its_output(monkeypatch):
+    monkeypatch.setattr(analysis_recurrence, "_READERS", dict(analysis_recurrence._READERS))
+    register_recurrence(Leaky, read_leaky, lambda cache: cache.mean)
+    block, x = Leaky(8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
+    cache = block.prefill(x)[1]
+    y = dual_matrix(block, x, cache) @ values(block, x, cache) + initial_state_term(block, x, cache)
+    assert_near(block.out_proj(y[..., 0].mT), block.prefill(x, cache)[0], FLOOR[torch.float64])

@@ -1,7 +1,7 @@
-"""What a report shows of a model and a text, as numbers small enough for one page.
+"""The data of a report about a model and a text, small enough for one page.
 
-Numbers over time are stored in 16 bits and the cells of pictures in 8, so that a page of hundreds of heads stays within
-a few megabytes; each is packed as base64 with the range that it spans.
+Series over time are stored in 16 bits and the cells of images in 8, so that a page of hundreds of heads stays within a
+few megabytes; each is encoded as base64, with the range of its values.
 """
 
 from __future__ import annotations
@@ -18,148 +18,168 @@ from anymamba.analysis.dual import matrix_of
 from anymamba.analysis.layer_inputs import Layer, TokenScores, layers_and_scores
 from anymamba.analysis.measures import state_measures
 from anymamba.analysis.recurrence import Recurrence, recurrence
-from anymamba.blocks.mamba1 import Mamba1
 from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
 from anymamba.models.lm import MambaLM
 
-_CHANNELS = 8  # of a Mamba-1 block that are shown
-_DOTS = 64  # horizons of a layer that are shown
-_PICTURE_BYTES = 1_500_000  # for all matrices together, and half of it for all turns
-_LONGEST = 1e9  # tokens; a longer half-life is shown as endless
-_LEAST = 1e-9
+_CHANNELS = 8  # shown of a block whose heads are single channels
+_DOTS = 64  # half-lives shown of a layer
+_IMAGE_BYTES = 1_500_000  # for all matrices together, and half of it for all rotations
+_MAX_HALF_LIFE = 1e9  # tokens; a longer one is shown as infinite
+_MIN_RATIO = 1e-9  # of a value to the largest one, on a logarithmic scale
 
 
 @torch.no_grad()
-def report_data(model: MambaLM, tokenizer: Tokenizer, ids: Sequence[int], *, name: str, whole: int) -> dict[str, Any]:
-    """Everything that the page draws, as a tree for JSON.
+def report_data(
+    model: MambaLM, tokenizer: Tokenizer, ids: Sequence[int], *, name: str, text_tokens: int
+) -> dict[str, Any]:
+    """Return everything that the page draws, as a tree for JSON.
 
     Args:
-        model: the language model.
-        tokenizer: to show tokens as text.
-        ids: the text, at least one token.
-        name: of the model.
-        whole: tokens of the text before it was cut to `ids`.
+        model: Language model.
+        tokenizer: Tokenizer that shows tokens as text.
+        ids: Token ids of the text, at least one.
+        name: Name of the model.
+        text_tokens: Number of tokens of the text before it was cut to `ids`.
+
+    Raises:
+        ValueError: The recurrence of a block family is unknown.
     """
-    found, scores = layers_and_scores(model, torch.tensor([list(ids)], device=model.device))
-    shown = [_shown_heads(layer) for layer in found]
-    heads = max(1, sum(len(chosen) for chosen in shown))
-    side = max(16, math.isqrt(2 * _PICTURE_BYTES // heads))
-    rows = max(4, _PICTURE_BYTES // 2 // (heads * len(ids)))
+    layers, scores = layers_and_scores(model, torch.tensor([list(ids)], device=model.device))
+    terms = [recurrence(*layer) for layer in layers]
+    heads = [_shown_heads(layer_terms) for layer_terms in terms]
+    count = max(1, sum(map(len, heads)))
+    side = max(16, math.isqrt(2 * _IMAGE_BYTES // count))
+    rows = max(4, _IMAGE_BYTES // 2 // (count * len(ids)))
     return {
         "name": name,
-        "family": type(found[0].block).__name__,
+        "family": type(layers[0].block).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "whole": whole,
+        "whole": text_tokens,
         "tokens": token_texts(tokenizer, ids),
-        "scores": _scores(scores, tokenizer),
-        "layers": [_layer(layer, chosen, side=side, rows=rows) for layer, chosen in zip(found, shown, strict=True)],
+        "scores": _score_data(scores, tokenizer),
+        "layers": [
+            _layer_data(layer, layer_terms, shown, side=side, rows=rows)
+            for layer, layer_terms, shown in zip(layers, terms, heads, strict=True)
+        ],
     }
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; empty for one that ends within a character, which the next completes."""
+    """Return the text that each token adds; empty for a token that ends within a character."""
     stream = IncrementalDecoder(tokenizer)
     texts = [stream.push(token) for token in ids]
     texts[-1] += stream.finish()
     return texts
 
 
-def _scores(scores: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
+def _score_data(scores: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
-        "logprob": _rounded(scores.logprob[0]),
+        "logprob": _round(scores.logprob[0]),
         "rank": scores.rank[0].tolist(),
-        "entropy": _rounded(scores.entropy[0]),
+        "entropy": _round(scores.entropy[0]),
         "best": [
-            [[_named(tokenizer, token), value] for token, value in zip(tokens, _rounded(values), strict=True)]
+            [[_token_label(tokenizer, token), value] for token, value in zip(tokens, _round(values), strict=True)]
             for tokens, values in zip(scores.best_ids[0].tolist(), scores.best[0], strict=True)
         ],
     }
 
 
-def _named(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, or its id if it is part of a character."""
+def _token_label(tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of a token, or its id if it is part of a character."""
     text = tokenizer.decode([token])
     return f"#{token}" if not text or "\ufffd" in text else text
 
 
-def _shown_heads(layer: Layer) -> list[int]:
-    """All heads; of a Mamba-1 block a few channels, from the one that forgets first to the one that forgets last."""
-    if not isinstance(layer.block, Mamba1):
-        return list(range(layer.block.config.nheads))
-    order = _horizons(recurrence(*layer)).argsort()
-    return [int(order[i]) for i in torch.linspace(0, len(order) - 1, min(_CHANNELS, len(order))).round().long()]
+def _has_channels(terms: Recurrence) -> bool:
+    """Return whether the heads of a block are single channels, as in Mamba-1."""
+    return terms.v.shape[4] == 1
 
 
-def _layer(layer: Layer, heads: list[int], *, side: int, rows: int) -> dict[str, Any]:
-    terms, measures = recurrence(*layer), state_measures(*layer)
-    horizons, lives, is_channels = _horizons(terms), _slowest(terms)[0], isinstance(layer.block, Mamba1)
+def _shown_heads(terms: Recurrence) -> list[int]:
+    """Return all heads; of single channels a few, from the one that forgets first to the one that forgets last."""
+    if not _has_channels(terms):
+        return list(range(terms.v.shape[3]))
+    order = _horizons(terms).argsort()
+    return [int(order[i]) for i in _spread_indices(len(order), _CHANNELS)]
+
+
+def _spread_indices(n: int, count: int) -> list[int]:
+    """Return up to `count` indices below n, evenly spaced and including both ends."""
+    indices: list[int] = torch.linspace(0, n - 1, min(count, n)).round().long().tolist()
+    return indices
+
+
+def _layer_data(layer: Layer, terms: Recurrence, heads: list[int], *, side: int, rows: int) -> dict[str, Any]:
+    measures = state_measures(*layer)
+    has_channels = _has_channels(terms)
+    horizons = _horizons(terms)
+    half_lives = _slowest_half_lives(terms)[0]
     read, skip = measures.read[0].square().mean(0), measures.skip[0].square().mean(0)
-    share = (read / (read + skip).clamp(min=torch.finfo(read.dtype).tiny))[heads]
-    dots = horizons.sort().values[torch.linspace(0, len(horizons) - 1, min(_DOTS, len(horizons))).round().long()]
+    state_fraction = (read / (read + skip).clamp(min=torch.finfo(read.dtype).tiny))[heads]
+    count, width, states = terms.v.shape[3], terms.v.shape[4], terms.k.shape[4]
+    unit = "block" if getattr(layer.block.config, "rotation", None) == "quaternion" else "pair"
     return {
-        "unit": "channel" if is_channels else "head",
-        "all": len(horizons),
-        "directions": min(layer.block.d_inner if is_channels else layer.block.headdim, layer.block.d_state),
-        "dots": _rounded(dots),
+        "unit": "channel" if has_channels else "head",
+        "all": count,
+        "directions": min(count if has_channels else width, states),
+        "dots": _round(horizons.sort().values[_spread_indices(count, _DOTS)]),
         "heads": [
             {
                 "number": head,
                 "horizon": float(f"{horizons[head].item():.4g}"),
-                "share": float(f"{share[i].item():.4g}"),
-                "matrix": _matrix(terms, head, side),
-                "half_life": _series(lives[:, head], is_log=True),
+                "share": float(f"{state_fraction[i].item():.4g}"),
+                "matrix": _matrix_data(terms, head, side),
+                "half_life": _series(half_lives[:, head], is_log=True),
                 "dt": _series(terms.dt[0, :, head], is_log=True),
                 "norm": _series(measures.norm[0, :, head], is_log=True),
-                "rank": _series(measures.rank[0, :, 0 if is_channels else head]),
+                "rank": _series(measures.rank[0, :, 0 if has_channels else head]),
                 "read": _series(measures.read[0, :, head], is_log=True),
                 "skip": _series(measures.skip[0, :, head], is_log=True),
-                "turn": _turns(terms, head, rows, layer.block.config),
+                "rotation": _rotation_data(terms, head, rows, unit),
             }
             for i, head in enumerate(heads)
         ],
     }
 
 
-def _slowest(terms: Recurrence) -> Tensor:
-    """Half-lives (b, t, h), those of a channel's slowest state where each has its own."""
+def _slowest_half_lives(terms: Recurrence) -> Tensor:
+    """Return half-lives (b, t, h), of the slowest state if each has its own decay."""
     log_decay = terms.log_decay if terms.log_decay.ndim == 3 else terms.log_decay.amax(-1)
-    return (math.log(2) / -log_decay).clamp(max=_LONGEST)
+    return (math.log(2) / -log_decay).clamp(max=_MAX_HALF_LIFE)
 
 
 def _horizons(terms: Recurrence) -> Tensor:
-    """Half-lives (h,) over the whole text, of a channel's slowest state where each has its own."""
+    """Return half-lives (h,) over the whole text, of the slowest state if each has its own decay."""
     mean = terms.log_decay[0].mean(0)
-    return (math.log(2) / -(mean if mean.ndim == 1 else mean.amax(-1))).clamp(max=_LONGEST)
+    return (math.log(2) / -(mean if mean.ndim == 1 else mean.amax(-1))).clamp(max=_MAX_HALF_LIFE)
 
 
-def _matrix(terms: Recurrence, head: int, side: int) -> dict[str, Any]:
-    """The lower triangle of a head's matrix by cube roots of weights, in cells that hold the strongest of theirs."""
+def _matrix_data(terms: Recurrence, head: int, side: int) -> dict[str, Any]:
+    """Return the lower triangle of the matrix of a head, as cube roots; each cell shows its largest weight."""
     matrix, ranks = matrix_of(terms, [head])[0, 0], terms.v.shape[2]
     if ranks > 1:
         matrix = matrix.unflatten(1, (-1, ranks)).unflatten(0, (-1, ranks)).square().sum((1, 3)).sqrt()
     cell = -(-len(matrix) // side)
-    cells, most = _strongest(_strongest(matrix, cell, 0), cell, 1), matrix.abs().max().item()
-    levels = (cells.sign() * (cells.abs() / (most or 1)) ** (1 / 3) * 127).round()
+    cells, largest = _largest_in_groups(_largest_in_groups(matrix, cell, 0), cell, 1), matrix.abs().max().item()
+    levels = (cells.sign() * (cells.abs() / (largest or 1)) ** (1 / 3) * 127).round()
     lower = levels[tuple(torch.tril_indices(len(cells), len(cells)))]
-    return {"side": len(cells), "cell": cell, "most": most, "ranks": ranks, "data": _packed(lower, torch.int8)}
+    return {"side": len(cells), "cell": cell, "most": largest, "ranks": ranks, "data": _encode(lower, torch.int8)}
 
 
-def _turns(terms: Recurrence, head: int, rows: int, config: Any) -> dict[str, Any] | None:
-    """Turns of a head's pairs, or of its blocks of four, over time in half circles, each row the strongest of some."""
+def _rotation_data(terms: Recurrence, head: int, rows: int, unit: str) -> dict[str, Any] | None:
+    """Return the rotation angles of a head over time, in half circles; each row shows the largest of its group."""
     if terms.rotation is None or not terms.rotation.shape[3]:
         return None
     angles = terms.rotation[0, :, head].T / math.pi
     group = -(-len(angles) // rows)
-    angles = _strongest(angles, group, 0)
-    most = angles.abs().max().item()
-    levels = (angles / (most or 1) * 127).round()
-    unit = "block" if config.rotation == "quaternion" else "pair"
-    packed = _packed(levels.flatten(), torch.int8)
-    return {"unit": unit, "rows": len(angles), "group": group, "most": most, "data": packed}
+    angles = _largest_in_groups(angles, group, 0)
+    largest = angles.abs().max().item()
+    encoded = _encode((angles / (largest or 1) * 127).round().flatten(), torch.int8)
+    return {"unit": unit, "rows": len(angles), "group": group, "most": largest, "data": encoded}
 
 
-def _strongest(x: Tensor, group: int, dim: int) -> Tensor:
-    """The number with the largest absolute value in every `group` along `dim`."""
+def _largest_in_groups(x: Tensor, group: int, dim: int) -> Tensor:
+    """Return the number with the largest absolute value in every `group` along `dim`."""
     if group == 1:
         return x
     missing = -x.shape[dim] % group
@@ -170,20 +190,20 @@ def _strongest(x: Tensor, group: int, dim: int) -> Tensor:
 
 
 def _series(x: Tensor, *, is_log: bool = False) -> dict[str, Any]:
-    """Numbers over time in 16 bits, by their logarithms if they are positive and span decades."""
+    """Return a series over time in 16 bits, as logarithms if `is_log`."""
     x = x.double().nan_to_num(0.0)
     if is_log:
-        x = x.clamp(min=max(_LEAST, x.max().item() * _LEAST)).log10()
+        x = x.clamp(min=max(_MIN_RATIO, x.max().item() * _MIN_RATIO)).log10()
     low, high = x.min().item(), x.max().item()
     levels = ((x - low) / ((high - low) or 1) * 65535).round() - 32768
-    return {"low": low, "high": high, "log": is_log, "data": _packed(levels, torch.int16)}
+    return {"low": low, "high": high, "log": is_log, "data": _encode(levels, torch.int16)}
 
 
-def _packed(levels: Tensor, dtype: torch.dtype) -> str:
+def _encode(levels: Tensor, dtype: torch.dtype) -> str:
     content = levels.to("cpu", dtype).contiguous().numpy()
     return base64.b64encode(content.astype(content.dtype.newbyteorder("<")).tobytes()).decode("ascii")
 
 
-def _rounded(x: Tensor) -> list[float]:
-    """Numbers rounded to four digits that JSON can hold."""
-    return [float(f"{value:.4g}") for value in x.nan_to_num(0.0, _LONGEST, -_LONGEST).tolist()]
+def _round(x: Tensor) -> list[float]:
+    """Return finite numbers, rounded to four digits."""
+    return [float(f"{value:.4g}") for value in x.nan_to_num(0.0, _MAX_HALF_LIFE, -_MAX_HALF_LIFE).tolist()]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from anymamba.analysis.page import page
+from anymamba.analysis.page import render_page
 from anymamba.analysis.report_data import report_data
 from anymamba.cli.common import check_at_least, decode_text, format_bytes, load, read_file, stdin_bytes
 from anymamba.core.io import atomic_write
@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> None:
     if not ids:
         raise ValueError("the text is empty: pass --prompt, --file, or a text on stdin")
     name = Path(args.model).name or args.model
-    content = page(report_data(model, tokenizer, ids[: args.tokens], name=name, whole=len(ids))).encode("utf-8")
+    content = render_page(report_data(model, tokenizer, ids[: args.tokens], name=name, text_tokens=len(ids))).encode(
+        "utf-8"
+    )
     with atomic_write(target) as temporary:
         temporary.write_bytes(content)
     cut = f", the first {args.tokens} of {len(ids)} tokens" if len(ids) > args.tokens else ""

@@ -60,8 +60,8 @@ function matrixImage(matrix) {
   return image(matrix.side, matrix.side, (t, s) => (s > t ? null : matrix.levels[(t * (t + 1)) / 2 + s]));
 }
 
-function turnImage(turn, tokens) {
-  return image(tokens, turn.rows, (row, t) => turn.levels[row * tokens + t]);
+function rotationImage(rotation, tokens) {
+  return image(tokens, rotation.rows, (row, t) => rotation.levels[row * tokens + t]);
 }
 
 // A canvas at the sharpness of the screen: its context and size in CSS pixels.
@@ -205,15 +205,15 @@ function drawMatrix(canvas, matrix, row, column) {
   context.fillText("reads: t ↓", width - 8, 24);
 }
 
-function drawTurns(canvas, turn, tokens, cursor) {
+function drawRotations(canvas, rotation, tokens, cursor) {
   const [context, width, height] = prepare(canvas);
   context.imageSmoothingEnabled = false;
-  context.drawImage(turn.image, LEFT, 4, width - LEFT, height - 8);
+  context.drawImage(rotation.image, LEFT, 4, width - LEFT, height - 8);
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.fillStyle = css("--dim");
-  context.fillText(`${turn.unit} 0`, LEFT - 7, 10);
-  if (turn.rows > 1) context.fillText(`${turn.rows * turn.group - 1}`, LEFT - 7, height - 10);
+  context.fillText(`${rotation.unit} 0`, LEFT - 7, 10);
+  if (rotation.rows > 1) context.fillText(`${rotation.rows * rotation.group - 1}`, LEFT - 7, height - 10);
   if (cursor < 0) return;
   const wide = (width - LEFT) / tokens;
   context.strokeStyle = css("--accent");

@@ -148,7 +148,7 @@ function makeCharts() {
     figure.append(caption, element("canvas", "", { id: name, height: 74, "aria-label": title }));
     $("series").append(figure);
   }
-  for (const canvas of [...$("series").querySelectorAll("canvas"), $("turns"), $("surprise")]) {
+  for (const canvas of [...$("series").querySelectorAll("canvas"), $("rotations"), $("surprise")]) {
     canvas.style.height = `${canvas.getAttribute("height")}px`;
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect(), t = ((event.clientX - box.left - LEFT) / (box.width - LEFT)) * count;
@@ -169,15 +169,15 @@ function drawCharts() {
     drawLines($(name), made, { ...options, cursor });
     $(`${name}-value`).textContent = `: ${made.map((line) => short(line.values[cursor])).join(" and ")}`;
   }
-  $("turns-figure").hidden = !found.turn;
-  if (found.turn) {
-    lazy(found.turn, "levels", unpackLevels);
-    lazy(found.turn, "image", (turn) => turnImage(turn, count));
-    drawTurns($("turns"), found.turn, count, cursor);
-    const largest = Array.from({ length: found.turn.rows }, (_, row) => found.turn.levels[row * count + cursor] / 127 * found.turn.most)
+  $("rotations-figure").hidden = !found.rotation;
+  if (found.rotation) {
+    lazy(found.rotation, "levels", unpackLevels);
+    lazy(found.rotation, "image", (rotation) => rotationImage(rotation, count));
+    drawRotations($("rotations"), found.rotation, count, cursor);
+    const largest = Array.from({ length: found.rotation.rows }, (_, row) => found.rotation.levels[row * count + cursor] / 127 * found.rotation.most)
       .reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a), 0);
-    $("turns-title").replaceChildren(element("b", "Turns"),
-      `of the state's ${found.turn.unit === "block" ? "blocks of four" : "pairs"}, at most ${short(found.turn.most)} half circles: at this token up to ${short(largest)}`);
+    $("rotations-title").replaceChildren(element("b", "Rotations"),
+      `of the state's ${found.rotation.unit === "block" ? "blocks of four" : "pairs"}, at most ${short(found.rotation.most)} half circles: at this token up to ${short(largest)}`);
   }
   drawBig();
 }
@@ -258,7 +258,7 @@ function chooseHead(which) {
 }
 
 function redraw() {
-  for (const layer of data.layers) for (const one of layer.heads) { delete one.matrix.image; if (one.turn) delete one.turn.image; }
+  for (const layer of data.layers) for (const one of layer.heads) { delete one.matrix.image; if (one.rotation) delete one.rotation.image; }
   drawThumbnails();
   chooseHead(chosen.head);
 }
