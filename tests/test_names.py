@@ -321,6 +321,42 @@ def test_a_network_computes(row):
         assert network_checks()[row[0]](result)
 
 
+NETWORK_FIELDS = {
+    "n_real_layers": "n_layer",
+    "n_virtual_layers": "n_virtual",
+    "mamba_block": "ssm_cfg",
+    "class_latents": "class_tokens",
+    "n_stream": "streams",
+    "residuals": "streams",
+    "init_bias": "gate_bias",
+    "init_bias_step": "gate_bias_step",
+    "per_virtual_layer": "gates_per",
+    "output_merge": "merge",
+    "missing_lm_head": "tie_embeddings",
+}
+
+
+def test_names_of_network_fields_are_hinted_at():
+    (text,) = re.findall(r"names of fields raise an error with ours: (.*?)\. `plan`", "".join(SECTIONS), re.DOTALL)
+    assert spans(text) == list(NETWORK_FIELDS)
+    for burn, ours in NETWORK_FIELDS.items():
+        if burn != "missing_lm_head":
+            kind = anymamba.BidirectionalStack if burn == "output_merge" else anymamba.Stack
+            with pytest.raises(ValueError, match=f"got \\['{burn}'\\]; did you mean {ours}\\?"):
+                kind(d_model=32, n_layer=2, **{burn: 1})
+    for burn in ("n_real_layers", "mamba_block", "missing_lm_head"):
+        with pytest.raises(TypeError, match=f"no field '{burn}'; did you mean {NETWORK_FIELDS[burn]}\\?"):
+            MambaLM(d_model=32, **{burn: 1})
+    with pytest.raises(TypeError, match=r"n_virtual_layers is a field of the stack: give stack=\{'n_virtual': 5"):
+        MambaLM(d_model=32, n_virtual_layers=5)
+    with pytest.raises(TypeError, match=r"state_rank is a field of the blocks: give ssm_cfg=\{'d_state': 16"):
+        MambaLM(d_model=32, state_rank=16)
+    with pytest.raises(ValueError, match=r"got \['n_virtual_layers'\]; did you mean n_virtual\?"):
+        MambaLM(d_model=32, stack={"n_virtual_layers": 5})
+    with pytest.raises(ValueError, match=r"does not know: \['state_rank'\]; did you mean d_state\?"):
+        MambaLM(d_model=32, ssm_cfg={"layer": "Mamba2", "state_rank": 16})
+
+
 def test_the_checks_of_networks_are_of_rows_that_exist():
     assert set(network_checks()) <= {row[0] for row in rows("Networks")}
 

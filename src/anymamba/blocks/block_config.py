@@ -12,7 +12,7 @@ from anymamba.core.config_fields import suggest
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
 
 # Names that burn-mamba and transformers give to our fields.
-_FOREIGN_NAMES = {
+FOREIGN_NAMES = {
     "a_init_range": "A_init_range",
     "conv_kernel": "d_conv",
     "has_conv_bias": "conv_bias",
@@ -112,7 +112,7 @@ def check_field_names(kind: Any, names: Iterable[str]) -> None:
     """Raise `TypeError` for the first name that is not a field, with the field that was probably meant."""
     known = [field.name for field in dataclasses.fields(kind)]
     for name in sorted(set(names) - set(known)):
-        ours = _FOREIGN_NAMES.get(name)
+        ours = FOREIGN_NAMES.get(name)
         hint = f"; did you mean {ours}?" if ours in known else suggest(name, known)
         raise TypeError(f"{kind.__name__} has no field {name!r}{hint}")
 

@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.base import Block
-from anymamba.core.config_fields import coerce_value, field_types, suggest
-from anymamba.models.families import FAMILIES, MAX_CONFIG_NUMBER, family_name, get_family, make_block_config
+from anymamba.core.config_fields import coerce_value, field_types
+from anymamba.models.families import (
+    FAMILIES,
+    MAX_CONFIG_NUMBER,
+    family_name,
+    get_family,
+    make_block_config,
+    our_name,
+    suggest_field,
+)
 from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
 
 # Fields of a block that only affect its initial parameters, and so are not part of a trained model.
@@ -95,7 +103,8 @@ class MambaLMConfig:
         """
         known = {f.name for f in dataclasses.fields(StackConfig)} - MODEL_FIELDS - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
-            raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}")
+            near = suggest_field(unknown[0], known)
+            raise ValueError(f"MambaLMConfig: stack must have entries among {sorted(known)}, got {unknown}{near}")
         config = StackConfig(**{name: getattr(self, name) for name in MODEL_FIELDS}, **self.stack, final_norm=True)
         if config.has_class_tokens():
             raise ValueError(
@@ -126,10 +135,13 @@ def check_fields(fields: dict[str, Any]) -> None:
         TypeError: One is not; the message suggests a similar name, or the table to which the field belongs.
     """
     known = [f.name for f in dataclasses.fields(MambaLMConfig)]
+    stack_fields = {f.name for f in dataclasses.fields(StackConfig)}
+    block_fields = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)} | {"layer"}
     for name, value in fields.items():
         if name in known:
             continue
-        block_fields = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)}
-        if name in block_fields | {"layer"}:
-            raise TypeError(f"MambaLM: {name} is a field of the blocks: give ssm_cfg={{{name!r}: {value!r}, ...}}")
-        raise TypeError(f"MambaLM has no field {name!r}{suggest(name, [*known, 'device', 'dtype'])}")
+        ours = our_name(name)
+        for part, table, names in (("stack", "stack", stack_fields), ("blocks", "ssm_cfg", block_fields)):
+            if ours in names and ours not in known:
+                raise TypeError(f"MambaLM: {name} is a field of the {part}: give {table}={{{ours!r}: {value!r}, ...}}")
+        raise TypeError(f"MambaLM has no field {name!r}{suggest_field(name, [*known, 'device', 'dtype'])}")

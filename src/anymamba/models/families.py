@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from anymamba.blocks.base import Block
-from anymamba.blocks.block_config import ignored_options
+from anymamba.blocks.block_config import FOREIGN_NAMES, ignored_options
 from anymamba.blocks.mamba1 import Mamba1
 from anymamba.blocks.mamba2 import Mamba2
 from anymamba.blocks.mamba3 import Mamba3
@@ -15,6 +16,37 @@ from anymamba.core.config_fields import coerce_value, field_types, suggest
 FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3": Mamba3}
 
 MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
+
+
+# Names that burn-mamba and transformers give to our fields of blocks, stacks and models.
+_FOREIGN_NAMES = FOREIGN_NAMES | {
+    "class_latents": "class_tokens",
+    "dim": "d_model",
+    "init_bias": "gate_bias",
+    "init_bias_step": "gate_bias_step",
+    "intermediate_size": "d_intermediate",
+    "mamba_block": "ssm_cfg",
+    "missing_lm_head": "tie_embeddings",
+    "n_real_layers": "n_layer",
+    "n_stream": "streams",
+    "n_virtual_layers": "n_virtual",
+    "num_hidden_layers": "n_layer",
+    "output_merge": "merge",
+    "per_virtual_layer": "gates_per",
+    "residuals": "streams",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+def our_name(name: str) -> str:
+    """Return the name that a field of burn-mamba or transformers has here; other names are returned as they are."""
+    return _FOREIGN_NAMES.get(name, name)
+
+
+def suggest_field(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean n_layer?" for a foreign or misspelled name of a field, or an empty string."""
+    known = list(known)
+    return f"; did you mean {our_name(name)}?" if our_name(name) in known else suggest(name, known)
 
 
 def get_family(name: str, table: str = "ssm_cfg") -> type[Block]:
@@ -56,7 +88,7 @@ def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_
     ignored = ignored_options(kind) | {"chunk_size", "layer"}
     entries = {key: value for key, value in ssm_cfg.items() if key not in ignored}
     if unknown := sorted(set(entries) - set(fields)):
-        near = suggest(unknown[0], fields)
+        near = suggest_field(unknown[0], fields)
         raise ValueError(f"{where}: {table} has entries that {name} does not know: {unknown}{near}")
     values = {
         key: coerce_value(f'{where}: {table}["{key}"]', value, fields[key], max_number=MAX_CONFIG_NUMBER)

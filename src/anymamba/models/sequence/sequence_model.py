@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from anymamba.core.checks import check_dtype_and_device, check_shape
 from anymamba.core.layout import Padding
 from anymamba.models.backbone import embed_ids
+from anymamba.models.families import suggest_field
 from anymamba.models.inputs import check_batch, check_input
 from anymamba.models.stack.bidirectional import BidirectionalStack
 from anymamba.models.stack.class_tokens import Position, check_positions
@@ -89,7 +90,8 @@ class SequenceConfig:
         """
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise ValueError(f"SequenceConfig: expected fields among {sorted(known)}, got {unknown}")
+            near = suggest_field(unknown[0], known)
+            raise ValueError(f"SequenceConfig: expected fields among {sorted(known)}, got {unknown}{near}")
         if "stack" not in values:
             raise ValueError("SequenceConfig: stack must be given: a table with d_model, n_layer and more")
         return cls(**values)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from anymamba.blocks.base import Block
 from anymamba.core.config_fields import coerce_value, field_types
-from anymamba.models.families import MAX_CONFIG_NUMBER, family_name, get_family, make_block_config
+from anymamba.models.families import MAX_CONFIG_NUMBER, family_name, get_family, make_block_config, suggest_field
 from anymamba.models.stack.class_tokens import Position, check_positions
 from anymamba.models.stack.residual_gates import default_gate_bias
 
@@ -254,7 +254,8 @@ class StackConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         required = {f.name for f in dataclasses.fields(cls) if _is_required(f)}
         if unknown := sorted(set(values) - known):
-            raise ValueError(f"{cls.__name__}: expected fields among {sorted(known)}, got {unknown}")
+            near = suggest_field(unknown[0], known)
+            raise ValueError(f"{cls.__name__}: expected fields among {sorted(known)}, got {unknown}{near}")
         if missing := sorted(required - set(values)):
             raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given")
         return cls(**values)
