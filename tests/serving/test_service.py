@@ -148,6 +148,36 @@ def test_a_tokenizer_that_fails_is_one_error_and_one_line(tmp_path, capfd):
     assert "Traceback" not in errors
 
 
+class Panic(BaseException):
+    """An error of a native library."""
+
+
+class FailingTokenizer(ByteTokenizer):
+    """Cannot decode, once an error is set."""
+
+    error = None
+
+    def decode(self, ids):
+        if self.error is not None:
+            raise self.error
+        return super().decode(ids)
+
+
+@pytest.mark.parametrize("error", [ValueError("no text"), Panic("no text")])
+def test_an_error_within_a_reply_is_one_response_and_one_line(error, capfd):
+    tokenizer = FailingTokenizer()
+    service = make_service(tokenizer)
+
+    async def scenario():
+        tokenizer.error = error
+        assert await error_of(service, completion("x")) == (500, "internal_error")
+        tokenizer.error = None
+        assert await events_of(service, completion("x"))
+
+    run(scenario, service)
+    assert capfd.readouterr().err == f"anymamba: {error!r}\n"
+
+
 @pytest.mark.parametrize("request_for", [completion, chat])
 def test_a_session_without_memory_is_rejected_before_its_first_event(request_for):
     service = make_service(memory=0)

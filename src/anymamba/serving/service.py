@@ -314,7 +314,8 @@ def _job_error(error: BaseException) -> BaseException:
         return ApiError(408, str(error), code="timeout")
     if isinstance(error, ShuttingDown):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
-    if isinstance(error, ValueError):  # caused by data: logits that are not finite, or tokens that cannot be decoded
-        print(f"anymamba: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+    # Not a bug here, but caused by data (logits that are not finite, tokens without text) or by a native library.
+    if isinstance(error, ValueError) or not isinstance(error, Exception):
+        print(f"anymamba: {' '.join(repr(error).split())[:300]}", file=sys.stderr, flush=True)
         return internal_error()
     return error

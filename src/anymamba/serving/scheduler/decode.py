@@ -207,7 +207,7 @@ class DecodeLoop:
             if not job.is_cancelled and index < len(job.continuations):
                 try:
                     self._begin(job, index, prefilled.state)
-                except Exception as error:  # it concerns only this job
+                except BaseException as error:  # even one of a native library concerns only this job
                     self._outbox.fail(job, error)
 
     def _begin(self, job: Job, index: int, state: GenerationState) -> None:
@@ -268,7 +268,7 @@ class DecodeLoop:
                 if not row.is_done:
                     return False
             self._end(row, "", lambda: row.continuation.make_state(self.slots.copy_row(i), logits_1v.clone()))
-        except Exception as error:  # it concerns only this job
+        except BaseException as error:  # even one of a native library concerns only this job
             self._outbox.fail(row.job, error)
         return True
 

@@ -85,11 +85,11 @@ class PrefillQueue:
             self._prompts.remove(prompt)
         if not self._prompts:
             return False
-        # 2) Read a segment of the next prompt. An error concerns only its job.
+        # 2) Read a segment of the next prompt. An error, even one of a native library, concerns only its job.
         prompt = self._select_next()
         try:
             state = self._read_segment(prompt)
-        except Exception as error:
+        except BaseException as error:
             self._outbox.add(prompt.job, JobFailed(error))
             self._prompts.remove(prompt)
             return True
