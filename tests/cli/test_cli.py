@@ -80,7 +80,7 @@ class TestGenerate:
     def test_the_text_is_that_of_the_library(self, run, model):
         code, out, err = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 12)
         assert (code, out) == (0, continuation(model, b"Hello", 12) + "\n")
-        assert re.search(r"read 5 tokens at [\d.]+/s, wrote 12 at [\d.]+ tokens/s", err)
+        assert re.search(r"read 5 tokens \([\d.]+/s\), wrote 12 tokens \([\d.]+/s\)", err)
 
     def test_a_prompt_comes_from_a_file_or_stdin(self, run, model, tmp_path):
         (tmp_path / "prompt").write_bytes(b"Gr\xc3\xbc\xff")
@@ -158,7 +158,7 @@ class TestGenerate:
         interrupted(4)
         code, _, err = run("generate", model, "--prompt", "Hello", "--max-new-tokens", 30)
         assert code == 130
-        assert re.fullmatch(r"read 5 tokens at [\d.]+/s, wrote 4 at [\d.]+ tokens/s\n", err)
+        assert re.fullmatch(r"read 5 tokens \([\d.]+/s\), wrote 4 tokens \([\d.]+/s\)\n", err)
 
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
     def test_a_terminal_is_told_how_to_continue_and_to_leave(self, model, capsys, monkeypatch):
@@ -273,9 +273,9 @@ sys.exit(code)
         ("flags", "message"),
         [
             (["--prompt", ""], "the prompt is empty: pass --prompt, --file, or a text on stdin"),
-            (["--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
-            (["--prompt", "x", "--temperature", "nan"], "temperature must be between 0 and 1e+30, got nan"),
-            (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
+            (["--prompt", "x", "--top-p", "2"], "--top-p must be above 0 and at most 1, got 2.0"),
+            (["--prompt", "x", "--temperature", "nan"], "--temperature must be between 0 and 1e+30, got nan"),
+            (["--prompt", "x", "--max-new-tokens", "-1"], "--max-new-tokens must be at least 0, got -1"),
             (["--prompt", "x", "--stop", ""], "--stop must be a text, got an empty one"),
             (["--prompt", "x", "--load-state", "nowhere"], "nowhere: no such file"),
             (["--prompt", "x", "--device", "cuda:77"], "--device cuda:77: not available here"),
@@ -283,13 +283,20 @@ sys.exit(code)
             (["--prompt", "x", "--device", "vulkan"], "--device vulkan: not available here; available are cpu"),
             (["--prompt", "x", "--device", "hpu"], "--device hpu: not available here; available are cpu"),
             (["--prompt", "x", "--device", "meta"], "--device meta: computes no values; available are cpu"),
-            (["--prompt", "x", "--repetition-penalty", "1e-40"], "repetition_penalty must be between 1e-30 and 1e+30"),
+            (
+                ["--prompt", "x", "--repetition-penalty", "1e-40"],
+                "--repetition-penalty must be between 1e-30 and 1e+30",
+            ),
             (["--prompt", "x", "--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
             (["--prompt", "x", "--threads", "0"], "--threads must be at least 1, got 0"),
             (["--file", "nowhere"], "nowhere: no such file"),
             (["--file", "."], ".: expected a file, got a directory"),
             (["--prompt", "x", "--save-state", "nowhere/state"], "nowhere/state: there is no such directory"),
             (["--prompts", "nowhere"], "nowhere: no such file"),
+            (["--prompts", "nowhere", "--samples", "0"], "--samples must be at least 1, got 0"),
+            (["--prompts", "nowhere", "--logprobs", "-1"], "--logprobs must be at least 0, got -1"),
+            (["--prompt", "x", "--samples", "3"], "--samples can only be used with --prompts"),
+            (["--prompt", "x", "--logprobs", "3"], "--logprobs can only be used with --prompts"),
             (["--prompts", "x", "--save-state", "y"], "--save-state belongs to one text, and cannot be used with --pr"),
         ],
     )
@@ -527,15 +534,15 @@ class TestEval:
         (tmp_path / "text").write_bytes(content)
         code, _, err = run("eval", model, tmp_path / "text")
         assert code == 2
-        assert f"at least two tokens is needed, got {len(content)}" in err
+        assert f"expected a text of at least two tokens, got {len(content)}" in err
 
     @pytest.mark.parametrize(
         ("file", "message"),
         [
             ("nowhere", "nowhere: no such file or directory"),
             ("{empty}", "{empty}: no text files there"),
-            ("/dev/null", "/dev/null: a text of at least two tokens is needed, got 0"),
-            ("-", "stdin: a text of at least two tokens is needed, got 0"),
+            ("/dev/null", "/dev/null: expected a text of at least two tokens, got 0"),
+            ("-", "stdin: expected a text of at least two tokens, got 0"),
         ],
     )
     def test_files_that_are_not_text_are_named(self, run, model, tmp_path, file, message):

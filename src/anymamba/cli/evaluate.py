@@ -174,7 +174,7 @@ def _assign_texts(sizes: list[int], world_size: int) -> list[int | None]:
 
 def _check_predicted(text: _Text, score: _FileScore, total: _FileScore) -> None:
     if not total.predicted:
-        raise ValueError(f"{_display_name(text.path)}: a text of at least two tokens is needed, got {score.tokens}")
+        raise ValueError(f"{_display_name(text.path)}: expected a text of at least two tokens, got {score.tokens}")
 
 
 def _display_name(path: str) -> str:

@@ -17,7 +17,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from anymamba.cli.common import Progress, chat_template, decode_text, load, read_file, stdin_bytes, system_message
+from anymamba.cli.common import (
+    Progress,
+    chat_template,
+    check_at_least,
+    decode_text,
+    load,
+    read_file,
+    stdin_bytes,
+    system_message,
+)
 from anymamba.core.process import catch_signals
 from anymamba.generation import (
     ChatTemplate,
@@ -40,10 +49,7 @@ _JSON_SUFFIXES = (".jsonl", ".ndjson")
 def run(args: argparse.Namespace) -> None:
     """Load the model, generate, print; at the end save the state if requested."""
     # 1) Check the arguments before the model is loaded.
-    check_texts("--stop", args.stop)
-    Sampling(**_sampling_options(args))
-    if sys.stdout is None:
-        raise ValueError("stdout is closed: there is nowhere to write to")
+    _check_options(args)
     if args.prompts is not None:
         _complete_file(args)
         return
@@ -74,6 +80,21 @@ def run(args: argparse.Namespace) -> None:
         if args.save_state and session.state is not None:
             session.state.save(args.save_state, model)
     session.report()
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if sys.stdout is None:
+        raise ValueError("stdout is closed: there is nowhere to write to")
+    check_texts("--stop", args.stop)
+    check_at_least(args, 0, "max_new_tokens", "logprobs")
+    check_at_least(args, 1, "samples", "batch_size")
+    if args.prompts is None and (args.samples > 1 or args.logprobs is not None):
+        raise ValueError(f"--{'samples' if args.samples > 1 else 'logprobs'} can only be used with --prompts")
+    try:
+        Sampling(**_sampling_options(args))
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {problem}") from error
 
 
 def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -173,8 +194,8 @@ class Session:
         read_speed = self._tokens_read / max(self._seconds_reading, 1e-9)
         write_speed = self._tokens_written / max(self._seconds_writing, 1e-9)
         print(
-            f"read {self._tokens_read} tokens at {read_speed:.1f}/s, "
-            f"wrote {self._tokens_written} at {write_speed:.1f} tokens/s",
+            f"read {self._tokens_read} tokens ({read_speed:.1f}/s), "
+            f"wrote {self._tokens_written} tokens ({write_speed:.1f}/s)",
             file=sys.stderr,
         )
 
