@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp's converter lays them out, and checkpoints of fla."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 from anymamba import MambaLM
 from anymamba.checkpoints.open import open_checkpoint
+from anymamba.checkpoints.weight_files import open_weight_file
 from anymamba.cli.main import main
 from anymamba.generation.tokenizers import load_tokenizer
 from tests.support import assert_near
@@ -161,6 +163,15 @@ def test_a_file_that_cannot_be_read_is_one_line(make, error, tmp_path, capsys):
     found = capsys.readouterr().err
     assert error in found
     assert found.count("\n") == 1
+
+
+def test_a_gguf_file_that_is_cut_short_is_refused_before_it_is_read(tmp_path):
+    """Reading beyond the end of a mapped file would end the process."""
+    path = write(lively("mamba2"), tmp_path / "model.gguf")
+    with open_weight_file(path) as file:
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ValueError, match=r"model.gguf: should have \d+ bytes, got \d+: the file was cut short"):
+            file.read("output_norm.weight", torch.float32, mapped=False)
 
 
 def gguf_of_another_kind(path):

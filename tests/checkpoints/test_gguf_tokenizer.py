@@ -80,8 +80,21 @@ def test_bytes_special_tokens_and_spaces(tmp_path):
 
 def test_pieces_without_scores_are_refused():
     fields = {f"tokenizer.{name}": value for name, value in pieces().items() if name != "ggml.scores"}
-    with pytest.raises(ValueError, match=r"expected a score and a kind for each of the 320 tokens, got no scores"):
+    with pytest.raises(ValueError, match=r"expected a score for each of the 320 tokens, got no scores"):
         tokenizer_files("model.gguf", lambda name, default=None: fields.get(name, default))
+
+
+def test_ids_and_types_beyond_the_vocabulary_are_rejected_or_ignored():
+    fields = {f"tokenizer.{name}": value for name, value in byte_pairs("gpt-2", "a b").items()}
+    fields |= {"tokenizer.ggml.bos_token_id": 10**6, "tokenizer.ggml.add_bos_token": True}
+    files = tokenizer_files("model.gguf", lambda name, default=None: fields.get(name, default))
+    assert "post_processor" not in files["tokenizer.json"]
+    assert "bos_token" not in files["tokenizer_config.json"]
+    fields["tokenizer.ggml.token_type"] = [1, 1]
+    with pytest.raises(ValueError, match=r"model.gguf: expected a type for each of the 98 tokens, got 2"):
+        tokenizer_files("model.gguf", lambda name, default=None: fields.get(name, default))
+    with pytest.raises(ValueError, match=r"model.gguf: tokenizer.huggingface.json: not readable JSON"):
+        tokenizer_files("model.gguf", {"tokenizer.huggingface.json": "{"}.get)
 
 
 def byte_pairs(pre, *merges, **fields):

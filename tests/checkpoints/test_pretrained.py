@@ -272,6 +272,22 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_refused(directory):
             file.read(last, dtype, mapped=False)
         with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
             list(file.read_rows(last, dtype, None, 2))
+        with pytest.raises(ValueError, match=r"should have \d+ bytes, got \d+: the file was cut short"):
+            file.read(last, dtype, mapped=True)
+
+
+def test_a_mapped_pickle_that_is_cut_short_is_refused_before_it_is_read(directory):
+    """Reading beyond the end of a mapped file would end the process."""
+    path = directory / "pytorch_model.bin"
+    torch.save(load_file(directory / "model.safetensors"), path)
+    with open_weight_file(path) as file:
+        os.truncate(path, 2**10)
+        name, stored = list(file.entries().items())[-1]
+        for mapped in (False, True):
+            with pytest.raises(ValueError, match=r"pytorch_model.bin: should have \d+ bytes, got 1024"):
+                file.read(name, stored.dtype, mapped=mapped)
+        with pytest.raises(ValueError, match=r"pytorch_model.bin: should have \d+ bytes, got 1024"):
+            next(file.read_rows(name, stored.dtype, None, 2))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "old bin"])

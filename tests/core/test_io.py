@@ -2,14 +2,19 @@
 
 import errno
 import os
+import re
+import shutil
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from anymamba import Mamba2
-from anymamba.core.io import atomic_write, parse_json, read_json, write_json, write_tensors
+from anymamba.core.io import TensorFileReader, atomic_write, parse_json, read_json, write_json, write_tensors
 
 LARGE = {"x": torch.zeros(2**14)}  # 64 KiB
 
@@ -36,6 +41,162 @@ def test_a_file_is_replaced_as_a_whole(write, tmp_path):
     write(file)
     assert file.stat().st_size > 2**16
     assert list(tmp_path.iterdir()) == [file]
+
+
+def record_calls(write, file):
+    """Return the order of syncs and renames, as this process asks the system for them."""
+    events = []
+    with pytest.MonkeyPatch.context() as patch:
+        fsync, replace = os.fsync, os.replace
+
+        def record_fsync(descriptor):
+            events.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+            fsync(descriptor)
+
+        def record_replace(source, target, **options):
+            events.append(("rename", os.fspath(source), os.fspath(target)))
+            replace(source, target, **options)
+
+        patch.setattr(os, "fsync", record_fsync)
+        patch.setattr(os, "replace", record_replace)
+        patch.setattr(os, "rename", record_replace)
+        WRITERS[write](file)
+    return events
+
+
+TRACED = """
+import sys
+from pathlib import Path
+from tests.core.test_io import WRITERS
+WRITERS[sys.argv[1]](Path(sys.argv[2]))
+"""
+
+
+def trace_calls(write, file):
+    """Return the order of writes, syncs and renames in the directory, as the kernel sees them."""
+    log = file.parent.parent / "trace"
+    calls = "trace=write,pwrite64,fsync,fdatasync,rename,renameat,renameat2,ftruncate"
+    command = ["strace", "-f", "-y", "-s", "4096", "-e", calls, "-o", str(log), sys.executable, "-c", TRACED]
+    subprocess.run([*command, write, str(file)], check=True, capture_output=True)
+    events = []
+    for line in log.read_text(errors="replace").splitlines():
+        call = re.match(r"(?:\d+ +)?(\w+)\((.*)", line)
+        if call is None or str(file.parent) not in line:
+            continue
+        if call[1].startswith("rename"):
+            events.append(("rename", *re.findall(r'"([^"]+)"', call[2])[:2]))
+        else:
+            name = re.match(r"\d+<([^>]*)>", call[2])[1]
+            events.append((call[1].replace("fdatasync", "fsync").replace("pwrite64", "write"), name))
+    return events
+
+
+TRACERS = [record_calls] if sys.platform == "linux" else []
+TRACERS += [trace_calls] if shutil.which("strace") else []
+
+
+@pytest.mark.parametrize("trace", TRACERS)
+@pytest.mark.parametrize("write", WRITERS)
+def test_data_then_name_then_directory_reach_the_disk(write, trace, tmp_path):
+    """In any other order, a power cut could leave an empty or a half-written file under the name."""
+    directory = tmp_path / "files"
+    directory.mkdir()
+    file = directory / "some.file"
+    file.write_bytes(b"before")
+    events = trace(write, file)
+    renames = [event for event in events if event[0] == "rename"]
+    assert len(renames) == 1
+    temporary = renames[0][1]
+    assert renames[0][2] == str(file)
+    assert temporary != str(file)
+    synced = events.index(("fsync", temporary))
+    renamed = events.index(renames[0])
+    assert synced < renamed < events.index(("fsync", str(directory)))
+    assert all(events.index(event) < synced for event in events if event == ("write", temporary))
+    last_write = max((i for i, event in enumerate(events) if event == ("write", temporary)), default=-1)
+    assert last_write < synced
+    assert not any(event[0] == "write" and event[1] == str(file) for event in events)
+
+
+def test_the_library_reads_what_is_written(tmp_path):
+    tensors = {
+        "empty": torch.zeros(0, 3),
+        "one": torch.tensor(2.5, dtype=torch.bfloat16),
+        "transposed": torch.randn(3, 5).T,
+        "flags": torch.tensor([True, False, True]),
+        "numbers": torch.arange(7).to(torch.uint16),
+        "parameter": torch.nn.Parameter(torch.randn(2, dtype=torch.float64)),
+    }
+    write_tensors(tmp_path / "a", tensors, {"note": "ä"})
+    write_tensors(tmp_path / "b", dict(reversed(tensors.items())), {"note": "ä"})
+    loaded = load_file(tmp_path / "a")
+    assert loaded.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert torch.equal(loaded[name], x), name
+        assert loaded[name].dtype == x.dtype
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    write_tensors(tmp_path / "none", {}, {})
+    assert load_file(tmp_path / "none") == {}
+    with pytest.raises(TypeError, match=r"x must have one of F64, .*got torch.complex64"):
+        write_tensors(tmp_path / "a", {"x": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert load_file(tmp_path / "a").keys() == tensors.keys()
+
+
+def test_a_file_that_need_not_last_is_not_synced(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("synced"))
+    write_tensors(tmp_path / "some.file", LARGE, {}, durable=False)
+    write_json(tmp_path / "some.json", {}, durable=False)
+
+
+def test_directories_that_cannot_be_synced_are_no_error(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def fsync_files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_files_only)
+    write_json(tmp_path / "some.json", {"x": 1})
+    assert read_json(tmp_path / "some.json") == {"x": 1}
+
+
+def test_a_sync_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    file = tmp_path / "some.file"
+    file.write_bytes(b"before")
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"Input/output error: .*some\.file'"):
+        write_tensors(file, LARGE, {})
+    check_untouched(file)
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.3])
+def test_a_reader_of_a_file_that_is_cut_short_raises(tmp_path, keep):
+    file = tmp_path / "some.file"
+    tensors = {"a": torch.arange(1000), "b": torch.randn(3, 4), "none": torch.zeros(0, 3)}
+    write_tensors(file, tensors, {"note": "x"})
+    reader = TensorFileReader(file)
+    assert set(reader.entries) == set(tensors)
+    for name, x in tensors.items():
+        raw = torch.empty(x.nbytes, dtype=torch.uint8)
+        reader.read_into(raw, name)
+        assert torch.equal(raw.view(x.dtype).view(x.shape), x)
+    raw = torch.empty(16, dtype=torch.uint8)
+    reader.read_into(raw, "a", 8 * 500)
+    assert raw.view(torch.int64).tolist() == [500, 501]
+    reader.check_complete()
+    os.truncate(file, int(keep * file.stat().st_size))
+    with pytest.raises(ValueError, match=r"some\.file: should have \d+ bytes, got \d+: the file was cut short"):
+        reader.check_complete()
+    with pytest.raises(ValueError, match=r"some\.file: a should have 8000 bytes, got \d+: the file was cut short"):
+        reader.read_into(torch.empty(8000, dtype=torch.uint8), "a")
+    reader.close()
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        TensorFileReader(file)
 
 
 def fail_to_write(file, number, named):

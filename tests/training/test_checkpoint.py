@@ -317,7 +317,7 @@ def test_a_model_is_not_overwritten_when_its_checkpoints_are_gone(trainer):
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_starts_again(trainer, tmp_path, monkeypatch):
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

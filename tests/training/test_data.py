@@ -1,6 +1,7 @@
 import itertools
 import json
 import lzma
+import os
 import re
 
 import numpy as np
@@ -162,6 +163,16 @@ class TestCorpus:
         with pytest.raises(ValueError, match=r"train-00000.*: damaged"):
             open_corpus(tmp_path / "data")
 
+    def test_a_shard_that_is_cut_short_while_it_is_read_is_an_error(self, corpus, tmp_path):
+        """In a mapped file, reading beyond its end would end the process."""
+        text = prepared(corpus, tmp_path / "data").train
+        file = tmp_path / "data" / "train-00000.safetensors"
+        tokens = text.read(0, text.total)
+        os.truncate(file, file.stat().st_size // 2)
+        with pytest.raises(ValueError, match=r"train-00000\.safetensors: tokens should have .* the file was cut short"):
+            text.read(text.total - 2, text.total)
+        assert torch.equal(text.read(0, 2), tokens[:2])
+
     @pytest.mark.parametrize(
         "damage",
         [
@@ -212,7 +223,8 @@ class TestCorpus:
             index.write_text(json.dumps(table))
             if tensors is whole:
                 assert open_corpus(tmp_path / "data").train.total == 8
-        with pytest.raises(ValueError, match=r"train-00000\.safetensors: damaged: its documents are not as long"):
+        message = "its documents are not as long|expected a vector of tokens"
+        with pytest.raises(ValueError, match=rf"train-00000\.safetensors: damaged: ({message})"):
             open_corpus(tmp_path / "data")
 
     @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_demo_that_was_stopped_or_finished_continues(demo, tmp_path):
 
 
 def test_a_demo_that_failed_in_its_first_save_starts_again(demo, tmp_path, monkeypatch):
-    def killed(*arguments):
+    def killed(*arguments, **options):
         raise KeyboardInterrupt
 
     trainer = begun(tmp_path)

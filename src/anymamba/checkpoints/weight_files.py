@@ -7,13 +7,12 @@ code.
 
 from __future__ import annotations
 
-import json
 import mmap
 import pickle
 import reprlib
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anymamba.checkpoints.formats import gguf
-from anymamba.core.io import open_tensors, read_json
+from anymamba.core.io import TensorFileReader, check_size, open_tensors, read_json
 
 _BLOCK = 2**18  # values that are examined together: they fit in a core's second-level cache
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -47,15 +46,13 @@ class SafetensorsFile:
 
     def __enter__(self) -> SafetensorsFile:
         """Map the file, which checks its header, and open it to read."""
-        self._file = self._stack.enter_context(open_tensors(self.path))
-        self._bytes = self._stack.enter_context(self.path.open("rb"))
-        size = int.from_bytes(self._bytes.read(8), "little")
-        self._header, self._start = json.loads(self._bytes.read(size)), 8 + size
+        self._mapped = self._stack.enter_context(open_tensors(self.path))
+        self._reader = self._stack.enter_context(closing(TensorFileReader(self.path)))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Close the file. Tensors that are views of it keep it mapped."""
-        del self._file
+        del self._mapped
         self._scratch_bytes = None
         self._stack.close()
 
@@ -66,47 +63,48 @@ class SafetensorsFile:
             ValueError: A tensor has a dtype that weights cannot have.
         """
         entries = {}
-        for name in self._file.keys():  # noqa: SIM118
-            part = self._file.get_slice(name)
-            if part.get_dtype() not in _DTYPES:
-                raise ValueError(f"{self.path}: {name} must be one of {list(_DTYPES)}, got {part.get_dtype()}")
-            entries[name] = StoredTensor(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+        for name, entry in self._reader.entries.items():
+            if entry["dtype"] not in _DTYPES:
+                raise ValueError(f"{self.path}: {name} must be one of {list(_DTYPES)}, got {entry['dtype']}")
+            entries[name] = StoredTensor(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
         return entries
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
-        """Return a tensor: a copy, or if `mapped` a view of the file where it has that dtype and device already."""
+        """Return a tensor: a copy, or if `mapped` a view of the file where it has that dtype and device already.
+
+        Raises:
+            ValueError: The file was cut short.
+        """
         if mapped:
-            view: Tensor = self._file.get_tensor(name).to(device, dtype)
+            self._reader.check_complete()
+            view: Tensor = self._mapped.get_tensor(name).to(device, dtype)
             return view
-        entry = self._header[name]
+        entry = self._reader.entries[name]
         begin, end = entry["data_offsets"]
         stored, on_cpu = _DTYPES[entry["dtype"]], device is None or device.type == "cpu"
         raw = torch.empty(end - begin, dtype=torch.uint8) if on_cpu and stored == dtype else self._scratch(end - begin)
-        self._fill(raw, name, begin)
+        self._reader.read_into(raw, name)
         return raw.view(stored).view(entry["shape"]).to(device, dtype)
 
     def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
-        """Yield a tensor some rows at a time; each chunk may reuse the memory of the one before."""
-        entry = self._header[name]
+        """Yield a tensor some rows at a time; each chunk may reuse the memory of the one before.
+
+        Raises:
+            ValueError: The file was cut short.
+        """
+        entry = self._reader.entries[name]
         (begin, end), shape, stored = entry["data_offsets"], entry["shape"], _DTYPES[entry["dtype"]]
         row_bytes = (end - begin) // max(1, shape[0])
         for start in range(0, shape[0], rows):
             count = min(rows, shape[0] - start)
             raw = self._scratch(count * row_bytes)
-            self._fill(raw, name, begin + start * row_bytes)
+            self._reader.read_into(raw, name, start * row_bytes)
             yield raw.view(stored).view(count, *shape[1:]).to(device, dtype)
-
-    def _fill(self, raw: Tensor, name: str, begin: int) -> None:
-        """Read bytes into `raw`, from `begin` on, counted from the end of the header."""
-        self._bytes.seek(self._start + begin)
-        size = self._bytes.readinto(raw.numpy().data)
-        if size != len(raw):
-            raise ValueError(f"{self.path}: {name} should have {len(raw)} bytes, got {size}: the file was cut short")
 
     def _scratch(self, size: int) -> Tensor:
         """Return one buffer for all conversions and moves, outside malloc, whose gaps would stay allocated."""
         if self._scratch_bytes is None:
-            offsets = [entry["data_offsets"] for name, entry in self._header.items() if name != "__metadata__"]
+            offsets = [entry["data_offsets"] for entry in self._reader.entries.values()]
             pages = mmap.mmap(-1, max(1, *(end - begin for begin, end in offsets)))
             self._scratch_bytes = torch.frombuffer(pages, dtype=torch.uint8)
         return self._scratch_bytes[:size]
@@ -138,6 +136,7 @@ class PickleFile:
         """Read the table of tensors; their values stay in the file if its form allows that."""
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file")
+        self._size = self.path.stat().st_size
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about forms of pickle, which are rejected or read anyway
@@ -175,6 +174,7 @@ class PickleFile:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
         """Return a tensor: a copy, or if `mapped` a view of the file where it has that dtype and device already."""
+        self._check_complete()
         view: Tensor = self._tensors[name].detach()
         tensor = view.to(device, dtype, copy=not mapped).contiguous()
         if not self._is_mapped:
@@ -187,6 +187,7 @@ class PickleFile:
     def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
         """Yield a tensor some rows at a time."""
         for start in range(0, self._tensors[name].shape[0], rows):
+            self._check_complete()
             view = self._tensors[name].detach()[start : start + rows]
             yield view.to(device, dtype).contiguous()
             if self._is_mapped and self._budget.is_exceeded_by(view.nbytes):
@@ -194,6 +195,11 @@ class PickleFile:
                 self._map_again()
         if not self._is_mapped:
             del self._tensors[name]
+
+    def _check_complete(self) -> None:
+        """Raise `ValueError` if a mapped file was cut short since it was opened."""
+        if self._is_mapped:
+            check_size(self.path, self.path.stat().st_size, self._size)
 
     def _map_again(self) -> None:
         """Release the pages that were read."""

@@ -7,7 +7,6 @@ every byte of the file, computed with zeros in the place of the checksum itself.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -181,18 +180,14 @@ class SavableTree(Tree):
 
 
 def _sign(path: Path) -> None:
-    """Order the header, which the library does not, so that the same state gives the same bytes; write the checksum."""
+    """Write the checksum of a file into its header."""
     with path.open("r+b") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
-        ordered = json.dumps(json.loads(header), sort_keys=True, separators=(",", ":")).encode().ljust(len(header))
-        assert len(ordered) == len(header)
-        file.seek(8)
-        file.write(ordered)
         file.seek(0)
         digest = hashlib.blake2b(digest_size=16)
         while block := file.read(2**20):
             digest.update(block)
-        file.seek(_checksum_offset(ordered, _NO_CHECKSUM))
+        file.seek(_checksum_offset(header, _NO_CHECKSUM))
         file.write(digest.hexdigest().encode())
 
 

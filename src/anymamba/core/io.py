@@ -1,36 +1,71 @@
-"""Files that are either complete or absent, and errors that name the file."""
+"""Files that are either complete or absent, also after a power cut, and errors that name the file.
+
+Every file is written under a temporary name next to its own. `atomic_write` puts its data on the disk, renames it, and
+then puts the directory on the disk: at any moment there is either the former file or the new one, and when the call
+returns, the new one survives a power cut.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-import re
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-_DEEPEST = 64
+# Names of the format for the dtypes that torch and the format share.
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_MAX_NESTING = 64
+_CHUNK_BYTES = 2**20
+# Errors of systems and file systems on which a directory cannot be synced.
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF)
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it if the block succeeds and removed if it does not.
+def atomic_write(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary name next to `path`, which is renamed to it if the block succeeds, and removed if it fails.
+
+    Args:
+        path: Name of the file.
+        durable: Whether the file survives a power cut from then on. False saves time for a file in a directory that is
+            synced as a whole later.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: The file cannot be written; an earlier one is unchanged.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         yield temporary
+        if durable:
+            fsync(temporary)
         temporary.replace(target)
+        if durable:
+            fsync(target.parent)
     except OSError as error:
         raise with_filename(target, error, temporary) from error
     finally:
@@ -39,10 +74,29 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def with_filename(path: Path, error: OSError, temporary: Path | None = None) -> OSError:
-    """The error of a write to `path`, with its name if the error names no file or a temporary one."""
+    """Return the error of a write to `path` with that name, if the error names no file or the temporary one."""
     if error.errno is None or error.filename not in (None, temporary, str(temporary)):
         return error
     return OSError(error.errno, error.strerror or os.strerror(error.errno), str(path))
+
+
+def fsync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a directory, would survive a power cut.
+
+    Directories are skipped on systems that cannot sync them.
+    """
+    is_directory = path.is_dir()
+    if is_directory and os.name == "nt":
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_directory else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not (is_directory and error.errno in _NO_DIRECTORY_SYNC):
+            raise
 
 
 @contextmanager
@@ -52,7 +106,7 @@ def run_lock(directory: Path) -> Iterator[None]:
     Without locks (Windows, some network file systems), or without a directory, no process is kept out.
 
     Raises:
-        ValueError: another process holds the lock.
+        ValueError: Another process holds the lock.
     """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
@@ -68,40 +122,61 @@ def run_lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file.
+def write_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], *, durable: bool = True
+) -> None:
+    """Write a safetensors file, which replaces an earlier one when it is complete.
+
+    Args:
+        path: Name of the file.
+        tensors: Tensors by their names.
+        metadata: Further entries of the header.
+        durable: Whether the file survives a power cut from then on.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: The file cannot be written; an earlier one is unchanged.
     """
-    with atomic_write(path) as temporary:
+    with atomic_write(path, durable=durable) as temporary:
         save_tensors(temporary, tensors, metadata)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file under this very name, with the permissions of the umask.
+    """Write a safetensors file under this very name; the same tensors give the same bytes.
+
+    The library's own function would write under a further temporary name, which a killed process leaves behind.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
+        TypeError: A tensor has a dtype that the format does not know.
     """
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
-    except SafetensorError as error:  # how the library reports a full disk
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise OSError(f"{path}: cannot be written ({error})") from error
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    path.chmod(mode)  # the library may create a file there that no other user can read
+    # 1) The header: wide dtypes first, so that every tensor is aligned, and padding to a multiple of 8 bytes.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, x in ordered:
+        if x.dtype not in _DTYPE_NAMES:
+            raise TypeError(f"{path}: {name} must have one of {', '.join(_DTYPE_NAMES.values())}, got {x.dtype}")
+        end = begin + x.numel() * x.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    # 2) The file: the length of the header, the header, the tensors.
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, x in ordered:
+            file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager
 def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Iterator[Any]:
-    """Open a safetensors file, as `safetensors.safe_open`; on the CPU its tensors are views of the file.
+    """Open a safetensors file, as `safetensors.safe_open`; on the CPU its tensors are views of the mapped file.
+
+    The header is checked against the size of the file. If the file is cut short later, reading a view ends the process
+    (`TensorFileReader` reads copies instead, and raises).
 
     Raises:
-        ValueError: the file is missing, cut short, or of another format.
+        ValueError: The file is missing, cut short, or of another format.
     """
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
@@ -113,20 +188,77 @@ def open_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, copied into memory.
+    """Return every tensor of a safetensors file, copied into memory.
 
     Raises:
-        ValueError: the file is missing, cut short, or of another format.
+        ValueError: The file is missing, cut short, or of another format.
     """
     with open_tensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def check_size(path: Path, size: int, expected: int) -> None:
+    """Raise `ValueError` if a file has fewer bytes than expected: reading a mapped one would end the process."""
+    if size < expected:
+        raise ValueError(f"{path}: should have {expected} bytes, got {size}: the file was cut short")
+
+
+class TensorFileReader:
+    """A safetensors file whose tensors are read on demand, as bytes, and never mapped.
+
+    A file that is cut short while it is in use raises an error, where a mapped one would end the process.
+
+    Attributes:
+        path: Name of the file.
+        entries: Entry of each tensor in the header, by name: "dtype", "shape", and "data_offsets".
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, which is checked as in `open_tensors`."""
+        with open_tensors(path):
+            pass
+        self.path = path
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._file = FileIO(descriptor, closefd=False)
+        self._lock = threading.Lock()
+        header_size = int.from_bytes(self._file.read(8), "little")
+        header = parse_json(self._file.read(header_size), path)
+        self.entries: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self._data_start = 8 + header_size
+
+    def close(self) -> None:
+        """Close the file, which otherwise happens when the reader is no longer used."""
+        self._close()
+
+    def check_complete(self) -> None:
+        """Raise `ValueError` if the file has become shorter than its header says."""
+        end = self._data_start + max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
+        check_size(self.path, os.fstat(self._file.fileno()).st_size, end)
+
+    def read_into(self, raw: Tensor, name: str, begin: int = 0) -> None:
+        """Fill a tensor of bytes with those of the tensor `name`, from its byte `begin` on.
+
+        Raises:
+            ValueError: The file was cut short.
+        """
+        buffer: memoryview = raw.numpy().data
+        filled = 0
+        with self._lock:
+            self._file.seek(self._data_start + self.entries[name]["data_offsets"][0] + begin)
+            while filled < len(buffer) and (size := self._file.readinto(buffer[filled:])):
+                filled += size
+        if filled != len(buffer):
+            raise ValueError(
+                f"{self.path}: {name} should have {len(buffer)} bytes, got {filled}: the file was cut short"
+            )
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ValueError: the file is not JSON, or not an object.
+        ValueError: The file is not JSON, or not an object.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -139,15 +271,19 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: object = "") -> Any:
-    """The value of JSON; `where`, if given, begins the error message.
+    """Return the value of a JSON text.
+
+    Args:
+        text: The text.
+        where: Beginning of the error message, such as the name of a file.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or has a number with too many digits.
+        ValueError: Not JSON, nested too deeply, or a number with too many digits.
     """
     begin = f"{where}: " if where else ""
     try:
         value = json.loads(text)
-        if _is_deep(value):
+        if _is_nested_too_deeply(value):
             raise RecursionError
     except RecursionError:
         raise ValueError(f"{begin}not readable JSON (nested too deeply)") from None
@@ -156,39 +292,32 @@ def parse_json(text: str | bytes, where: object = "") -> Any:
     return value
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether tables and lists are nested so deeply that copying or writing them may fail."""
+def _is_nested_too_deeply(value: Any) -> bool:
+    """Return whether tables and lists are nested so deeply that copying or writing them may fail."""
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_NESTING):
         level = [x for v in level if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
     return bool(level)
 
 
-def write_json(path: str | os.PathLike[str], value: dict[str, Any], *, durable: bool = False) -> None:
-    """Write a JSON object, indented; a `durable` one is on the disk before it replaces what was there."""
-    with atomic_write(path) as temporary:
+def write_json(path: str | os.PathLike[str], value: dict[str, Any], *, durable: bool = True) -> None:
+    """Write a JSON object, indented, which replaces an earlier file when it is complete.
+
+    Args:
+        path: Name of the file.
+        value: The object.
+        durable: Whether the file survives a power cut from then on.
+    """
+    with atomic_write(path, durable=durable) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        if durable:
-            fsync(temporary)
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, would survive a power cut."""
-    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest_file(path: str | os.PathLike[str]) -> str:
-    """A checksum of a file's bytes; "missing" if the file does not exist."""
+    """Return a checksum of a file's bytes; "missing" if the file does not exist."""
     if not Path(path).is_file():
         return "missing"
     digest = hashlib.blake2b(digest_size=16)
     with Path(path).open("rb") as file:
-        while block := file.read(2**20):
+        while block := file.read(_CHUNK_BYTES):
             digest.update(block)
     return digest.hexdigest()

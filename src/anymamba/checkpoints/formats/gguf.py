@@ -1,7 +1,7 @@
 """GGUF files of llama.cpp with Mamba-1 and Mamba-2 models, read through the `gguf` package: weights, config, tokenizer.
 
-Their tensors have other names and shapes: A is stored as it is, not its logarithm, and axes of length one are dropped
-or added. Quantized tensors (Q8_0, Q4_0, ...) are read as float32.
+Their tensors have other names and shapes: A itself is stored, not its logarithm, and axes of length one are dropped or
+added. Quantized tensors (Q8_0, Q4_0, ...) are read as float32.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from anymamba.checkpoints.formats import gguf_tokenizer
+from anymamba.checkpoints.formats.gguf_header import check_header
+from anymamba.core.io import check_size
 from anymamba.models.config import MambaLMConfig
 
 SUFFIX = ".gguf"
@@ -46,45 +48,45 @@ def is_gguf(path: Path) -> bool:
 
 
 class GgufFormat:
-    """One file with config, weights and tokenizer."""
+    """The format of a single file with config, weights and tokenizer."""
 
     name: ClassVar[str] = "gguf"
     config_files: ClassVar[tuple[str, ...]] = ()
     weight_files: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: str) -> None:
-        """Take the block family, which decides the name of a bias."""
+        """Choose the names of tensors by the block family, `layer`."""
         self._layer = {**_LAYER, **(_MAMBA1 if layer == "Mamba1" else _MAMBA2)}
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
-        """No config file is of this format."""
+        """Return False: the config is in the file itself."""
         return False
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """As `recognizes`."""
+        """Raise: the config is in the file itself."""
         raise NotImplementedError
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """GGUF files are read only."""
+        """Raise `ValueError`: GGUF files can only be read."""
         raise ValueError("the gguf format can be read but not written; llama.cpp converts the transformers format")
 
     def our_key(self, key: str) -> str:
-        """`blk.N.ssm_in.weight` is our `backbone.layers.N.mixer.in_proj.weight`."""
-        found = re.fullmatch(r"blk\.(\d+)\.(.+)", key)
-        if found is None or found[2] not in self._layer:
+        """Return our name: `blk.N.ssm_in.weight` becomes `backbone.layers.N.mixer.in_proj.weight`."""
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", key)
+        if match is None or match[2] not in self._layer:
             return _NAMES.get(key, key)
-        return f"backbone.layers.{found[1]}.{self._layer[found[2]]}"
+        return f"backbone.layers.{match[1]}.{self._layer[match[2]]}"
 
     def foreign_key(self, key: str) -> str:
-        """The inverse of `our_key`."""
+        """Invert `our_key`."""
         names = {ours: theirs for theirs, ours in _NAMES.items()}
-        found = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", key)
+        match = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", key)
         layer = {ours: theirs for theirs, ours in self._layer.items()}
-        return names.get(key, key) if found is None else f"blk.{found[1]}.{layer.get(found[2], found[2])}"
+        return names.get(key, key) if match is None else f"blk.{match[1]}.{layer.get(match[2], match[2])}"
 
 
 class GgufFile:
-    """One file; a context in which tensors can be read, in our shapes."""
+    """A GGUF file; a context in which tensors can be read, in our shapes."""
 
     def __init__(self, path: Path) -> None:
         """Remember the path."""
@@ -94,12 +96,14 @@ class GgufFile:
         """Map the file and read its header.
 
         Raises:
-            ValueError: it is damaged, or the `gguf` package is missing.
+            ValueError: The file is damaged, or the `gguf` package is missing.
         """
         try:
             gguf: Any = import_module("gguf")
         except ImportError as error:
             raise ValueError(f"{self.path}: to read it, install gguf (pip install 'anymamba[hf]')") from error
+        check_header(self.path)
+        self._size = self.path.stat().st_size
         try:
             self._reader: Any = gguf.GGUFReader(self.path)
         except Exception as error:  # a damaged header can fail in any way
@@ -115,12 +119,12 @@ class GgufFile:
         self._tensors = {}
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A value of the header."""
-        found = self._reader.get_field(name)
-        return default if found is None else found.contents()
+        """Return a value of the header, or `default`."""
+        entry = self._reader.get_field(name)
+        return default if entry is None else entry.contents()
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Our shape and the dtype of each tensor, float32 for quantized ones, by its name in the file."""
+        """Return our shape and the dtype of each tensor, float32 for quantized ones, by its name in the file."""
         return {
             name: (self._shape(name, tuple(int(n) for n in reversed(x.shape))), _PLAIN.get(_kind(x), torch.float32))
             for name, x in self._tensors.items()
@@ -135,7 +139,8 @@ class GgufFile:
         return (shape[0] * shape[1],) if part == "ssm_norm.weight" and len(shape) == 2 else shape
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
-        """One tensor, copied."""
+        """Return a tensor, copied."""
+        check_size(self.path, self.path.stat().st_size, self._size)
         tensor = self._tensors[name]
         kind, shape = _kind(tensor), tuple(int(n) for n in reversed(tensor.shape))
         try:
@@ -150,7 +155,7 @@ class GgufFile:
         return (torch.log(-x.double()) if name.endswith(".ssm_a") else x).to(device, dtype)
 
     def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
-        """The rows of one tensor, so many at a time."""
+        """Yield a tensor some rows at a time."""
         yield from self.read(name, dtype, device, mapped=False).split(rows)
 
 
@@ -159,10 +164,10 @@ def _kind(tensor: Any) -> str:
 
 
 def read_config(path: Path) -> MambaLMConfig:
-    """The config of a model in a GGUF file.
+    """Return the config of a model in a GGUF file.
 
     Raises:
-        ValueError: it holds another kind of model, or one that cannot be computed.
+        ValueError: The file holds another kind of model, or one that cannot be computed.
     """
     with GgufFile(path) as file:
         kind = file.field("general.architecture")
@@ -200,10 +205,10 @@ def read_config(path: Path) -> MambaLMConfig:
 
 
 def tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
-    """The tokenizer of a GGUF file as the files that other formats have beside their weights: names and contents.
+    """Return the tokenizer of a GGUF file as the files that other formats have next to their weights: names, contents.
 
     Raises:
-        ValueError: it has none, or one of a kind that cannot be written that way.
+        ValueError: No tokenizer, or one of a kind that cannot be written that way.
     """
     with GgufFile(path) as file:
         return gguf_tokenizer.tokenizer_files(str(path), file.field)

@@ -1,15 +1,16 @@
-"""The tokenizer in the header of a GGUF file, as the tokenizer.json that other formats have beside their weights.
+"""Convert the tokenizer in the header of a GGUF file to the tokenizer.json that other formats have.
 
-Two kinds of vocabularies are read: byte pairs with merges ("gpt2"), with the ways of splitting a text that Mamba models
-have, and pieces with scores ("llama", of sentencepiece), where the pair of neighbors that makes the piece with the
-highest score is joined until there is none left.
+Two kinds of vocabularies are read: byte pairs with merges ("gpt2"), with the pre-tokenizers that Mamba models have, and
+scored tokens ("llama", of sentencepiece), where the adjacent pair that makes the token with the highest score is merged
+until no pair is left.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
+
+from anymamba.core.io import parse_json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds of tokens
 _SPACE = "▁"
@@ -31,59 +32,65 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 
 def tokenizer_files(where: str, field: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """The tokenizer as files: names and contents.
+    """Return the tokenizer as files: names and contents.
 
     Args:
-        where: names the file in errors.
-        field: a value of the header by its name, with a default.
+        where: Name of the GGUF file, for errors.
+        field: Returns a value of the header by its name, or a default.
 
     Raises:
-        ValueError: there is none, or one of a kind that cannot be written that way.
+        ValueError: No tokenizer, a damaged one, or one of a kind that cannot be written that way.
     """
     tokens, kind = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.model")
     if (whole := field("tokenizer.huggingface.json")) is not None:
-        tokenizer: dict[str, Any] = json.loads(whole)
+        tokenizer: dict[str, Any] = parse_json(whole, f"{where}: tokenizer.huggingface.json")
     elif kind is None or tokens is None:
         raise ValueError(f"{where}: the file has no tokenizer; pass one with --tokenizer")
     else:
         tokenizer = _tokenizer(where, kind, tokens, field)
     config: dict[str, Any] = {}
     for name in ("bos", "eos"):
-        number = field(f"tokenizer.ggml.{name}_token_id")
-        if number is not None and tokens is not None and number < len(tokens):
-            config[f"{name}_token"] = tokens[number]
+        token = _token(tokens or [], field(f"tokenizer.ggml.{name}_token_id"))
+        if token is not None:
+            config[f"{name}_token"] = token
     if (template := field("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
 
 
 def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., Any]) -> dict[str, Any]:
-    """The content of a tokenizer.json."""
+    """Return the content of a tokenizer.json."""
     kinds, split = field("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)), field("tokenizer.ggml.pre", "default")
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{where}: expected a type for each of the {len(tokens)} tokens, got {len(kinds)}")
     if kind == "llama":
         scores = field("tokenizer.ggml.scores")
-        if scores is None or not len(scores) == len(kinds) == len(tokens):
-            found = "no scores" if scores is None else f"{len(scores)} scores and {len(kinds)} kinds"
-            raise ValueError(f"{where}: expected a score and a kind for each of the {len(tokens)} tokens, got {found}")
+        if scores is None or len(scores) != len(tokens):
+            received = "no scores" if scores is None else f"{len(scores)}"
+            raise ValueError(f"{where}: expected a score for each of the {len(tokens)} tokens, got {received}")
         unknown = field("tokenizer.ggml.unknown_token_id", 0)
-        parts = _pieces(tokens, kinds, scores, unknown, bool(field("tokenizer.ggml.add_space_prefix", True)))
+        parts = _scored_tokens(tokens, kinds, scores, unknown, bool(field("tokenizer.ggml.add_space_prefix", True)))
     elif kind == "gpt2" and (splitter := _splitter(split)) is not None:
         parts = _byte_pairs(tokens, kinds, field("tokenizer.ggml.merges", []))
         parts |= {"pre_tokenizer": splitter, "decoder": _BYTES}
         parts["model"]["ignore_merges"] = split in _LIKE_LLAMA3
     else:
-        found = kind if kind != "gpt2" else split
-        raise ValueError(
-            f"{where}: its tokenizer is of a kind that cannot be read ({found}); pass one with --tokenizer"
-        )
-    first = field("tokenizer.ggml.bos_token_id")
-    if field("tokenizer.ggml.add_bos_token", kind == "llama" or split == "llama-bpe") and first is not None:
-        parts["post_processor"] = _begins_with(tokens[first], first)
+        name = kind if kind != "gpt2" else split
+        raise ValueError(f"{where}: its tokenizer is of a kind that cannot be read ({name}); pass one with --tokenizer")
+    bos_id = field("tokenizer.ggml.bos_token_id")
+    bos = _token(tokens, bos_id)
+    if field("tokenizer.ggml.add_bos_token", kind == "llama" or split == "llama-bpe") and bos is not None:
+        parts["post_processor"] = _prepend_token(bos, bos_id)
     return {"version": "1.0", "added_tokens": _added(tokens, kinds), **parts}
 
 
+def _token(tokens: list[str], token_id: Any) -> str | None:
+    """Return a token by its id; None if there is no such token."""
+    return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
+
+
 def _splitter(name: str) -> dict[str, Any] | None:
-    """The split of a text into words; None for one that is not known here."""
+    """Return the pre-tokenizer of a name; None for an unknown one."""
     if name in _LIKE_GPT2:
         return _BYTES
     if name == "falcon":
@@ -98,8 +105,8 @@ def _isolated(expression: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
 
-def _begins_with(token: str, number: int) -> dict[str, Any]:
-    """A post-processor that puts a token before the first text of a sequence."""
+def _prepend_token(token: str, number: int) -> dict[str, Any]:
+    """Return a post-processor that puts a token before the first text of a sequence."""
     special, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
     return {
@@ -111,7 +118,7 @@ def _begins_with(token: str, number: int) -> dict[str, Any]:
 
 
 def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is split."""
+    """Return the tokens that are found in a text before it is split."""
     return [
         {"id": i, "content": token, "special": kind != _USER_DEFINED, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -129,20 +136,22 @@ def _byte_pairs(tokens: list[str], kinds: list[int], merges: list[str]) -> dict[
     return {"model": {"type": "BPE", "vocab": _vocabulary(tokens, kinds), "merges": pairs}}
 
 
-def _pieces(tokens: list[str], kinds: list[int], scores: list[float], unknown: int, prefixed: bool) -> dict[str, Any]:
-    """Pieces with scores as byte pairs: a pair's rank is the score of what it makes."""
+def _scored_tokens(
+    tokens: list[str], kinds: list[int], scores: list[float], unknown: int, prefixed: bool
+) -> dict[str, Any]:
+    """Return tokens with scores as byte pairs: a pair's rank is the score of what it makes."""
     score = {token: s for token, kind, s in zip(tokens, kinds, scores, strict=True) if kind == _NORMAL}
     pairs = [
-        (-value, -at, piece[:at], piece[at:])
-        for piece, value in score.items()
-        for at in range(1, len(piece))
-        if piece[:at] in score and piece[at:] in score
+        (-value, -cut, token[:cut], token[cut:])
+        for token, value in score.items()
+        for cut in range(1, len(token))
+        if token[:cut] in score and token[cut:] in score
     ]
     model = {
         "type": "BPE",
         "vocab": _vocabulary(tokens, kinds),
         "merges": [[left, right] for _, _, left, right in sorted(pairs)],
-        "unk_token": tokens[unknown] if unknown < len(tokens) else None,
+        "unk_token": _token(tokens, unknown),
         "fuse_unk": True,
         "byte_fallback": kinds.count(_BYTE) == 256,
     }

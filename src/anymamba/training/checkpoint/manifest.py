@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anymamba.core.io import fsync, read_json, write_json
+from anymamba.core.io import read_json, write_json
 
 MANIFEST_FILE = "training.json"
 _VERSION = 1
@@ -66,8 +66,6 @@ class Manifest(NamedTuple):
         """
         fields = {"version": _VERSION, **self._asdict()}
         write_json(directory / MANIFEST_FILE, {**fields, "checksum": manifest_checksum(fields)}, durable=durable)
-        if durable:
-            fsync(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:

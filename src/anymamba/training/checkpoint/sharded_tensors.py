@@ -73,7 +73,8 @@ def write_shards(path: Path, tensors: Mapping[str, Tensor | TensorShard]) -> Non
     table = {name: {"rows": x.total, "spans": x.spans} for name, x in shards.items()}
     content = {name: x.rows if isinstance(x, TensorShard) else x for name, x in tensors.items()}
     # Without metadata, a file without tensors (an optimizer's before its first step) could not be read.
-    write_tensors(path, content, {_HEADER_KEY: json.dumps(table)} if _NUMBERED.fullmatch(path.name) else {})
+    metadata = {_HEADER_KEY: json.dumps(table)} if _NUMBERED.fullmatch(path.name) else {}
+    write_tensors(path, content, metadata, durable=False)  # the whole checkpoint is synced together
 
 
 class _Run(NamedTuple):

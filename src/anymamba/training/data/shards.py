@@ -1,4 +1,4 @@
-"""Tokenized text on disk: memory-mapped shards of whole documents, and an index with their checksums.
+"""Tokenized text on disk: shards of whole documents, read as they are needed, and an index with their checksums.
 
 A shard is a safetensors file: `tokens` in the smallest dtype, `lengths` of the documents in tokens, `sizes` in bytes.
 The index is written after every shard, so that tokenizing continues where it was stopped.
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from anymamba.core.io import digest_file, open_tensors, read_json, run_lock, write_json, write_tensors
+from anymamba.core.io import TensorFileReader, digest_file, open_tensors, read_json, run_lock, write_json, write_tensors
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.training.config.sections import DataSection
 from anymamba.training.data.documents import Document, encode, sample
@@ -27,20 +27,55 @@ from anymamba.training.evaluation.baselines import TRAINING_BYTES, ngram_bits, x
 
 _INDEX = "index.json"
 _INDEX_TYPES = {"train": list, "held_out": list, "xz_bytes": int, "ngram_bits": float, "vocab_size": int}
+_TOKEN_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "I32": torch.int32}
 _SHARD_TYPES = {"file": str, "documents": int, "tokens": int, "blake2b": str}
 _SPLIT_RULE = "by bytes"  # by which text is held out
+
+
+class TokenShard:
+    """Tokens of one shard, read from its file when they are needed.
+
+    A file that is cut short while a run reads it raises an error, where a mapped one would end the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Raises:
+            ValueError: The file is missing, cut short, or damaged.
+        """
+        self._reader = TensorFileReader(path)
+        entry = self._reader.entries.get("tokens", {})
+        if entry.get("dtype") not in _TOKEN_DTYPES or len(entry["shape"]) != 1:
+            raise ValueError(f"{path}: damaged: expected a vector of tokens, got {reprlib.repr(entry)}")
+        self._dtype = _TOKEN_DTYPES[entry["dtype"]]
+        self._length: int = entry["shape"][0]
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self._length
+
+    def read(self, begin: int, end: int) -> Int[Tensor, " t"]:
+        """Return tokens from `begin` to `end` as int64.
+
+        Raises:
+            ValueError: The file was cut short.
+        """
+        raw = torch.empty(max(0, end - begin) * self._dtype.itemsize, dtype=torch.uint8)
+        self._reader.read_into(raw, "tokens", begin * self._dtype.itemsize)
+        return raw.view(self._dtype).to(torch.int64)
 
 
 class Tokens(NamedTuple):
     """Tokens of documents, one after another.
 
     Attributes:
-        parts: Tokens of each shard, as views of its file.
+        parts: Tokens of each shard.
         lengths: Length of each document in tokens, (documents,).
         sizes: Size of each document in bytes, (documents,).
     """
 
-    parts: list[Tensor]
+    parts: list[TokenShard]
     lengths: Int[Tensor, " documents"]
     sizes: Int[Tensor, " documents"]
 
@@ -54,7 +89,7 @@ class Tokens(NamedTuple):
         slices = []
         for part in self.parts:
             if begin < len(part) and end > 0:
-                slices.append(part[max(0, begin) : end].to(torch.int64))
+                slices.append(part.read(max(0, begin), min(end, len(part))))
             begin, end = begin - len(part), end - len(part)
         return torch.cat(slices) if len(slices) != 1 else slices[0]
 
@@ -230,14 +265,15 @@ def _write_shard(
 def _open(directory: Path, shards: list[dict[str, Any]]) -> Tokens:
     parts, lengths, sizes = [], [], []
     for shard in shards:
-        with open_tensors(directory / shard["file"]) as file:
-            parts.append(file.get_tensor("tokens"))
+        path = directory / shard["file"]
+        parts.append(TokenShard(path))
+        with open_tensors(path) as file:
             lengths.append(file.get_tensor("lengths").clone())
             sizes.append(file.get_tensor("sizes").clone())
-        tokens, length, size = parts[-1], lengths[-1], sizes[-1]
-        fine = tokens.dtype in (torch.uint8, torch.uint16, torch.int32) and tokens.ndim == length.ndim == 1
-        if not fine or length.shape != size.shape or length.dtype != torch.int64 or int(length.sum()) != len(tokens):
-            raise ValueError(f"{directory / shard['file']}: damaged: its documents are not as long as its tokens")
+        length, size = lengths[-1], sizes[-1]
+        is_valid = length.ndim == 1 and length.shape == size.shape and length.dtype == torch.int64
+        if not is_valid or int(length.sum()) != len(parts[-1]):
+            raise ValueError(f"{path}: damaged: its documents are not as long as its tokens")
     return Tokens(parts, torch.cat(lengths), torch.cat(sizes))
 
 
