@@ -316,7 +316,7 @@ def test_bad_input_says_what_was_expected_and_what_came(message):
 def test_wrong_dtypes_are_type_errors(name, dtype):
     inputs = make_inputs()
     inputs[name] = inputs[name].to(dtype)
-    with pytest.raises(TypeError, match=r"scan: .* must be .*, got torch"):
+    with pytest.raises(TypeError, match=r"scan: .* must .*, got torch"):
         scan(**inputs)
 
 

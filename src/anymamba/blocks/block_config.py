@@ -43,9 +43,14 @@ class BlockConfig:
     dt_max: int | float
 
     def __new__(cls, *_: Any, **fields: Any) -> Any:
+        """Check the fields before they meet the signature of `__init__`, whose error has no hint."""
+        cls.check_given_fields(fields)
+        return super().__new__(cls)
+
+    @classmethod
+    def check_given_fields(cls, fields: dict[str, Any]) -> None:
         """Raise `TypeError` for unknown fields, with the name that was probably meant."""
         check_field_names(cls, fields)
-        return super().__new__(cls)
 
     @property
     def d_inner(self) -> int:

@@ -44,15 +44,16 @@ class Mamba3Config(BlockConfig):
     dt_limit: tuple[int | float, int | float] = (0.0, math.inf)  # dt is clamped to it, in every mode
     learnable_init_states: bool = False  # a parameter is the state of an empty cache
 
-    def __new__(cls, *positional: Any, **fields: Any) -> Any:
-        """Warn about a rank that is not used. Official configs give both fields, so they do not."""
+    @classmethod
+    def check_given_fields(cls, fields: dict[str, Any]) -> None:
+        """Warn about a rank that is not used, too. Official configs give both fields and cause no warning."""
+        super().check_given_fields(fields)
         rank = fields.get("mimo_rank", 1)
         if isinstance(rank, int) and rank > 1 and "is_mimo" not in fields:
             warnings.warn(
                 f"Mamba3Config: mimo_rank = {rank} is ignored without is_mimo=True: the block is SISO",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return super().__new__(cls, *positional, **fields)
 
     def __post_init__(self) -> None:
         """Reject combinations that cannot work."""
