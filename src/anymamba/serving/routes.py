@@ -308,11 +308,10 @@ async def _receive_body(request: Request, limits: Limits) -> bytes:
         message = f"expected Content-Type application/json, got {media_type[:80] or 'none'}"
         raise ApiError(415, message, code="unsupported_type")
     max_bytes = limits.max_body_bytes
-    too_long = ApiError(413, f"the body may have at most {max_bytes} bytes", code="body_too_large")
     # 1) Reject a body by its stated length, if it is too long even to be dropped.
     stated = request.headers.get("content-length", "0")
     if stated.isdigit() and int(stated[:20]) > max_bytes + _MAX_DRAINED:
-        raise too_long
+        raise _body_too_large(max_bytes)
     # 2) Receive it. What exceeds the limit is dropped, and the client gets its response at the end of the body.
     content = bytearray()
     size = 0
@@ -336,5 +335,9 @@ async def _receive_body(request: Request, limits: Limits) -> bytes:
         message = "the client disconnected before its whole body had arrived"
         raise ApiError(400, message, code="incomplete_body") from None
     if size > max_bytes:
-        raise too_long
+        raise _body_too_large(max_bytes)
     return bytes(content)
+
+
+def _body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body may have at most {max_bytes} bytes", code="body_too_large")
