@@ -1,4 +1,6 @@
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,3 +259,40 @@ def test_what_a_killed_server_left_is_removed_and_counted(tmp_path):
     assert (sessions.files.unfinished_files, cache.files.unfinished_files) == (1, 1)
     assert not list(tmp_path.rglob("*.tmp"))
     assert (tokens(sessions, "mine"), cache.get(text_key("a")).tokens) == (1, 1)
+
+
+@pytest.fixture
+def system_calls(monkeypatch):
+    """The names of synced, renamed and removed files, in order."""
+    calls, opened = [], {}
+
+    def watch(name):
+        call = getattr(os, name)
+
+        def watched(target, *args, **kwargs):
+            path = opened[target] if name == "fsync" else target
+            result = call(target, *args, **kwargs)
+            if name == "open":
+                opened[result] = path
+            else:
+                calls.append((name, Path(path).name))
+            return result
+
+        monkeypatch.setattr(os, name, watched)
+
+    for name in ("open", "fsync", "replace", "unlink"):
+        watch(name)
+    return calls
+
+
+def test_a_session_is_on_the_disk_before_it_replaces_the_previous_one(tmp_path, system_calls):
+    sessions = store(tmp_path)
+    for _ in range(2):
+        system_calls.clear()
+        turn(sessions, "mine", 1)
+        (synced, data), (renamed, temporary), (synced_too, directory) = system_calls[:3]
+        assert (synced, renamed, synced_too) == ("fsync", "replace", "fsync")
+        assert data == temporary != directory == "sessions"
+    system_calls.clear()
+    sessions.delete("mine")
+    assert [call for call, _ in system_calls] == ["unlink", "fsync"]

@@ -46,13 +46,16 @@ class StateFile(NamedTuple):
     metadata: dict[str, str]
 
 
-def write_state_file(path: str | os.PathLike[str], tree: Tree, metadata: dict[str, str]) -> None:
+def write_state_file(
+    path: str | os.PathLike[str], tree: Tree, metadata: dict[str, str], *, durable: bool = True
+) -> None:
     """Write a tree to a state file, which replaces an earlier one when it is complete.
 
     Args:
         path: Name of the file.
         tree: Tree to write; growing tensors are cut to the longest row.
         metadata: Further entries to record.
+        durable: Whether the file survives a power cut from then on.
 
     Raises:
         OSError: The file cannot be written; an earlier one is unchanged.
@@ -61,7 +64,7 @@ def write_state_file(path: str | os.PathLike[str], tree: Tree, metadata: dict[st
     if problem := tree.describe_problem():
         raise ValueError(f"{path}: not written, because {problem}")
     entries = {"kind": type(tree).__name__, **metadata, "version": _VERSION, "checksum": _NO_CHECKSUM}
-    with atomic_write(path) as temporary:
+    with atomic_write(path, durable=durable) as temporary:
         save_tensors(temporary, tree.trim().tensors(), entries)
         _sign(temporary)
 

@@ -128,7 +128,9 @@ class SessionStore:
         self._limit = limit
         self._state_bytes = GenerationState.like(model).nbytes
         self._fingerprint = model.fingerprint()
-        self.files = None if directory is None else StateDirectory(directory / "sessions", model, disk_limit, _FIELDS)
+        self.files: StateDirectory | None = None
+        if directory is not None:
+            self.files = StateDirectory(directory / "sessions", model, disk_limit, _FIELDS, durable=True)
         self._lock = threading.RLock()  # protects the attributes below; never held while a file is read or written
         self._sessions: OrderedDict[str, Session] = (
             OrderedDict()

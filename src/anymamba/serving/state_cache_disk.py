@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from anymamba.core.cache_io import read_state_file, restore_tree, write_state_file
-from anymamba.core.io import open_tensors
+from anymamba.core.io import fsync, open_tensors
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
 
@@ -28,21 +28,27 @@ class StateDirectory:
         model: Model whose states are stored.
         limit: Largest total size of the files in bytes; the least recently used are removed first.
         fields: Names of the metadata fields of each file.
+        durable: True if a change survives a power cut once it is made; False saves time for files that can be lost.
 
     Attributes:
         unfinished_files: Number of temporary files of killed servers that were removed.
     """
 
-    def __init__(self, directory: Path, model: MambaLM, limit: int, fields: Sequence[str]) -> None:
+    def __init__(
+        self, directory: Path, model: MambaLM, limit: int, fields: Sequence[str], *, durable: bool = False
+    ) -> None:
         """Create the directory, and remove what killed servers left in it."""
         self._directory = directory
         self._model = model
         self._limit = limit
         self._fields = fields
+        self._durable = durable
         self._thread_lock = threading.RLock()
         self._lock_depth = 0
         self.unfinished_files = 0
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if durable:
+            fsync(directory.parent)
         with self.lock():
             self._remove_unfinished()
         self._bytes = sum(size for _, size, _ in self._list_files())  # an upper bound: a replaced file counts twice
@@ -92,7 +98,7 @@ class StateDirectory:
         """
         file = self._file(name)
         with self.lock():
-            write_state_file(file, state, metadata)
+            write_state_file(file, state, metadata, durable=self._durable)
             file.chmod(0o600)
             if used is not None:
                 os.utime(file, (used, used))
@@ -137,6 +143,8 @@ class StateDirectory:
                 self._file(name).unlink()
             except FileNotFoundError:
                 return False
+            if self._durable:
+                fsync(self._directory)
             return True
 
     def _file(self, name: str) -> Path:
