@@ -372,3 +372,113 @@ class TestTwoProcesses:
             process.kill()
         with run_lock(directory):
             pass
+
+
+class TestAnotherProcessInBetween:
+    """Between the reading of a checkpoint and the first step, another process may continue the run, and finish it."""
+
+    message = "another process has used this run since it was opened, which is now at step-00000009; resume it again"
+
+    def test_its_steps_are_not_lost(self, tmp_path):
+        corpus = write_corpus(tmp_path / "corpus")
+        config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9})
+        create_run(config, tmp_path / "run", silent).run([lambda row: row.step == 5])
+        late = open_run(tmp_path / "run", {}, silent)
+        assert open_run(tmp_path / "run", {}, silent).run()
+        before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        with pytest.raises(ValueError, match=self.message):
+            late.run()
+        assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+    def test_a_trainer_that_goes_on_later_notices_too(self, tmp_path):
+        corpus = write_corpus(tmp_path / "corpus")
+        config = tiny(corpus, evaluation={"sample_tokens": 0}, schedule={"steps": 9})
+        late = create_run(config, tmp_path / "run", silent)
+        assert not late.run([lambda row: row.step == 3])
+        assert not late.run([lambda row: row.step == 5])
+        assert open_run(tmp_path / "run", {}, silent).run()
+        with pytest.raises(ValueError, match=self.message):
+            late.run()
+
+    def test_a_damaged_one_that_was_skipped_is_no_other_process(self, trainer):
+        (list_checkpoints(trainer.directory / "checkpoints")[0] / "model.safetensors").write_bytes(b"")
+        assert open_run(trainer.directory, {}, silent).run()
+
+
+class TestLeftovers:
+    """What killed processes have left is removed at the next start."""
+
+    def test_an_old_checkpoint_that_a_clean_up_has_left(self, trainer):
+        directory = trainer.directory / "checkpoints"
+        before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+        shutil.copytree(directory / "step-00000004", directory / "step-00000002")
+        (directory / ".step-00000001.77-3.tmp").mkdir()
+        assert open_run(trainer.directory, {}, silent).run()
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+    def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(self, trainer, monkeypatch):
+        def killed(path, ignore_errors=False, remove=shutil.rmtree):
+            if ignore_errors:
+                remove(path, ignore_errors=True)
+            else:
+                (path / "model.safetensors").unlink()
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(async_save.shutil, "rmtree", killed)
+            trainer.step += 1
+            with pytest.raises(KeyboardInterrupt):
+                trainer.save()
+        directory = trainer.directory / "checkpoints"
+        assert steps(trainer) == [7, 6]
+        assert all((path / "model.safetensors").is_file() for path in list_checkpoints(directory))
+        trainer.step += 1
+        trainer.save()
+        assert not list(directory.glob(".*"))
+
+    def test_temporary_files(self, tmp_path):
+        corpus = write_corpus(tmp_path / "corpus")
+        data = tmp_path / "run" / "data"
+        data.mkdir(parents=True)
+        mine = [tmp_path / "run" / ".notes.tmp", data / ".keep"]
+        left = [tmp_path / "run" / ".metrics.csv.4711.tmp", data / ".train-00000.safetensors.4711-12.tmp"]
+        for path in (*mine, *left, data / ".index.json.4711.tmp"):
+            path.write_text("x")
+        trainer = create_run(tiny(corpus, evaluation={"sample_tokens": 0}), tmp_path / "run", silent)
+        assert trainer.run()
+        assert sorted(tmp_path.rglob(".*.tmp")) == [tmp_path / "run" / ".notes.tmp"]
+        (tmp_path / "run" / ".model.safetensors.4711.tmp").write_text("x")
+        assert open_run(tmp_path / "run", {}, silent).run()
+        assert sorted(tmp_path.rglob(".*.tmp")) == [tmp_path / "run" / ".notes.tmp"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="directories cannot be synced there")
+def test_shards_their_index_and_every_new_directory_are_synced(tmp_path, monkeypatch):
+    """Data, then rename, then directory: a power cut leaves a run that continues, or none."""
+    events = []
+
+    def sync(descriptor):
+        events.append(("sync", os.fstat(descriptor).st_ino))
+
+    def replace(path, target, replace=Path.replace):
+        events.append(("name", path.stat().st_ino, Path(target)))
+        return replace(path, target)
+
+    def rename(path, target, rename=Path.rename):
+        events.append(("name", path.stat().st_ino, Path(target)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(Path, "rename", rename)
+    directory = tmp_path / "new" / "run"
+    create_run(tiny(write_corpus(tmp_path / "corpus"), evaluation={"sample_tokens": 0}), directory, silent).save()
+    shards = [directory / "data" / name for name in ("train-00000.safetensors", "held_out-00000.safetensors")]
+    for target in (*shards, directory / "data" / "index.json", directory / "checkpoints" / "step-00000000"):
+        named = [i for i, event in enumerate(events) if event[0] == "name" and event[2] == target]
+        assert named, target
+        inode, place = target.stat().st_ino, target.parent.stat().st_ino
+        assert ("sync", inode) in events[: named[-1]], target
+        assert ("sync", place) in events[named[-1] :], target
+    for parent in (tmp_path, tmp_path / "new", directory, directory / "checkpoints", directory / "data"):
+        assert ("sync", parent.stat().st_ino) in events, parent

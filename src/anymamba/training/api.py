@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from anymamba.core.io import read_json, run_lock
-from anymamba.training.checkpoint.manifest import list_checkpoints
+from anymamba.training.checkpoint.manifest import list_checkpoints, make_directory, remove_temporary_files
 from anymamba.training.checkpoint.resume import check_no_run, reopen
 from anymamba.training.config.resolve import resolve_config, validate_mesh, validate_run
 from anymamba.training.config.run_config import TrainingConfig
@@ -171,10 +171,11 @@ def _claim_directory(directory: Path) -> Iterator[None]:
         ValueError: Another process is using the directory, or it has a run or a model already.
     """
     created = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     try:
         with run_lock(directory):
             check_no_run(directory)
+            remove_temporary_files(directory)
             before = set(directory.iterdir())
             try:
                 yield

@@ -24,7 +24,7 @@ from anymamba.training.checkpoint.async_save import (
     prune_checkpoints,
     rank_file,
 )
-from anymamba.training.checkpoint.manifest import Manifest, read_manifest
+from anymamba.training.checkpoint.manifest import Manifest, make_directory, read_manifest, remove_temporary_files
 from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
 from anymamba.training.compile import compile_layers, recompute_layers
 from anymamba.training.distributed.fsdp import (
@@ -178,7 +178,7 @@ class Trainer(Generic[T]):
         """Lock the directory, and check that the run may write to it."""
         if not self._world.is_main:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         lock.enter_context(run_lock(self.directory))
         if self._snapshot is not None:
             check_unchanged(self.directory, self._snapshot)
@@ -190,6 +190,8 @@ class Trainer(Generic[T]):
             manifest.write(self._checkpoint_to_amend, durable=True)
             self._checkpoint_to_amend = None
         prune_checkpoints(self.directory / "checkpoints", self._saved_step, self.config.checkpoints.keep)
+        for directory in (self.directory, self.directory / "samples"):
+            remove_temporary_files(directory)
         lock.callback(self._take_snapshot)  # before the directory is unlocked
 
     def _take_snapshot(self) -> None:

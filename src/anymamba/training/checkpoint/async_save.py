@@ -35,6 +35,7 @@ from anymamba.training.checkpoint.manifest import (
     checkpoint_step,
     checkpoint_write_errors,
     list_checkpoints,
+    make_directory,
 )
 from anymamba.training.checkpoint.sharded_tensors import TensorShard, shard_file_name, write_shards
 from anymamba.training.distributed.process_group import World
@@ -295,9 +296,7 @@ def _make_temporary(directory: Path, step: int) -> Path:
     """
     target = checkpoint_path(directory, step)
     with checkpoint_write_errors(target):
-        if not directory.is_dir():
-            directory.mkdir(parents=True)
-            fsync(directory.parent)
+        make_directory(directory)
         for path in directory.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
         # The number tells it from one that was given up and may still be written to.

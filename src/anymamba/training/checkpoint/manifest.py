@@ -26,6 +26,7 @@ from anymamba.core.io import read_json, write_json
 MANIFEST_FILE = "training.json"
 _VERSION = 1
 _NAME = re.compile("step-[0-9]{8,}")
+_TEMPORARY_NAME = re.compile(r"\..+\.[0-9]+(-[0-9]+)?\.tmp")  # of `atomic_write`
 _TYPES = {
     "step": int,
     "tokens": int,
@@ -111,6 +112,25 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """List the checkpoints in a directory, the latest first; files with other names are ignored."""
     paths = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, key=checkpoint_step, reverse=True)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory, with its parents, that survives a power cut.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        fsync(path.parent)
+
+
+def remove_temporary_files(directory: Path) -> None:
+    """Remove the files that killed writers have left in a directory, which this process must have locked."""
+    for path in directory.glob(".*.tmp"):
+        if _TEMPORARY_NAME.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from anymamba.core.io import TensorFileReader, digest_file, open_tensors, read_json, run_lock, write_json, write_tensors
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
+from anymamba.training.checkpoint.manifest import make_directory, remove_temporary_files
 from anymamba.training.config.sections import DataSection
 from anymamba.training.data.documents import Document, encode, sample
 from anymamba.training.data.sources import Text, find_text
@@ -137,8 +138,9 @@ def prepare(
     key = _key(config, tokenizer, text)
     report(f"{_describe(text.train, text, 'to train on')}; {_describe(text.held_out, text, 'held out')}")
     if not _is_complete(_read_index(directory), key):
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         with run_lock(directory):
+            remove_temporary_files(directory)
             index = _read_index(directory)
             if config.shards is not None and index.get("complete") and index.get("key") != key:
                 raise ValueError(

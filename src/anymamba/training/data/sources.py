@@ -18,6 +18,7 @@ from anymamba.training.data.documents import Document, line_text, split
 
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
 _BLOCK_BYTES = 2**20  # that are read at once
+_BINARY_CHECK_BYTES = 2**16  # in which a binary file has a NUL byte
 _MAX_LISTED = 20  # problems that are listed one by one
 _PACKED_SUFFIXES = (
     ".gz",
@@ -35,6 +36,11 @@ _PACKED_SUFFIXES = (
     ".arrow",
 )
 _MAGIC_BYTES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"7z\xbc\xaf", b"PAR1", b"ARROW1")
+
+_BYTE_ORDER_MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # the first begins with that of UTF-16
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
 class Text(NamedTuple):
@@ -168,6 +174,7 @@ def _documents_of(
     try:
         if format != "text":
             check_unpacked(file, stdin)
+            check_not_binary(file, stdin)
         if format == "jsonl" or (format == "auto" and Path(file.name).suffix.lower() in _LINES_SUFFIXES):
             yield from _lines_of(file, field, stdin, problems)
             return
@@ -228,15 +235,37 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
 
 
 def check_unpacked(document: Document, stdin: bytes) -> None:
-    """Check that a file is not compressed, an archive or a table, by its name or its first bytes.
+    """Check that a file is not compressed, an archive, a table or UTF-16, by its name or its first bytes.
 
     Raises:
         ValueError: It is.
     """
-    if Path(document.name).suffix.lower() in _PACKED_SUFFIXES or document.read_range(stdin, 0, 16).startswith(
-        _MAGIC_BYTES
-    ):
+    head = document.read_range(stdin, 0, 16)
+    if Path(document.name).suffix.lower() in _PACKED_SUFFIXES or head.startswith(_MAGIC_BYTES):
         raise ValueError("compressed or binary, not text; unpack it")
+    check_not_utf16(head)
+
+
+def check_not_utf16(head: bytes) -> None:
+    """Check that the first bytes of a text are not the byte order mark of UTF-16 or UTF-32.
+
+    Raises:
+        ValueError: They are.
+    """
+    for encoding, marks in _BYTE_ORDER_MARKS.items():
+        if head.startswith(marks):
+            raise ValueError(f"{encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8 FILE > NEW")
+
+
+def check_not_binary(document: Document, stdin: bytes) -> None:
+    """Check that the beginning of a file has no NUL byte, which no text has in an encoding that extends ASCII.
+
+    Raises:
+        ValueError: It has one.
+    """
+    offset = document.read_range(stdin, 0, _BINARY_CHECK_BYTES).find(b"\0")
+    if offset >= 0:
+        raise ValueError(f"binary, not text (a NUL byte at byte {offset})")
 
 
 def check_utf8(document: Document, stdin: bytes) -> None:

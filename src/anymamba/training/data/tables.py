@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from anymamba.training.data.sources import check_not_utf16
+
 SUFFIXES = (".csv", ".jsonl", ".ndjson", ".npy")
 _TEXT_HINT = "; texts are read from .jsonl"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
@@ -74,6 +76,9 @@ def read_tables(
             raise ValueError(f"{source}: {'expected a file, got a directory' if path.is_dir() else 'no such file'}")
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{source}: expected a file named {', '.join(SUFFIXES)}, got {path.suffix or 'no suffix'}")
+        if path.suffix != ".npy":
+            with path.open("rb") as file:
+                _check_encoding(path, file.read(4))
         if path.suffix == ".npy":
             parts.append(_read_array(path, list(targets), steps))
         elif path.suffix == ".csv":
@@ -81,6 +86,13 @@ def read_tables(
         else:
             parts.append(_read_lines(path, list(targets), list(inputs)))
     return _concatenate(parts, sources)
+
+
+def _check_encoding(path: Path, head: bytes) -> None:
+    try:
+        check_not_utf16(head)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _concatenate(parts: list[Table], sources: Sequence[str]) -> Table:
