@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anymamba.core.io import read_json, write_json
+from anymamba.core.io import fsync, read_json, write_json
 
 MANIFEST_FILE = "training.json"
 _VERSION = 1
