@@ -41,7 +41,7 @@ class Recurrence(NamedTuple):
         v: Values, before any per-token weight.
         k: Keys of every head.
         q: Queries of every head.
-        log_decay: a, (b, t, h); (b, t, h, n) for Mamba-1.
+        log_decay: Log-decays a, (b, t, h); (b, t, h, n) for Mamba-1.
         gamma: Weights of each token in its own step.
         kappa: Weights of the previous token; zeros except for Mamba-3.
         dt: Step sizes.

@@ -37,15 +37,15 @@ def layernorm_fn(
     z = None if z is None else z.to(x.dtype)
     if is_rms_norm and bias is None:
         return rms_norm(x, weight, z, group_size=group_size, norm_before_gate=norm_before_gate, eps=eps)
-    wide = state_dtype(x.dtype)
-    gate = None if z is None else F.silu(z.to(wide))
-    u = x.to(wide) if gate is None or norm_before_gate else x.to(wide) * gate
+    acc_dtype = state_dtype(x.dtype)
+    gate = None if z is None else F.silu(z.to(acc_dtype))
+    u = x.to(acc_dtype) if gate is None or norm_before_gate else x.to(acc_dtype) * gate
     if is_rms_norm:
         y = rms_norm(u, weight, group_size=group_size, eps=eps)
     else:
         grouped = u.unflatten(-1, (-1, group_size or u.shape[-1]))
-        y = F.layer_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2) * weight.to(wide)
-    y = y if bias is None else y + bias.to(wide)
+        y = F.layer_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2) * weight.to(acc_dtype)
+    y = y if bias is None else y + bias.to(acc_dtype)
     return (y * gate if norm_before_gate and gate is not None else y).to(x.dtype)
 
 
@@ -135,16 +135,16 @@ def layer_norm_fn(
     """
     if return_dropout_mask:
         raise NotImplementedError("mamba_ssm.ops.triton.layer_norm.layer_norm_fn with return_dropout_mask")
-    wide = state_dtype(x.dtype)
-    total = x.to(wide) if rowscale is None else x.to(wide) * rowscale.to(wide).unsqueeze(-1)
+    acc_dtype = state_dtype(x.dtype)
+    total = x.to(acc_dtype) if rowscale is None else x.to(acc_dtype) * rowscale.to(acc_dtype).unsqueeze(-1)
     total = F.dropout(total, dropout_p) if dropout_p else total
     if x1 is not None:
-        total = total + (F.dropout(x1.to(wide), dropout_p) if dropout_p else x1.to(wide))
+        total = total + (F.dropout(x1.to(acc_dtype), dropout_p) if dropout_p else x1.to(acc_dtype))
     if residual is not None:
-        total = total + residual.to(wide)
-    sum_dtype = residual.dtype if residual is not None else wide if residual_in_fp32 else x.dtype
+        total = total + residual.to(acc_dtype)
+    sum_dtype = residual.dtype if residual is not None else acc_dtype if residual_in_fp32 else x.dtype
     norms = [(weight, bias)] if weight1 is None else [(weight, bias), (weight1, bias1)]
-    results = [layernorm_fn(total, w.to(wide), b, eps=eps, is_rms_norm=is_rms_norm).to(x.dtype) for w, b in norms]
+    results = [layernorm_fn(total, w.to(acc_dtype), b, eps=eps, is_rms_norm=is_rms_norm).to(x.dtype) for w, b in norms]
     if prenorm:
         results.append(total.to(sum_dtype))
     return results[0] if len(results) == 1 else tuple(results)

@@ -52,9 +52,9 @@ def selective_scan_fn(
     """
     if A.is_complex():
         raise NotImplementedError("mamba_ssm.selective_scan_fn with a complex A: only real ones are supported")
-    wide = state_dtype(u.dtype)
-    dt_btd = raw_steps("selective_scan_fn", delta.transpose(1, 2).to(wide), delta_bias, delta_softplus)
-    x_btd, rates = u.transpose(1, 2), A.to(wide)
+    acc_dtype = state_dtype(u.dtype)
+    dt_btd = raw_steps("selective_scan_fn", delta.transpose(1, 2).to(acc_dtype), delta_bias, delta_softplus)
+    x_btd, rates = u.transpose(1, 2), A.to(acc_dtype)
     z_btd = None if z is None else z.transpose(1, 2).to(u.dtype)
     if B.ndim == 2 or C.ndim == 2:
         y_btd, last = _per_channel(x_btd, dt_btd, rates, _by_channel(B, u), _by_channel(C, u), D, z_btd)
@@ -116,16 +116,16 @@ def _per_channel(
 ) -> tuple[Tensor, Tensor]:
     """Scan with one B or C per channel: every state of a channel becomes a channel with one state."""
     d, n = rates.shape
-    wide = rates.dtype
-    each = (x.to(wide).unsqueeze(-1) * b.to(wide)).flatten(2)
+    acc_dtype = rates.dtype
+    each = (x.to(acc_dtype).unsqueeze(-1) * b.to(acc_dtype)).flatten(2)
     ones = each.new_ones(each.shape[0], each.shape[1], 1)
     dts = dt.repeat_interleave(n, dim=2)
     h, last = selective_scan(each, dts, rates.reshape(-1, 1), ones, ones)
-    y = (h.unflatten(2, (d, n)) * c.to(wide)).sum(-1)
+    y = (h.unflatten(2, (d, n)) * c.to(acc_dtype)).sum(-1)
     if skip is not None:
-        y = y + skip.to(wide) * x.to(wide)
+        y = y + skip.to(acc_dtype) * x.to(acc_dtype)
     if z is not None:
-        y = y * F.silu(z.to(wide))
+        y = y * F.silu(z.to(acc_dtype))
     return y.to(x.dtype), last.unflatten(1, (d, n)).squeeze(-1)
 
 

@@ -51,8 +51,8 @@ def selective_state_update(
         A, z = A.unsqueeze(0), None if z is None else z.unsqueeze(1)
         D, dt_bias = (None if part is None else part.unsqueeze(0) for part in (D, dt_bias))
     rows = slice(None) if state_batch_indices is None else state_batch_indices.long()
-    wide = state_dtype(x.dtype)
-    before, dt, rates = state[rows].to(wide), dt.to(wide), A.to(wide)
+    acc_dtype = state_dtype(x.dtype)
+    before, dt, rates = state[rows].to(acc_dtype), dt.to(acc_dtype), A.to(acc_dtype)
     B, C, z = B.to(x.dtype), C.to(x.dtype), None if z is None else z.to(x.dtype)
     is_tied = A.stride()[1:] == (0, 0) and dt.stride(-1) == 0 and (dt_bias is None or dt_bias.stride(-1) == 0)
     run = _by_head if is_tied else _by_channel

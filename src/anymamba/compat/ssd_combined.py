@@ -88,8 +88,8 @@ def _activate_step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit:
     if softplus:
         zero = dt.new_zeros(dt.shape[-1], dtype=torch.float32) if bias is None else bias
         return step_sizes(dt, zero, dt_limit=tuple(limit))
-    wide = dt.to(state_dtype(dt.dtype))
-    return (wide if bias is None else wide + bias.to(wide.dtype)).clamp(*limit)
+    acc_dtype = dt.to(state_dtype(dt.dtype))
+    return (acc_dtype if bias is None else acc_dtype + bias.to(acc_dtype.dtype)).clamp(*limit)
 
 
 def _chunk_scan(

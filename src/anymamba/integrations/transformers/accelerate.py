@@ -232,7 +232,8 @@ def compare_mixer(mixer: AcceleratedMixer) -> str:
         return ""
     try:
         expected = original_class_of(mixer).forward(mixer, x)
-        options, mixer._anymamba = mixer._anymamba, Options()
+        options = mixer._anymamba
+        mixer._anymamba = Options()
         try:
             actual = type(mixer).forward(mixer, x)
         finally:

@@ -24,9 +24,9 @@ class MultiGate(nn.Module):
     """Gates of a pass.
 
     Attributes:
-        write_weight: w_β, (d,), initially zero.
-        read_weight: w_α, (d,), initially zero, which reads the mean of the streams.
-        bias: b, (n,).
+        write_weight: Vector w_β, (d,), initially zero.
+        read_weight: Vector w_α, (d,), initially zero, which reads the mean of the streams.
+        bias: Biases b, (n,).
     """
 
     def __init__(
