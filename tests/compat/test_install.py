@@ -1,4 +1,4 @@
-"""The stand-in as a package: its names and signatures, when it refuses, and scripts that know nothing of it."""
+"""The stand-in as a package: its names and signatures, when it raises, and scripts that are unaware of it."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""transformers' caches: exchanged with plain models, advanced in place, reset, and those that are left to it."""
+"""transformers' caches: exchanged with plain models, advanced in position, reset, and those that are left to it."""
 
 import copy
 
@@ -34,8 +34,8 @@ def test_a_token_advances_the_cache_s_own_tensors():
     addresses = [[t.data_ptr() for t in pair] for pair in tensors]
     run(fast, ids(2, 1), cache)
     for layer, old, address in zip(cache.layers, before, addresses, strict=True):
-        for new, was, place in zip((layer.conv_states[0], layer.recurrent_states[0]), old, address, strict=True):
-            assert new.data_ptr() == place
+        for new, was, position in zip((layer.conv_states[0], layer.recurrent_states[0]), old, address, strict=True):
+            assert new.data_ptr() == position
             assert not torch.equal(new, was)
 
 

@@ -1,4 +1,4 @@
-"""Accelerated models as objects: saved, copied, pickled, hooked, changed back, refused, reported."""
+"""Accelerated models as objects: saved, copied, pickled, hooked, restored, rejected, reported."""
 
 import copy
 import io
@@ -201,7 +201,7 @@ def test_the_report_is_a_line_a_mixer():
     assert len(lines) == 3
 
 
-def test_a_model_without_mixers_and_things_that_are_no_models_are_refused(unchecked):
+def test_a_model_without_mixers_and_things_that_are_no_models_raise(unchecked):
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has none of transformers' Mamba mixers"):
         accelerate(gpt2)
@@ -213,7 +213,7 @@ def test_a_model_without_mixers_and_things_that_are_no_models_are_refused(unchec
 
 
 @pytest.mark.parametrize("function", [lambda: accelerate(nn.Identity()), enable])
-def test_a_version_below_the_floor_is_refused(function, monkeypatch):
+def test_a_version_below_the_floor_raises(function, monkeypatch):
     old = types.SimpleNamespace(__version__="5.14.2")
     monkeypatch.setattr(anymamba.integrations.transformers.architectures, "import_module", lambda name: old)
     with pytest.raises(ImportError, match=r"needs transformers >= 5.16, found 5.14.2: pip install"):

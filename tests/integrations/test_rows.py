@@ -18,10 +18,10 @@ def padded(side):
     """Rows of different lengths, the mask over them, and where each row's tokens are."""
     t, rows = max(LENGTHS), [ids(1, n, seed=n)[0] for n in LENGTHS]
     x, mask = torch.full((len(rows), t), 5), torch.zeros(len(rows), t, dtype=torch.long)
-    places = [slice(t - n, t) if side == "left" else slice(0, n) for n in LENGTHS]
-    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-        x[i, place], mask[i, place] = row, 1
-    return rows, x, mask, places
+    positions = [slice(t - n, t) if side == "left" else slice(0, n) for n in LENGTHS]
+    for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        x[i, position], mask[i, position] = row, 1
+    return rows, x, mask, positions
 
 
 def position_ids(model, mask):
@@ -35,10 +35,10 @@ def position_ids(model, mask):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_padded_rows_equal_rows_alone(name, side, each_implementation):
     _, fast = pair(name)
-    rows, x, mask, places = padded(side)
+    rows, x, mask, positions = padded(side)
     logits = fast(x, attention_mask=mask, **position_ids(fast, mask)).logits
-    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-        assert_near(logits[i, place], fast(row[None]).logits[0], TOLERANCE, f"row {i}")
+    for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        assert_near(logits[i, position], fast(row[None]).logits[0], TOLERANCE, f"row {i}")
 
 
 @torch.no_grad()
@@ -200,7 +200,7 @@ def test_a_failed_call_leaves_no_packing_behind():
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, r"cu_seq_lens_q must run from 0 to t = 22, got \[0, 3\]"),
     ],
 )
-def test_packing_that_does_not_fit_is_refused(options, message):
+def test_packing_that_does_not_fit_raises(options, message):
     _, fast = pair("mamba2")
     with pytest.raises(ValueError, match=message):
         fast(packed()[1], **options)

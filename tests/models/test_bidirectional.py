@@ -140,6 +140,6 @@ def test_a_horizon_counts_pairs():
         ({"n_layer": 4, "grad_horizon": 3}, "grad_horizon must be 1 to 2"),
     ],
 )
-def test_what_cannot_work_is_refused(fields, message):
+def test_invalid_configs_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         BidirectionalConfig(d_model=WIDTH, **fields)

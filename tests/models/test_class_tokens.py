@@ -1,4 +1,4 @@
-"""Class tokens: splits, steps and whole sequences place them alike, at every level."""
+"""Class tokens: splits, steps and whole sequences agree on their positions, at every level."""
 
 import itertools
 
@@ -23,16 +23,20 @@ def by_hand(positions, length):
     before = [[] for _ in range(length + 1)]
     ranked = sorted(range(len(positions)), key=lambda i: ORDER.get(positions[i], 3))
     for i in ranked:
-        place = {"start": 0, "middle": length // 2, "end": length}.get(positions[i], positions[i])
-        if place < length or positions[i] == "end":
-            before[place].append(i)
+        position = {"start": 0, "middle": length // 2, "end": length}.get(positions[i], positions[i])
+        if position < length or positions[i] == "end":
+            before[position].append(i)
     m = len(positions)
-    return [item for place in range(length + 1) for item in [*before[place], *([m + place] if place < length else [])]]
+    return [
+        item
+        for position in range(length + 1)
+        for item in [*before[position], *([m + position] if position < length else [])]
+    ]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_every_split_and_priming_places_them_as_the_definition_says(length):
-    """Brute force: all pairs of places, all splits into calls, with and without priming before each call."""
+    """Brute force: all pairs of positions, all splits into calls, with and without priming before each call."""
     for positions in itertools.product(PLACES, repeat=2):
         m, expected = len(positions), by_hand(positions, length)
         assert insertion_order(positions, 0, False, length, length) == expected
@@ -117,8 +121,8 @@ def test_splits_and_steps_equal_whole_sequences(fields):
     x = torch.randn(2, t, WIDTH, dtype=torch.float64)
     expected = results(stack, x, lambda x: (stack(x), stack.prefill(x, length=t)[1]))
     indices = stack.output_indices(t)
-    places = sorted(i for part in (indices.tokens, indices.stack, *indices.layers) for i in part if i is not None)
-    assert places == list(range(expected["y"].shape[1]))
+    positions = sorted(i for part in (indices.tokens, indices.stack, *indices.layers) for i in part if i is not None)
+    assert positions == list(range(expected["y"].shape[1]))
     assert_all_near(results(stack, x, lambda x: stack.prefill(x, length=t)), expected, 1e-10)
     if stack.config.grad_horizon is None:  # of every call its own
         for sizes in ([2, 3], [1, 3, 1], [4, 1]):
@@ -189,7 +193,7 @@ def test_padded_and_packed_rows_equal_rows_alone(both_ways):
         n = expected.shape[1]
         assert_near(row[:n], expected[0], 1e-10)
         assert not row[n:].any()
-    if not both_ways:  # rows that stand at different places of sequences of different lengths continue together
+    if not both_ways:  # rows at different positions of sequences of different lengths continue together
         parts = [stack.prefill(row[:, :n], length=t) for row, n, t in zip(rows, (3, 1, 2), sizes, strict=True)]
         cache, lengths = StackCache.cat([cache for _, cache in parts]), torch.tensor(sizes)
         following = torch.cat([row[:, n] for row, n in zip(rows, (3, 1, 2), strict=True)])
@@ -254,12 +258,12 @@ def test_priming_where_nothing_waits_changes_nothing():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_work_is_refused():
+def test_invalid_configs_raise():
     x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
-    for place in ("middle", "end"):
-        stack = make(class_tokens=[place], layer_class_tokens=[])
+    for position in ("middle", "end"):
+        stack = make(class_tokens=[position], layer_class_tokens=[])
         for call in (lambda s: s.prefill(x), lambda s: s.step(x[:, 0]), lambda s: s.prime(2)):
-            with pytest.raises(ValueError, match=f"length.* must be given.* class token at '{place}', got None"):
+            with pytest.raises(ValueError, match=f"length.* must be given.* class token at '{position}', got None"):
                 call(stack)
     stack = make()
     with pytest.raises(ValueError, match="length is 3, but 4 tokens have come"):

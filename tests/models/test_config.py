@@ -68,7 +68,7 @@ def test_lists_of_a_json_file_become_tuples():
         ({"d_intermediate": -1}, "d_intermediate must be 0 or a width, got -1"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(change, message, unchecked):
+def test_invalid_configs_raise_by_name(change, message, unchecked):
     with pytest.raises(ValueError, match=message):
         MambaLMConfig(**{**SMALL, **change})
 

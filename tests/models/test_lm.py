@@ -170,7 +170,7 @@ def test_a_tied_model_within_another_module_reads_a_state_without_a_head():
     assert outer["lm"].fingerprint() == small_lm().fingerprint()
 
 
-def test_two_weights_for_one_tied_parameter_are_refused():
+def test_two_weights_for_one_tied_parameter_raise():
     untied = small_lm(tie_embeddings=False).state_dict()
     with pytest.raises(
         RuntimeError, match=r"are one \(tied\), but lm_head.weight and .* differ; load them into .*False"
@@ -232,7 +232,7 @@ def test_the_fingerprint_tells_models_apart():
 
 @pytest.mark.parametrize("logits", ["all", "last", "none"])
 @pytest.mark.parametrize("bad", [-1, 64, 10**6])
-def test_labels_out_of_range_are_refused_where_they_count(bad, logits):
+def test_labels_out_of_range_raise_where_they_count(bad, logits):
     model, x, lengths = small_lm(), ids(2, 5), torch.tensor([5, 3])
     labels = x.clone()
     labels[1, 3:] = bad  # padding
@@ -269,7 +269,7 @@ def test_labels_out_of_range_are_refused_where_they_count(bad, logits):
         (lambda m: m(ids(1, 3), labels=[[1, 2, 3]]), TypeError, "labels must be a tensor of .*got list"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, error, message, unchecked):
+def test_bad_input_is_named(call, error, message, unchecked):
     with pytest.raises(error, match=message):
         call(small_lm())
 

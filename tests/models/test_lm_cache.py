@@ -83,7 +83,7 @@ def test_rows_keep_the_batch_dimension_however_they_are_named(index, meant, x, u
 
 
 @pytest.mark.parametrize(("index", "error", "message"), bad_rows_cases(), ids=repr)
-def test_what_names_no_rows_is_refused(index, error, message, x, unchecked):
+def test_what_names_no_rows_raises(index, error, message, x, unchecked):
     with pytest.raises(error, match=message):
         small_lm()(x).cache.rows(index)
 
@@ -109,7 +109,7 @@ def test_detach_and_to_apply_to_every_layer(x):
     assert {t.dtype for t in narrow.values()} == {torch.bfloat16, torch.float32}
 
 
-def test_a_cache_of_another_model_is_refused(tmp_path, x):
+def test_a_cache_of_another_model_raises(tmp_path, x):
     model = small_lm()
     model(x).cache.save(tmp_path / "state", model)
     for other in (small_lm(seed=1), small_lm(dtype=torch.float64)):
@@ -117,7 +117,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path, x):
             LMCache.load(tmp_path / "state", other)
 
 
-def test_a_damaged_or_foreign_file_is_refused(tmp_path, x):
+def test_a_damaged_or_foreign_file_raises(tmp_path, x):
     model, file = small_lm(), tmp_path / "state"
     model(x).cache.save(file, model)
     whole = file.read_bytes()
@@ -132,7 +132,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, x):
         LMCache.load(tmp_path / "nothing", model)
 
 
-def test_a_state_with_other_tensors_is_refused(tmp_path, x):
+def test_a_state_with_other_tensors_raises(tmp_path, x):
     model, file = small_lm(), tmp_path / "state"
     model(x).cache.save(file, model)
     tensors = load_file(file)

@@ -108,7 +108,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(sizes):
         chunked_cross_entropy(head, hidden, targets)
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_raises():
     head, hidden, targets = case()
     (gradient,) = torch.autograd.grad(chunked_cross_entropy(head, hidden, targets), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):

@@ -103,7 +103,7 @@ def test_models_have_the_states_at_positions(class_tokens):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_positions_that_are_no_numbers_are_refused():
+def test_positions_that_are_no_numbers_raise():
     for model in (make_block("mamba2"), make("Mamba2")):
         x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
         with pytest.raises(TypeError, match=r"states_at: positions must be integers, 1 to t = 6, got \[2.5\]"):

@@ -24,7 +24,7 @@ ROWS = (5, 1, 7)
 
 
 def in_batch(rows, begins=(2, 4, 1)):
-    """Rows padded in several places to 8 steps, with a mask; the padding of numbers is NaN."""
+    """Rows padded in several positions to 8 steps, with a mask; the padding of numbers is NaN."""
     first = rows[0]
     fill = torch.nan if first.is_floating_point() else 0
     batch = torch.full((len(rows), 8, *first.shape[1:]), fill, dtype=first.dtype)
@@ -142,8 +142,8 @@ def test_a_classifier_learns_which_of_two_tokens_came_first():
     def draw(count):
         ids = torch.randint(2, 4, (count, 12))
         label = torch.randint(2, (count,))
-        places = torch.rand(count, 12).argsort(1)[:, :2].sort(1).values
-        ids.scatter_(1, places, torch.stack([label, 1 - label], 1))
+        positions = torch.rand(count, 12).argsort(1)[:, :2].sort(1).values
+        ids.scatter_(1, positions, torch.stack([label, 1 - label], 1))
         return ids, label
 
     learn(model, lambda: model(*draw(64)).loss)
@@ -198,7 +198,7 @@ def test_models_are_saved_and_loaded_by_their_kind(kind, tmp_path):
         other.from_pretrained(tmp_path)
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path):
+def test_files_that_do_not_fit_raise(tmp_path):
     MODELS["latent"]().save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, message in [
@@ -229,7 +229,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         (SequenceClassifier, {"vocab_size": 0}, "vocab_size must be an integer, at least 1, got 0"),
     ],
 )
-def test_configs_that_cannot_work_are_refused(kind, fields, message):
+def test_configs_that_are_invalid_raise(kind, fields, message):
     with pytest.raises(ValueError, match=message):
         kind(**fields, stack=STACK)
 

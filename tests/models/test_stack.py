@@ -318,7 +318,7 @@ def test_the_cache_is_saved_with_the_name_of_its_stack(tmp_path):
         ({"n_layers": 3}, r"got \['n_layers'\]"),
     ],
 )
-def test_what_cannot_work_is_refused(fields, message):
+def test_invalid_configs_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         Stack(**{"d_model": WIDTH, "n_layer": 2, **fields})
 

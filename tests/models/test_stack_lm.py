@@ -70,7 +70,7 @@ def test_embeddings_in_place_of_ids_and_hidden_states_on_request():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_passes_that_do_not_exist_are_refused():
+def test_passes_that_do_not_exist_raise():
     model, ids = small(), torch.randint(61, (2, 7))
     with pytest.raises(TypeError, match="MambaLM: hidden_states must be a list of integers, -2 to 1, got True"):
         model(ids, hidden_states=True)
@@ -79,7 +79,7 @@ def test_passes_that_do_not_exist_are_refused():
         model(ids, hidden_states=[2])
 
 
-def test_a_language_model_refuses_a_stack_that_cannot_be():
+def test_a_language_model_rejects_an_invalid_stack():
     with pytest.raises(ValueError, match=r"got \['d_model'\]"):
         small(d_model=8)
     with pytest.raises(ValueError, match="grad_horizon must be 1 to 2"):

@@ -94,7 +94,7 @@ class Backbone(Stack):
         names = list(layers._modules)
         for v, index in enumerate(self._layer_of_pass):
             ignored = (v == 0 and c.ignore_first_residual) or (v == last and c.ignore_last_residual)
-            builder.submodule(layers, names[index], ResidualLayer).describe_step(builder, 0, added=not ignored)
+            builder.submodule(layers, names[index], ResidualLayer).describe_step(builder, 0, add_residual=not ignored)
 
     def describe_norm(self, builder: StepBuilder) -> int:
         """Describe the last norm; return the slot of its result."""

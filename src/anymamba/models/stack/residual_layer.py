@@ -130,13 +130,13 @@ class ResidualLayer(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
-    def describe_step(self, builder: StepBuilder, residual: int, *, added: bool = True) -> None:
-        """Describe one token: the result is `added` to slot `residual`, or replaces it."""
+    def describe_step(self, builder: StepBuilder, residual: int, *, add_residual: bool = True) -> None:
+        """Describe one token: the result is added to slot `residual`, or replaces it."""
         width, mixer = builder.input_width, builder.submodule(self, "mixer", type(self.mixer))
-        if not added and self.mlp is not None:
+        if not add_residual and self.mlp is not None:
             builder.reject("a layer with an MLP whose residual is ignored has no compiled step")
         hidden = builder.norm(residual, builder.submodule(self, "norm", RMSNorm), width)
-        mixer.describe_step(builder, hidden, to=residual, add=added)
+        mixer.describe_step(builder, hidden, to=residual, add=add_residual)
         builder.release(hidden)
         if self.mlp is not None:
             hidden = builder.norm(residual, builder.submodule(self, "norm2", RMSNorm), width)

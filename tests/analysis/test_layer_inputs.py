@@ -38,8 +38,8 @@ def test_token_scores_are_those_of_the_loss_and_of_the_whole_distribution():
     assert_near(-scores.logprob.sum(), nats, FLOOR[torch.float64])
     assert_near(scores.best.exp().sum(-1), torch.ones(2, 7, dtype=torch.float64), FLOOR[torch.float64])
     assert_near(-(scores.best.exp() * scores.best).sum(-1), scores.entropy, FLOOR[torch.float64])
-    place = (scores.best_ids == ids[:, 1:, None]).int().argmax(-1)
-    assert torch.equal(place, scores.rank)
+    position = (scores.best_ids == ids[:, 1:, None]).int().argmax(-1)
+    assert torch.equal(position, scores.rank)
 
 
 def test_a_text_of_one_token_has_no_scores():
