@@ -124,7 +124,7 @@ def mistake_case(rank):
     for arguments, words in (
         ([model, directory / "none"], "none: no such file or directory"),
         ([model, directory / "empty"], "no text files there"),
-        ([model, directory / "short"], "a text of at least two tokens is needed, got 1"),
+        ([model, directory / "short"], "expected a text of at least two tokens, got 1"),
         ([model, "/dev/null"], "/dev/null: not a file, which several ranks could read"),
         ([directory / "nothing", directory / "short"], "nothing"),
         ([model, directory / "short", "--threads", "0"], "--threads must be at least 1, got 0"),

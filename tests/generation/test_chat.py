@@ -262,7 +262,7 @@ def test_threads_share_a_process():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_its_own():
     code = (
-        "import os; from template_sandbox import renderer; shared_renderer().render('x', {});"
+        "import os; from template_sandbox import shared_renderer; shared_renderer().render('x', {});"
         "pid = os.fork(); text = shared_renderer().render('{{ 1 + 1 }}', {});"
         "os._exit(text != '2') if pid == 0 else exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or text != '2')"
     )

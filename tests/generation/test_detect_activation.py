@@ -105,7 +105,7 @@ def test_without_a_tokenizer_the_command_warns(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "error"),
     [
-        ("a_activation=relu", "a_activation must be heavy_tail or softplus, got 'relu'"),
+        ("a_activation=relu", "must be one of heavy_tail, softplus, got 'relu'"),
         ("a_activatoin=softplus", "entries that Mamba3 does not know: ['a_activatoin']"),
         ("is_mimo=true", "the weights do not fit the config"),
         ("d_state=16.5", 'ssm_cfg["d_state"] must be int, got 16.5'),
