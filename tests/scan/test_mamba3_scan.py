@@ -79,20 +79,29 @@ def test_a_state_may_be_forgotten_at_once(r, algorithm, pathway):
     """A log-decay of -inf, at a first token, at a last one, and at the edge of a chunk."""
     inputs = make(r=r)
     inputs["log_decay"][:, [0, 3, 4, 7, 10], 1:] = -torch.inf
-    y, state = trapezoid_scan(**inputs, path=SsdPath(algorithm, 4, pathway))
-    expected_y, expected_state = recurrence(**inputs)
-    assert_all_near({"y": y, "state": state}, {"y": expected_y, "state": expected_state}, FLOOR[D])
+    path = SsdPath(algorithm, 4, pathway)
+    actual = run(lambda **x: trapezoid_scan(**x, path=path), inputs)
+    assert_all_near(actual, run(recurrence, inputs), FLOOR[D])
 
 
-def rotated(inputs, path):
+def make_ranks(inputs):
+    """Values of all ranks as multiples of the first, as a block makes them; the multiples (h, r, p)."""
+    r, h, p = inputs["v"].shape[2:]
+    weight_hrp = torch.randn(h, r, p, generator=torch.Generator().manual_seed(2), dtype=D)
+    weight_hrp[:, 0] = 1
+    for name in ("v", "previous_v"):
+        inputs[name] = inputs[name][..., :1, :, :] * weight_hrp.transpose(0, 1)
+    return weight_hrp
+
+
+def rotated(inputs, weight_hrp, path):
     """The same by `rotated_trapezoid_scan`, which the kernels fuse, without biases, rotation and skip."""
     rows, r, h, p = inputs["previous_v"].shape
     b, t, _, g, n = inputs["k"].shape
     dtype, acc_dtype = inputs["v"].dtype, inputs["log_decay"].dtype
-    assert r == 1
     no_bias = torch.zeros(h, r, n, dtype=acc_dtype)
     y, state, _, _ = rotated_trapezoid_scan(
-        inputs["v"].squeeze(2),
+        inputs["v"][:, :, 0],
         inputs["k"],
         inputs["q"],
         no_bias,
@@ -100,9 +109,10 @@ def rotated(inputs, path):
         torch.zeros(b, t, 0, dtype=acc_dtype),
         *(inputs[name].clone() for name in ("gamma", "log_decay", "gamma", "kappa")),
         torch.zeros(h, dtype=acc_dtype),
+        weight_hrp.to(acc_dtype),
         initial_state=inputs["initial_state"],
         previous_k=inputs["previous_k"].repeat_interleave(h // g, dim=2).to(dtype),
-        previous_x=inputs["previous_v"].squeeze(1),
+        previous_x=inputs["previous_v"][:, 0],
         initial_rotation=torch.zeros(rows, h, 0, dtype=acc_dtype),
         path=path,
     )
@@ -111,12 +121,10 @@ def rotated(inputs, path):
 
 def run_in(dtype, inputs, path):
     """Outputs and state of both scans in a dtype, and those of the definition in float64 on the same numbers."""
-    acc_dtype = torch.float32
+    acc_dtype, weight_hrp = torch.float32, make_ranks(inputs)
     activations = ("v", "k", "q", "previous_v", "previous_k")
     cast = {name: x.to(dtype if name in activations else acc_dtype) for name, x in inputs.items()}
-    results = {"trapezoid": trapezoid_scan(**cast, path=path)}
-    if cast["v"].shape[2] == 1:
-        results["rotated"] = rotated(cast, path)
+    results = {"trapezoid": trapezoid_scan(**cast, path=path), "rotated": rotated(cast, weight_hrp, path)}
     return results, recurrence(**{name: x.to(D) for name, x in cast.items()})
 
 
