@@ -17,12 +17,18 @@ from anymamba.core.dtypes import state_dtype
 from anymamba.core.operators import gradients
 from anymamba.core.registry import Implementation
 
-# Half a MiB of float32: with an operand or two beside it, a block stays in a core's second-level cache.
+# Half a MiB of float32: a block and one or two operands fit in a core's second-level cache.
 CACHE_BLOCK_NUMEL = 2**17
 
 
 def recompute_all(definition: Callable[..., Any], outputs: int, differentiable: int) -> Implementation:
-    """An implementation of an operator with that many outputs and differentiable inputs."""
+    """Return an implementation whose backward runs the whole definition again.
+
+    Args:
+        definition: Plain torch code, inputs -> outputs.
+        outputs: Number of outputs.
+        differentiable: Number of leading inputs that receive a gradient.
+    """
 
     def forward(*inputs: Any) -> Any:
         results = definition(*inputs)
@@ -34,69 +40,74 @@ def recompute_all(definition: Callable[..., Any], outputs: int, differentiable: 
     return Implementation(forward, backward)
 
 
-def split_into_cache_blocks(x: Tensor, rows: int, width: int) -> Iterator[slice]:
-    """Cut `rows` of `width` elements each into blocks that stay in a CPU's cache; elsewhere, into one."""
-    size = max(1, CACHE_BLOCK_NUMEL // max(1, width)) if x.device.type == "cpu" else max(1, rows)
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
-
-
 def recompute_row_blocks(
     definition: Callable[..., Tensor], rows: dict[int, int], result: int, parameters: range
 ) -> Implementation:
-    """An implementation of an operator with one result.
+    """Return an implementation with one result that runs forward and backward in blocks of rows.
 
     Args:
-        definition: inputs -> result, plain torch code, for any number of leading axes.
-        rows: how many trailing axes belong to a row, by the index of each input that has rows.
-        result: how many trailing axes belong to a row of the result, which has the shape of the first input but for
-            these: they are those of the last input in `rows`.
-        parameters: indices of the other differentiable inputs; their gradients are summed in the state's dtype.
+        definition: Plain torch code, inputs -> result, for any number of leading dimensions.
+        rows: Number of trailing dimensions that belong to a row, by the index of each input that has rows.
+        result: Number of trailing dimensions that belong to a row of the result. They are those of the last input in
+            `rows`; the leading ones are those of the first input.
+        parameters: Indices of the other differentiable inputs, whose gradients are summed in the states' dtype.
     """
 
-    def by_row(x: Tensor | None, axes: int) -> Tensor | None:
-        return None if x is None else x.reshape(-1, *x.shape[x.ndim - axes :])
+    def flatten_rows(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            x if x is None or i not in rows else x.reshape(-1, *x.shape[x.ndim - rows[i] :])
+            for i, x in enumerate(inputs)
+        )
 
-    def cut(inputs: tuple[Any, ...], block: slice) -> list[Any]:
-        return [x[block] if i in rows and x is not None else x for i, x in enumerate(inputs)]
+    def select_block(inputs: tuple[Any, ...], block: slice) -> tuple[Any, ...]:
+        return tuple(x[block] if i in rows and x is not None else x for i, x in enumerate(inputs))
 
-    def flat(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(by_row(x, rows[i]) if i in rows else x for i, x in enumerate(inputs))
-
-    def shape(inputs: tuple[Any, ...]) -> torch.Size:
+    def result_shape(inputs: tuple[Any, ...]) -> torch.Size:
         first, like = inputs[0], next(inputs[i] for i in reversed(rows) if inputs[i] is not None)
         return torch.Size((*first.shape[: first.ndim - rows[0]], *like.shape[like.ndim - result :]))
 
-    def blocks(inputs: tuple[Any, ...]) -> Iterator[slice]:
-        first = inputs[0]
-        return split_into_cache_blocks(first, first.shape[0], math.prod(first.shape[1:]))
+    def blocks(flat_inputs: tuple[Any, ...]) -> Iterator[slice]:
+        first = flat_inputs[0]
+        return _split_into_cache_blocks(first, first.shape[0], math.prod(first.shape[1:]))
 
     def forward(*inputs: Any) -> Tensor:
-        out = torch.empty(shape(inputs), dtype=inputs[0].dtype, device=inputs[0].device)
-        out_rows, flattened = out.view(-1, *out.shape[out.ndim - result :]), flat(inputs)
-        for block in blocks(flattened):
-            out_rows[block] = definition(*cut(flattened, block))
-        return out
+        y = torch.empty(result_shape(inputs), dtype=inputs[0].dtype, device=inputs[0].device)
+        y_rows, flat_inputs = y.view(-1, *y.shape[y.ndim - result :]), flatten_rows(inputs)
+        for block in blocks(flat_inputs):
+            y_rows[block] = definition(*select_block(flat_inputs, block))
+        return y
 
-    def backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        wide, flattened = state_dtype(inputs[0].dtype), flat(inputs)
-        dout_rows = dout.reshape(-1, *dout.shape[dout.ndim - result :])
+    def backward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        # 1) Rows, and the parameters in the dtype of their sums.
+        acc_dtype = state_dtype(inputs[0].dtype)
+        dy_rows = dy.reshape(-1, *dy.shape[dy.ndim - result :])
+        flat_inputs = tuple(
+            x if i not in parameters or x is None else x.to(acc_dtype) for i, x in enumerate(flatten_rows(inputs))
+        )
+        # 2) Gradients block by block: stored for rows, summed for parameters.
         differentiable = max((*rows, *parameters)) + 1
-        given = [x if i not in parameters or x is None else x.to(wide) for i, x in enumerate(flattened)]
         grads = [
             None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
-            for x in given[:differentiable]
+            for x in flat_inputs[:differentiable]
         ]
-        for block in blocks(flattened):
-            found = gradients(definition, (dout_rows[block],), tuple(cut(tuple(given), block)), differentiable)
-            for i, (grad, part) in enumerate(zip(grads, found, strict=True)):
+        for block in blocks(flat_inputs):
+            block_grads = gradients(definition, (dy_rows[block],), select_block(flat_inputs, block), differentiable)
+            for i, (grad, block_grad) in enumerate(zip(grads, block_grads, strict=True)):
                 if grad is not None and i in rows:
-                    grad[block] = part
+                    grad[block] = block_grad
                 elif grad is not None:
-                    grad += part
+                    grad += block_grad
+        # 3) The shapes and dtypes of the inputs.
         return tuple(
-            dout.new_empty(0) if grad is None else grad.reshape(x.shape).to(x.dtype)
+            dy.new_empty(0) if grad is None else grad.reshape(x.shape).to(x.dtype)
             for grad, x in zip(grads, inputs, strict=False)
         )
 
     return Implementation(forward, backward)
+
+
+def _split_into_cache_blocks(x: Tensor, rows: int, width: int) -> Iterator[slice]:
+    """Yield blocks of `rows` of `width` elements each that fit in a CPU's cache; on other devices, one block."""
+    size = max(1, CACHE_BLOCK_NUMEL // max(1, width)) if x.device.type == "cpu" else max(1, rows)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))

@@ -1,4 +1,4 @@
-"""A head that is the embedding: one parameter in the model, and one tensor in a file."""
+"""Weight tying: a head that is the embedding is one parameter in the model and one tensor in a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
-# What a head shares with its embedding, each with its counterpart; scales only where the weight is in fewer bits.
+# Parts of the head, each with its counterpart in the embedding; only quantized weights have scales.
 PARTS = {HEAD: EMBEDDING, "lm_head.scales": "backbone.embedding.scales"}
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or hold the same numbers in the same dtype."""
+    """Return whether two tensors are one, or hold the same numbers in the same dtype."""
     if a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
         return False
     alias = a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
@@ -22,7 +22,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def has_another_head(state: Mapping[str, Tensor], prefix: str = "") -> bool:
-    """Whether the head of a state dict, as far as it has one, differs from its embedding."""
+    """Return whether a state dict has a head that differs from its embedding."""
     pairs = ((state.get(prefix + head), state.get(prefix + embedding)) for head, embedding in PARTS.items())
     return any(head is not None and (table is None or not same_values(head, table)) for head, table in pairs)
 
@@ -37,7 +37,7 @@ def before_loading(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Let a tied model read a state dict without a head; refuse one with two different weights for one parameter."""
+    """Let a tied model read a state dict without a head; reject two different weights for one parameter."""
     if not model.config.tie_embeddings or state.get(prefix + EMBEDDING) is None:
         return
     for head, embedding in PARTS.items():
@@ -51,16 +51,16 @@ def before_loading(
 
 
 def after_loading(model: Any, incompatible: Any) -> None:
-    """Tie again what was tied before it was moved off the meta device, or assigned."""
+    """Tie head and embedding again after they were moved off the meta device, or assigned."""
     if model.config.tie_embeddings and not model.is_tied:
-        parts = {name: _at(model, name) for pair in PARTS.items() for name in pair}
-        found = {name: x for name, x in parts.items() if isinstance(x, Tensor)}
-        if HEAD in found and EMBEDDING in found and not has_another_head(found):
+        parts = {name: _parameter_at(model, name) for pair in PARTS.items() for name in pair}
+        tensors = {name: x for name, x in parts.items() if isinstance(x, Tensor)}
+        if HEAD in tensors and EMBEDDING in tensors and not has_another_head(tensors):
             model.tie_weights()
 
 
-def _at(model: Any, name: str) -> Any:
-    """The parameter of a dotted name; None if there is none."""
+def _parameter_at(model: Any, name: str) -> Any:
+    """Return the parameter of a dotted name; None if there is none."""
     for part in name.split("."):
         model = getattr(model, part, None)
     return model

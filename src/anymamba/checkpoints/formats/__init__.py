@@ -1,4 +1,9 @@
-"""Checkpoint formats: one adapter each, which maps the format's config and keys to ours."""
+"""Checkpoint formats: one adapter each, which maps the format's config and names of tensors to ours.
+
+Read `base.py` first (the protocol of an adapter), then `official.py`, whose names are ours. `gguf.py` differs: one file
+with config, weights and tokenizer (`gguf_header.py`, `gguf_tokenizer.py`). To add a format, write an adapter and add it
+to `FORMATS`.
+"""
 
 from anymamba.checkpoints.formats.anymamba import AnymambaFormat as AnymambaFormat
 from anymamba.checkpoints.formats.base import Format as Format
@@ -8,23 +13,23 @@ from anymamba.checkpoints.formats.hf import TransformersFormat
 from anymamba.checkpoints.formats.official import OfficialFormat
 from anymamba.models.config import MambaLMConfig
 
-# In the order in which a directory is tried.
+# In the order in which they are tried on a directory.
 FORMATS: dict[str, Format] = {
     f.name: f for f in (FlaFormat(), TransformersFormat(), OfficialFormat(), CodestralFormat(), AnymambaFormat())
 }
-READ_ONLY = frozenset({"fla"})  # these cannot be written
+READ_ONLY = frozenset({"fla"})  # formats that cannot be written
 
 
 def default_format(config: MambaLMConfig) -> str:
-    """The format to write a model in if none is named: the official one, if it can represent the model."""
+    """Return the format to write a model in if none is named: the official one, if it can represent the model."""
     return AnymambaFormat.name if config.stack else OfficialFormat.name
 
 
 def get_format(name: str) -> Format:
-    """The format of that name.
+    """Return the format of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: Unknown name.
     """
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")

@@ -19,13 +19,13 @@ class AnymambaFormat(OfficialFormat):
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
-        """By its model type."""
+        """Return whether the model type is ours."""
         return raw.get("model_type") == MODEL_TYPE
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """The fields are ours."""
+        """Return the config: all fields are ours."""
         return super().read_config({name: value for name, value in raw.items() if name != "model_type"})
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return {"model_type": MODEL_TYPE, **self._written(config)}

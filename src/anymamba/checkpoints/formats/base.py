@@ -1,4 +1,4 @@
-"""What a checkpoint format is: a config file, weight files, and a renaming of keys."""
+"""The protocol of a checkpoint format: a config file, weight files, and a renaming of tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Format(Protocol):
     """An adapter between a checkpoint format and `MambaLM`.
 
     Attributes:
-        name: of the format.
-        config_files: names its config may have, the one to write first.
-        weight_files: names its weights may have, the one to write first. A name may stand for a sharded set, which has
-            a file `<name>.index.json`.
+        name: Name of the format.
+        config_files: Possible names of the config file; the first one is written.
+        weight_files: Possible names of the weight file; the first one is written. A name may stand for a set of shards
+            with a file `<name>.index.json`.
     """
 
     name: ClassVar[str]
@@ -25,23 +25,23 @@ class Format(Protocol):
     weight_files: ClassVar[tuple[str, ...]]
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
-        """Whether a config file's content is of this format."""
+        """Return whether a config file's content is of this format."""
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """The config file's content as our config."""
+        """Return our config for a config file's content."""
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """The inverse of `read_config`, for weights of `dtype`."""
+        """Return the content of a config file for our config, and weights of `dtype`."""
 
     def our_key(self, key: str) -> str:
-        """The name of a parameter in our state dict; any unknown name is returned as it is."""
+        """Return the name of a tensor in our state dict; unknown names are returned unchanged."""
 
     def foreign_key(self, key: str) -> str:
-        """The inverse of `our_key`."""
+        """Return the name of a tensor in this format."""
 
 
 def read_float(value: Any) -> Any:
-    """A number as JSON files spell it: `Infinity` is also written as `{"__float__": "Infinity"}` or `"Infinity"`."""
+    """Return a number as JSON files spell it: infinity may be `{"__float__": "Infinity"}` or `"Infinity"`."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
         value = value["__float__"]
     if isinstance(value, str):
@@ -52,18 +52,18 @@ def read_float(value: Any) -> Any:
     return value
 
 
-def require(where: str, config: MambaLMConfig, wanted: dict[str, Any]) -> None:
-    """Raise unless the config and its blocks have the only values that a format can express."""
+def check_fixed_fields(where: str, config: MambaLMConfig, fixed: dict[str, Any]) -> None:
+    """Raise `ValueError` unless the config and its blocks have the only values that a format can express."""
     check_plain_stack(where, config)
     block = config.block_config()
-    found = {name: getattr(config, name) if hasattr(config, name) else getattr(block, name) for name in wanted}
-    if wrong := {name: value for name, value in found.items() if value != wanted[name]}:
-        expected = {name: wanted[name] for name in wrong}
-        raise ValueError(f"{where} cannot hold this model: it needs {expected}, got {wrong}")
+    values = {name: getattr(config, name) if hasattr(config, name) else getattr(block, name) for name in fixed}
+    if different := {name: value for name, value in values.items() if value != fixed[name]}:
+        expected = {name: fixed[name] for name in different}
+        raise ValueError(f"{where} cannot hold this model: it needs {expected}, got {different}")
 
 
 def check_plain_stack(where: str, config: MambaLMConfig) -> None:
-    """Raise unless the layers are put together as officially: other formats can express nothing else."""
+    """Raise `ValueError` unless the layers are composed as officially: other formats can express nothing else."""
     if config.stack:
         raise ValueError(
             f'{where} cannot hold this model: it has no {", ".join(config.stack)}; format="anymamba" holds every stack'

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from anymamba.checkpoints.formats.base import require
+from anymamba.checkpoints.formats.base import check_fixed_fields
 from anymamba.models.config import INITIALIZATION_FIELDS, MambaLMConfig
 
 _SAME = (
@@ -25,18 +25,18 @@ _PREFIX = "model."
 
 
 class CodestralFormat:
-    """params.json with `dim`, `n_layers` and `n_groups`."""
+    """The format with params.json and its fields `dim`, `n_layers` and `n_groups`."""
 
     name: ClassVar[str] = "codestral"
     config_files: ClassVar[tuple[str, ...]] = ("params.json", "config.json")
     weight_files: ClassVar[tuple[str, ...]] = ("consolidated.safetensors", "model.safetensors")
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
-        """By its field `dim`."""
+        """Return whether the config has the fields of this format."""
         return "dim" in raw and "n_layers" in raw
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """Blocks of the official default sizes, with `n_groups` groups; other fields are kept."""
+        """Return a config of blocks with the official default sizes and `n_groups` groups; other fields are kept."""
         if raw.get("model_type", "mamba") != "mamba":
             raise ValueError(f'a Codestral model has "model_type": "mamba", got {raw["model_type"]!r}')
         used = ("dim", "n_layers", "n_groups", *_SAME)
@@ -50,14 +50,14 @@ class CodestralFormat:
         )
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """The inverse of `read_config`, for models that the format can hold."""
-        require("the Codestral format", config, {"layer": "Mamba2", "d_intermediate": 0})
+        """Invert `read_config`, for models that the format can hold."""
+        check_fixed_fields("the Codestral format", config, {"layer": "Mamba2", "d_intermediate": 0})
         kind = config.family.CONFIG
-        free = {"d_model", "ngroups"}
-        require(
+        stored = {"d_model", "ngroups"}
+        check_fixed_fields(
             "the Codestral format",
             config,
-            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALIZATION_FIELDS | free},
+            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALIZATION_FIELDS | stored},
         )
         return {
             "dim": config.d_model,
@@ -69,9 +69,9 @@ class CodestralFormat:
         }
 
     def our_key(self, key: str) -> str:
-        """Without the prefix."""
+        """Return the name without the prefix."""
         return key.removeprefix(_PREFIX)
 
     def foreign_key(self, key: str) -> str:
-        """With the prefix."""
+        """Return the name with the prefix."""
         return _PREFIX + key

@@ -12,7 +12,7 @@ import torch
 from anymamba.checkpoints.formats.base import read_float
 from anymamba.models.config import MambaLMConfig
 
-# fla's name, ours, and fla's default.
+# Name in fla, our name, and the default in fla.
 _MODEL = (
     ("hidden_size", "d_model", 2048),
     ("num_hidden_layers", "n_layer", 48),
@@ -64,24 +64,24 @@ _BLOCKS: dict[str, tuple[str, tuple[tuple[str, str, Any], ...]]] = {
         ),
     ),
 }
-_IN_FP32 = {"mamba": False, "mamba2": True, "mamba3": True}  # if the file does not say
+_RESIDUAL_IN_FP32 = {"mamba": False, "mamba2": True, "mamba3": True}  # the defaults
 _FIXED = {"norm_eps": 1e-5, "hidden_act": "silu"}
 
 
 class FlaFormat:
-    """config.json of fla's `MambaForCausalLM`, `Mamba2ForCausalLM` and `Mamba3ForCausalLM`."""
+    """The format of fla's `MambaForCausalLM`, `Mamba2ForCausalLM` and `Mamba3ForCausalLM`."""
 
     name: ClassVar[str] = "fla"
     config_files: ClassVar[tuple[str, ...]] = ("config.json",)
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
-        """By its field `norm_eps`, which has another name in transformers; transformers has no `mamba3`."""
+        """Return whether there is a field `norm_eps`, which transformers names differently, or the type is `mamba3`."""
         kind = raw.get("model_type")
         return "hidden_size" in raw and (kind == "mamba3" or (kind in ("mamba", "mamba2") and "norm_eps" in raw))
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """Translate the fields; those without a counterpart are kept."""
+        """Return our config; fields without a counterpart are kept."""
         kind = raw["model_type"]
         for name, value in _FIXED.items():
             if raw.get(name, value) != value:
@@ -98,19 +98,19 @@ class FlaFormat:
         return MambaLMConfig(
             **{ours: raw.get(theirs, default) for theirs, ours, default in _MODEL},
             ssm_cfg={"layer": layer, **block},
-            residual_in_fp32=raw.get("residual_in_fp32", _IN_FP32[kind]),
+            residual_in_fp32=raw.get("residual_in_fp32", _RESIDUAL_IN_FP32[kind]),
             pad_vocab_size_multiple=1,
             extra={"fla": {name: value for name, value in raw.items() if name not in used}},
         )
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """It is not written."""
+        """Raise `ValueError`: the format can only be read."""
         raise ValueError("the fla format can be read but not written; pass official or transformers")
 
     def our_key(self, key: str) -> str:
-        """`backbone.embeddings` is our `backbone.embedding`."""
+        """Return our name: `backbone.embeddings` becomes `backbone.embedding`."""
         return key.replace("backbone.embeddings.", "backbone.embedding.", 1)
 
     def foreign_key(self, key: str) -> str:
-        """The inverse of `our_key`."""
+        """Invert `our_key`."""
         return key.replace("backbone.embedding.", "backbone.embeddings.", 1)

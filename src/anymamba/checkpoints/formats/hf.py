@@ -12,23 +12,33 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from anymamba.checkpoints.formats.base import read_float, require
+from anymamba.checkpoints.formats.base import check_fixed_fields, read_float
 from anymamba.models.config import MambaLMConfig
 
-# transformers' name, ours, and transformers' default.
+# Name in transformers, our name, and the default in transformers.
 _Field = tuple[str, str, Any]
 
 
 class _Kind(NamedTuple):
-    """A `model_type` of transformers."""
+    """A `model_type` of transformers.
+
+    Attributes:
+        layer: Our block family.
+        architecture: Class in transformers.
+        model: Fields of the model.
+        block: Fields of the blocks.
+        fixed: Fields of the file with the only values that transformers computes with.
+        block_fixed: Fields of our block with the only values that transformers knows.
+        implied: Fields of our block that follow from the model type.
+    """
 
     layer: str
     architecture: str
     model: tuple[_Field, ...]
     block: tuple[_Field, ...]
-    fixed: dict[str, Any]  # of its file, the only values that it computes with
-    block_fixed: dict[str, Any]  # of our block, the only values that it knows
-    implied: dict[str, Any] = {}  # noqa: RUF012  of our block, what its name says
+    fixed: dict[str, Any]
+    block_fixed: dict[str, Any]
+    implied: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
 
 def _model_fields(width: int, layers: int, vocabulary: int, tied: bool) -> tuple[_Field, ...]:
@@ -101,24 +111,24 @@ def _has(block: Any, values: dict[str, Any]) -> bool:
 def _warn_of_groups(groups: int) -> None:
     warnings.warn(
         f"transformers before 5.23 normalizes over all channels where the official block does so in {groups} groups, "
-        "as we do: it computes something else with these weights",
+        "as we do, so its outputs differ for these weights",
         stacklevel=3,
     )
 
 
 class TransformersFormat:
-    """config.json of `MambaForCausalLM` and `Mamba2ForCausalLM`."""
+    """The format of `MambaForCausalLM`, `Mamba2ForCausalLM` and `FalconMambaForCausalLM`."""
 
     name: ClassVar[str] = "transformers"
     config_files: ClassVar[tuple[str, ...]] = ("config.json",)
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
-        """By its field `hidden_size`."""
+        """Return whether the config has the fields `model_type` and `hidden_size`."""
         return "model_type" in raw and "hidden_size" in raw
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
-        """Translate the fields; those without a counterpart are kept for writing."""
+        """Return our config; fields without a counterpart are kept for writing."""
         if (model_type := raw["model_type"]) not in _KINDS:
             expected = " or ".join(f'"{name}"' for name in _KINDS)
             raise ValueError(f'expected a transformers config with "model_type": {expected}, got {model_type!r}')
@@ -140,22 +150,23 @@ class TransformersFormat:
             pad_vocab_size_multiple=1,
             extra={"transformers": {name: value for name, value in raw.items() if name not in used}},
         )
-        made = config.block_config()
+        block_config = config.block_config()
         if kind.layer == "Mamba2":
-            if made.ngroups > 1:
-                _warn_of_groups(made.ngroups)
-            if raw.get("num_heads", made.nheads) != made.nheads:
+            if block_config.ngroups > 1:
+                _warn_of_groups(block_config.ngroups)
+            if raw.get("num_heads", block_config.nheads) != block_config.nheads:
                 raise ValueError(
-                    f"num_heads must be expand · hidden_size / head_dim = {made.nheads}, got {raw['num_heads']}"
+                    f"num_heads must be expand · hidden_size / head_dim = {block_config.nheads}, got {raw['num_heads']}"
                 )
-        elif raw.get("intermediate_size", made.d_inner) != made.d_inner:
+        elif raw.get("intermediate_size", block_config.d_inner) != block_config.d_inner:
             raise ValueError(
-                f"intermediate_size must be expand · hidden_size = {made.d_inner}, got {raw['intermediate_size']}"
+                f"intermediate_size must be expand · hidden_size = {block_config.d_inner}, "
+                f"got {raw['intermediate_size']}"
             )
         return config
 
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """The inverse of `read_config`, for models that transformers can compute."""
+        """Invert `read_config`, for models that transformers can compute."""
         where = "the transformers format"
         names = {kind.layer: name for name, kind in _KINDS.items() if not kind.implied}
         if config.layer not in names:
@@ -166,14 +177,14 @@ class TransformersFormat:
                 name = other
         kind = _KINDS[name]
         fixed = {"d_intermediate": 0, "rms_norm": True, **kind.block_fixed, "expand": int(block.expand)}
-        require(where, config, fixed)
-        own: dict[str, Any]
+        check_fixed_fields(where, config, fixed)
+        derived: dict[str, Any]
         if kind.layer == "Mamba1":
-            own = {"intermediate_size": block.d_inner, "time_step_rank": block.dt_width}
+            derived = {"intermediate_size": block.d_inner, "time_step_rank": block.dt_width}
         else:
             if block.ngroups > 1:
                 _warn_of_groups(block.ngroups)
-            own = {
+            derived = {
                 "num_heads": block.nheads,
                 "time_step_limit": list(block.dt_limit),
                 "chunk_size": config.ssm_cfg.get("chunk_size") or 256,
@@ -191,14 +202,14 @@ class TransformersFormat:
             **_FIXED,
             "expand": int(block.expand),
             "vocab_size": config.padded_vocab_size,
-            **own,
+            **derived,
         }
         return dict(sorted(raw.items()))
 
     def our_key(self, key: str) -> str:
-        """`backbone.embeddings` is our `backbone.embedding`."""
+        """Return our name: `backbone.embeddings` becomes `backbone.embedding`."""
         return key.replace("backbone.embeddings.", "backbone.embedding.", 1)
 
     def foreign_key(self, key: str) -> str:
-        """The inverse of `our_key`."""
+        """Invert `our_key`."""
         return key.replace("backbone.embedding.", "backbone.embeddings.", 1)
