@@ -69,7 +69,7 @@ def field_types(config: type[Any]) -> dict[str, Any]:
     return _FIELD_TYPES[config]
 
 
-def coerce_value(name: str, value: Any, annotation: Any, *, max_number: float | None = None) -> Any:
+def coerce_value(name: str, value: Any, annotation: Any, *, max_number: int | float | None = None) -> Any:
     """Return a value in the type of an annotation: an integer may stand for a float, and a list for a tuple.
 
     Args:
