@@ -145,7 +145,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def stored(self) -> QuantizedTensor:
-        """The weight as it is stored."""
+        """Return the weight as it is stored."""
         return QuantizedTensor(self.weight, self.scales, self.format, self._width)
 
     def store(self, weight: QuantizedTensor) -> None:

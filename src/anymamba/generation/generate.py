@@ -130,7 +130,7 @@ class TokenStream:
     @property
     @torch.no_grad()
     def state(self) -> GenerationState:
-        """The state of the rows after the tokens returned so far.
+        """Return the state of the rows after the tokens returned so far.
 
         Raises:
             RuntimeError: An exception ended a step before it was done.

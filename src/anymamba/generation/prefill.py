@@ -141,7 +141,7 @@ class Prefill:
 
     @property
     def is_done(self) -> bool:
-        """Whether every prompt has been read."""
+        """Return whether every prompt has been read."""
         return self.remaining == 0
 
     @torch.no_grad()

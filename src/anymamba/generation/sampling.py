@@ -92,7 +92,7 @@ class Sampling:
 
     @property
     def needs_token_counts(self) -> bool:
-        """Whether a penalty depends on how often a token was generated."""
+        """Return whether a penalty depends on how often a token was generated."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @staticmethod

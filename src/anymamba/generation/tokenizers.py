@@ -308,7 +308,7 @@ class IncrementalDecoder:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether the text of all tokens so far was returned: no character is incomplete."""
+        """Return whether the text of all tokens so far was returned: no character is incomplete."""
         return self._returned_ids == len(self._ids)
 
     def finish(self) -> str:

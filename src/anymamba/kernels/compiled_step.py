@@ -95,7 +95,9 @@ class CompiledStep:
         except NotCoveredError as error:
             self.reason = str(error)
         else:
-            self.executable, self.reason = compile_step(builder.build())
+            executable, reason = compile_step(builder.build())
+            self.executable = executable
+            self.reason = reason
         self._watcher.take_snapshot()
         self.is_current = self._watcher.is_unchanged
 

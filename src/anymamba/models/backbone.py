@@ -41,7 +41,7 @@ class Backbone(Stack):
 
     @property
     def residual_in_fp32(self) -> bool:
-        """Whether the residual stream is float32 or wider."""
+        """Return whether the residual stream is float32 or wider."""
         return self.config.residual_in_fp32
 
     def forward(  # type: ignore[override]  # that of a stack takes embeddings

@@ -248,7 +248,7 @@ class MambaLM(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding are one parameter at present."""
+        """Return whether head and embedding are one parameter at present."""
         head: Tensor | None = getattr(self.lm_head, "weight", None)
         return head is not None and head is getattr(self.backbone.embedding, "weight", None)
 

@@ -96,7 +96,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The engine of a started service."""
+        """Return the engine of a started service."""
         assert self._engine is not None, "the service has been started"
         return self._engine
 

@@ -146,7 +146,7 @@ class Trainer(Generic[T]):
 
     @property
     def finished(self) -> bool:
-        """Whether there is no step left to take."""
+        """Return whether there is no step left to take."""
         return self.solved or self.step >= self.config.schedule.steps
 
     def run(self, callbacks: Iterable[Callback] = (), *, shown: bool = True) -> bool:

@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs: C++ in `csrc/` behind a plain C interface, called with ctypes.
+"""The compiled kernels for CPUs: C++ in `csrc/` with a plain C interface, called with ctypes.
 
 No header of PyTorch or Python is included, so one library serves every version of both. The vector code is compiled
 once per instruction set and chosen when the library is loaded.

@@ -147,7 +147,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that a checkpoint cannot be written; `finish` raises the error."""
+        """Return whether this rank knows that a checkpoint cannot be written; `finish` raises the error."""
         return self._thread is not None and self._save is not None and self._save.error is not None
 
     def start(self, part: Part, manifest: Manifest, *, previous: int, keep: int) -> None:

@@ -133,5 +133,5 @@ class TabularConfig(RunConfig):
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether the model reads in both directions."""
+        """Return whether the model reads in both directions."""
         return self.task != "next-value" if self.model.bidirectional is None else self.model.bidirectional

@@ -38,7 +38,7 @@ class SequenceBatch(NamedTuple):
 
     @property
     def mask(self) -> Tensor | None:
-        """The lengths, or None if all sequences are as long as the batch."""
+        """Return the lengths, or None if all sequences are as long as the batch."""
         return None if bool((self.lengths == self.inputs.shape[1]).all()) else self.lengths
 
     def to(self, device: torch.device) -> SequenceBatch:

@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether the sequences are texts."""
+        """Return whether the sequences are texts."""
         return bool(self.sequences) and self.sequences[0].ndim == 1
 
 

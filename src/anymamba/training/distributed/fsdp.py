@@ -52,7 +52,7 @@ class ParamShard(NamedTuple):
 
     @property
     def local_rows(self) -> slice:
-        """The rows that this rank holds."""
+        """Return the rows that this rank holds."""
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
 
     def to_tensor_shard(self, rows: Tensor) -> TensorShard:

@@ -71,7 +71,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that reports and writes."""
+        """Return whether this is the rank that reports and writes."""
         return self.rank == 0
 
     @property
@@ -91,17 +91,17 @@ class World:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes its part of the weights: of several ranks with the same part, one does."""
+        """Return whether this rank writes its part of the weights: of several ranks with the same part, one does."""
         return self.rank < self.shard_size * self.context_size and self.rank % self.context_size == 0
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh over whose last dimension the weights are divided; None if all ranks hold all of them."""
+        """Return the mesh over whose last dimension the weights are divided; None if all ranks hold all of them."""
         return self._mesh
 
     @property
     def shard_group(self) -> Any:
-        """The process group of the ranks that divide the weights with this one."""
+        """Return the process group of the ranks that divide the weights with this one."""
         return None if self._mesh is None else self._mesh.get_group("shard")
 
     def local_device(self, name: str) -> str:

@@ -96,7 +96,7 @@ class LanguageTask(Task[Batch]):
 
     @property
     def prompt(self) -> str:
-        """The beginning of samples."""
+        """Return the beginning of samples."""
         if self.config.evaluation.prompt is not None:
             return self.config.evaluation.prompt
         return "def " if self.config.data.sources == ("stdlib",) else default_prompt(self.corpus, self._tokenizer)

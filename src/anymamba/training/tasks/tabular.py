@@ -80,7 +80,9 @@ class TabularTask(Task[SequenceBatch]):
             cut = sum(len(x) > c.batch.length for x in self.table.sequences)
             report(f"{cut} sequences are cut to batch.length = {c.batch.length} steps; the longest has {longest}")
         self.table = self.table._replace(sequences=[x[: c.batch.length] for x in self.table.sequences])
-        self.training, self.held_out = split(self.table, c.seed, c.data.held_out)
+        training, held_out = split(self.table, c.seed, c.data.held_out)
+        self.training = training
+        self.held_out = held_out
         self.scale: Scale | None = None
         if not self.table.is_text:
             self.scale = Scale.of(np.concatenate([self.table.sequences[i] for i in self.training]), c.data.standardize)

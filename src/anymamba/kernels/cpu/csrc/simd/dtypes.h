@@ -7,7 +7,7 @@
 
 namespace ANYMAMBA_ISA {
 
-// The last two are of weights only: whole numbers with a scale for each group of columns (weight_formats.h).
+// The last two are of weights only: integers with a scale for each group of columns (weight_formats.h).
 enum DType : int64_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3, kInt8 = 4, kInt4 = 5 };
 
 inline size_t size_of(int64_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
