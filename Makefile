@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some virtual machines describe AMX wrongly and oneDNN's bfloat16 matmul dies of it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions release asan fuzz soak lint format bench figures site clean
+.PHONY: demo test test-lower test-upper test-unchecked test-processors test-processors-quick test-arm test-kills test-transformers test-versions release asan tsan fuzz soak lint format bench figures site clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(addprefix src/anymamba/kernels/cpu/csrc/,*.h *.cpp */*.h)) src/anymamba/kernels/cpu/schema.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -95,6 +95,13 @@ asan: $(VENV)/.installed
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 	  ANYMAMBA_LIBRARY=$(CURDIR)/build/asan/libanymamba_cpu.so \
 	  $(BIN)/python -m pytest tests/kernels tests/scan
+
+# Decode steps and kernels of every family and format with four threads, on a build that reports data races.
+tsan: $(VENV)/.installed
+	cmake -S . -B build/tsan -DANYMAMBA_TSAN=ON -DANYMAMBA_VARIANTS=baseline
+	cmake --build build/tsan
+	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 \
+	  ANYMAMBA_LIBRARY=$(CURDIR)/build/tsan/libanymamba_cpu.so $(BIN)/python -m tests.kernels.data_races
 
 # Damaged files, random calls and interrupted runs. SEED repeats the cases of an earlier call.
 SECONDS ?= 120

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from anymamba import MambaLM, decoder
+from anymamba import GenerationState, MambaLM, decoder, generate
 from anymamba.core.registry import kernels_off
+from anymamba.generation.prefill import prefill
 from anymamba.kernels.cpu import bindings
 from anymamba.kernels.cpu.step_compiler import MAX_ROWS
 from tests.models.cases import FAMILIES, small_lm
@@ -110,6 +111,22 @@ def test_more_rows_than_one_call_takes_are_the_same_rows(batch, in_place):
         assert torch.equal(alone, logits[row : row + 1])
         for x, y in zip(cache_alone.leaves(), after.leaves(), strict=True):
             assert torch.equal(x, y[row : row + 1])
+
+
+@compiled
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("batch", [MAX_ROWS + 1, 2 * MAX_ROWS + 2])
+def test_a_row_generates_the_same_in_a_batch_of_any_size(batch, weights, tmp_path):
+    small_lm(d_model=64).save_pretrained(tmp_path)
+    model = MambaLM.from_pretrained(tmp_path, weights=weights)
+    states = [prefill(model, torch.randint(61, (1, 3))) for _ in range(batch)]
+    options = {"temperature": 1.0, "seed": 5, "return_state": True}
+    together = generate(model, None, 8, cache=GenerationState.cat(states), **options)
+    for row in (0, MAX_ROWS - 1, MAX_ROWS, batch - 1):
+        alone = generate(model, None, 8, cache=states[row], **options)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        for x, y in zip(alone.state.cache.leaves(), together.state.cache.leaves(), strict=True):
+            assert torch.equal(x[0], y[row])
 
 
 class Doubled(nn.Linear):

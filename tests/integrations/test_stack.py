@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from anymamba.integrations.transformers import accelerate, report, restore
+from anymamba.integrations.transformers import accelerate, linear_layers, report, restore
 from anymamba.integrations.transformers.mixer import AcceleratedMixer
 from tests.integrations.models import ids, pair, plain, run, run_split
 from tests.integrations.test_exactness import assert_as_near, reference_of
@@ -41,6 +41,31 @@ def test_a_token_calls_no_mixer_and_is_the_sequence_s(name, rows, monkeypatch):
     found = torch.cat([run(fast, x[:, at : at + 1], cache)[0] for at in (9, 10, 11)], 1)
     assert_as_near(found, expected, exact)
     assert_near(found, own(x).logits[:, 9:], TOLERANCE)
+
+
+def row_of(cache, row):
+    """A cache with a copy of one row."""
+    alone = copy.deepcopy(cache)
+    for layer in alone.layers:
+        layer.conv_states = {i: x[row : row + 1].clone() for i, x in layer.conv_states.items()}
+        layer.recurrent_states = {i: x[row : row + 1].clone() for i, x in layer.recurrent_states.items()}
+    return alone
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [65, 130])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_is_the_same_in_a_batch_of_any_size(name, rows, monkeypatch):
+    monkeypatch.setattr(linear_layers, "MIN_WEIGHT_NUMEL", 0)
+    (_, fast), x = pair(name), ids(rows, 5)
+    _, cache = run(fast, x[:, :4])
+    alone = {row: row_of(cache, row) for row in (0, 63, 64, rows - 1)}
+    logits, cache = run(fast, x[:, 4:], cache)
+    for row, cache_alone in alone.items():
+        logits_alone, cache_alone = run(fast, x[row : row + 1, 4:], cache_alone)
+        assert torch.equal(logits_alone[0], logits[row])
+        for layer, together in zip(cache_alone.layers, cache.layers, strict=True):
+            assert torch.equal(layer.recurrent_states[0][0], together.recurrent_states[0][row])
 
 
 @torch.no_grad()

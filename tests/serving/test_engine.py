@@ -351,6 +351,22 @@ def test_jobs_that_come_while_the_engine_ends_are_told_so():
             assert vanishes or ended == rows or isinstance(heard[-1], JobFailed)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [65, 130])
+def test_slots_step_a_row_the_same_with_any_number_of_rows(rows):
+    model = byte_model()
+    caches = [model(torch.randint(256, (1, 3))).cache for _ in range(rows)]
+    slots = DecodeSlots(model, rows)
+    for cache in caches:
+        slots.insert(cache)
+    tokens = torch.randint(256, (rows,)).tolist()
+    logits = slots.step(tokens)
+    for row in (0, 63, 64, rows - 1):
+        alone = DecodeSlots(model, 1)
+        alone.insert(caches[row])
+        assert torch.equal(alone.step([tokens[row]])[0], logits[row])
+
+
 def test_slots_have_at_least_one_row():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         DecodeSlots(byte_model(), 0)

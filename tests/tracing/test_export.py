@@ -110,6 +110,15 @@ def test_onnx_computes_a_block_of_any_length(family, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_plain_export_to_onnx_names_the_context_that_it_needs(dynamo, tmp_path):
+    pytest.importorskip("onnxscript")
+    block, x = OnPath(BLOCKS["mamba2"]().eval(), SsdPath()), torch.randn(1, 6, 16)
+    with pytest.raises(Exception, match=r"anymamba\.portable\(\)"):
+        torch.onnx.export(block, (x,), tmp_path / "model.onnx", dynamo=dynamo, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("layer", "path"),
     [("Mamba1", SsdPath.recurrent()), ("Mamba2", SsdPath.serial(8)), ("Mamba2", None), ("Mamba3", SsdPath.minimal(8))],

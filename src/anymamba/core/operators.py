@@ -76,7 +76,8 @@ class Operator:
             mutates_args=(),
             schema=_schema(f"{cotangents}, {inputs}", differentiable),
         )
-        self._node.register_fake(fake)
+        self._fake = fake
+        self._node.register_fake(self._fake_outputs)
         self._backward_node.register_fake(self._fake_backward)
         self._node.register_autograd(self._differentiate, setup_context=_keep_inputs)
         self._backward_node.register_autograd(self._reject_second_order)
@@ -93,6 +94,7 @@ class Operator:
         elif is_traced:
             if not torch.compiler.is_compiling():
                 self._check_no_transform(inputs)
+                self._check_no_onnx()
             outputs = self._node(*inputs)
         else:
             implementation = self.choose(inputs)
@@ -144,6 +146,10 @@ class Operator:
         grads = gradients(implementation.forward, cotangents, inputs, self._differentiable)
         return grads if self._differentiable > 1 else grads[0]
 
+    def _fake_outputs(self, *inputs: Any) -> Any:
+        self._check_no_onnx()
+        return self._fake(*inputs)
+
     def _fake_backward(self, *arguments: Any) -> Any:
         grads = tuple(
             arguments[0].new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -163,6 +169,13 @@ class Operator:
             f"anymamba::{self.name} has no second derivative: its backward is derived by hand. Inside "
             "anymamba.portable() everything is computed in torch's own operators, which have one."
         )
+
+    def _check_no_onnx(self) -> None:
+        """Raise `RuntimeError` during an export to ONNX, which has no such operator."""
+        if torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                f"ONNX has no operator anymamba::{self.name}: call torch.onnx.export inside `with anymamba.portable():`"
+            )
 
     def _check_no_transform(self, inputs: tuple[Any, ...]) -> None:
         """Raise `NotImplementedError` for transforms that torch would ignore, or reject with an unrelated message."""

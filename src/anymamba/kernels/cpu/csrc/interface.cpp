@@ -83,7 +83,7 @@ const char* anymamba_arguments() { return ANYMAMBA_ARGUMENTS; }
 
 // Whether it was built with OpenMP; without, everything runs on one thread.
 bool anymamba_has_threads() {
-#ifdef _OPENMP
+#if defined(_OPENMP) || defined(ANYMAMBA_STD_THREADS)
   return true;
 #else
   return false;

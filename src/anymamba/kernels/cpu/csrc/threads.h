@@ -29,6 +29,10 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef ANYMAMBA_STD_THREADS  // in place of OpenMP, whose synchronization ThreadSanitizer does not see
+#include <thread>
+#include <vector>
+#endif
 
 // True in a process that was forked: the pool of its parent does not exist there, and waiting for it would never end.
 extern "C" bool anymamba_is_forked();
@@ -209,6 +213,16 @@ inline int team_size(int64_t threads, int64_t tasks) {
 // body(thread) by each thread of a team; returns when all of them have.
 template <typename Body>
 void run_team([[maybe_unused]] int team, const Body& body) {
+#ifdef ANYMAMBA_STD_THREADS
+  const auto run = [&](int thread) {
+    const FlushDenormals flush;
+    body(thread);
+  };
+  std::vector<std::thread> others;
+  for (int thread = 1; thread < team; ++thread) others.emplace_back(run, thread);
+  run(0);
+  for (std::thread& other : others) other.join();
+#else
   Counter left;
 #pragma omp parallel num_threads(team) if (team > 1)
   {
@@ -223,6 +237,7 @@ void run_team([[maybe_unused]] int team, const Body& body) {
     left.add(1, size);
     left.wait_for(size, [] {});
   }
+#endif
 }
 
 // For short work that is done again and again. Where other programs keep a thread from its core, waiting for it takes

@@ -19,7 +19,7 @@ struct BackwardBuffers {
   T *dk_bias, *dq_bias;                       // (heads), patterns
   double *rotations, *rotation;               // (heads, chunks): those that enter the chunks, and the one at hand
   double* crossing;                           // (steps)
-  TurnGradient<T> drotations;
+  RotationGradient<T> drotations;
   Decay<T> decay;
   Weights<T> weights;
 

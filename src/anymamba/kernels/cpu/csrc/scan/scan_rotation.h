@@ -122,13 +122,13 @@ void write_dstart(const double* grad, const double* state, int64_t lane, const S
 }
 
 template <typename T>
-struct TurnGradient {
+struct RotationGradient {
   T *rows, *by_row;    // (axes, rows): of each row's rotation, from its keys and queries; and transposed
   double* sum;         // (axes) of a head: over all steps from the one at hand on
   T* drate;            // (steps, lanes): of the chunk, for angles, which the heads share
   T *before, *vector, *rate, *grad;  // scratch, (4, lanes) and three times (3, lanes)
 
-  TurnGradient(Arena& arena, const ChunkSizes<T>& s, int64_t heads)
+  RotationGradient(Arena& arena, const ChunkSizes<T>& s, int64_t heads)
       : rows(arena.take<T>(size_t(s.rotation.axes) * s.rows_row)),
         by_row(arena.take<T>(size_t(s.rows) * s.rotation.axes_row)),
         sum(arena.take<double>(heads * s.rotation.axes)),
