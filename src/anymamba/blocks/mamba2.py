@@ -164,8 +164,8 @@ class Mamba2(Block):
         self.dt_bias = nn.Parameter(initial_dt_bias(heads, c.dt_min, c.dt_max, c.dt_init_floor, **factory))
         a_h = torch.empty(heads, dtype=torch.float32, device=device).uniform_(*c.A_init_range)
         self.A_log = nn.Parameter(torch.log(a_h).to(dtype or torch.get_default_dtype()))
-        wide = state_dtype(dtype or torch.get_default_dtype())
-        self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device, dtype=wide))
+        skip_dtype = state_dtype(dtype or torch.get_default_dtype())
+        self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device, dtype=skip_dtype))
         if c.rmsnorm:
             self.norm = GatedRMSNorm(
                 width, group_size=width // c.ngroups, norm_before_gate=c.norm_before_gate, **factory

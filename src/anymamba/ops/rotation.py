@@ -139,7 +139,7 @@ def total_rotation(
     dt: Float[Tensor, "b t h"],
     like: Float[Tensor, "z h *angle"],
 ) -> Float[Tensor, "b h *angle"]:
-    """Return the rotation by all tokens together: sums of angles in a wide dtype, or unit quaternions.
+    """Return the rotation by all tokens together: unit quaternions, or sums of angles in the accumulation dtype.
 
     Args:
         kind: Which channels rotate together.

@@ -93,8 +93,10 @@ def trapezoid_scan(
     path, where = SsdPath.or_default(path), "trapezoid_scan"
     check_groups(where, v.shape[3], k.shape[3], v.shape[2])
     check_time_steps(where, v.shape[1])
-    alike = {"k": k, "q": q, "previous_v": previous_v, "previous_k": previous_k}
-    check_dtypes(where, "v", v, activations=alike, states={"log_decay": log_decay, "gamma": gamma, "kappa": kappa})
+    activations = {"k": k, "q": q, "previous_v": previous_v, "previous_k": previous_k}
+    check_dtypes(
+        where, "v", v, activations=activations, states={"log_decay": log_decay, "gamma": gamma, "kappa": kappa}
+    )
     check_nonpositive(where, "log_decay", log_decay, " (a decay is at most 1)")
     if (previous_v is None) != (previous_k is None):
         raise ValueError(f"{where}: previous_v and previous_k must be given both or neither, got one")
@@ -238,10 +240,10 @@ def rotated_trapezoid_scan(
     path, where = SsdPath.or_default(path), "rotated_trapezoid_scan"
     check_groups(where, x.shape[2], k.shape[3], k.shape[2])
     check_time_steps(where, x.shape[1])
-    wide = {"angular_rate": angular_rate, "dt": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
-    wide |= {"initial_state": initial_state, "initial_rotation": initial_rotation}
-    alike = {"k": k, "q": q, "previous_k": previous_k, "previous_x": previous_x}
-    check_dtypes(where, "x", x, activations=alike, states=wide)
+    states = {"angular_rate": angular_rate, "dt": dt, "log_decay": log_decay, "gamma": gamma, "kappa": kappa}
+    states |= {"initial_state": initial_state, "initial_rotation": initial_rotation}
+    activations = {"k": k, "q": q, "previous_k": previous_k, "previous_x": previous_x}
+    check_dtypes(where, "x", x, activations=activations, states=states)
     for name, weight in (("k_bias", k_bias), ("q_bias", q_bias), ("D", D), ("value_weight", value_weight)):
         check_parameter(where, name, weight, x)
     if value_weight is None and k.shape[2] > 1:
