@@ -201,7 +201,7 @@ class StepBuilder:
             storages=tuple(self._storages),
         )
 
-    # What the modules are
+    # Validating modules
 
     def reject(self, reason: str) -> NoReturn:
         """Raise `NotCoveredError`: the step cannot be compiled, for this reason."""

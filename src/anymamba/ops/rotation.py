@@ -10,6 +10,9 @@ and `dt_t` per head:
   `Q_t = q_t Q_{t-1}`, with `q_t` the rotation by the vector `dt_t[h] angular_rate_t[h, j]`; a block is multiplied from
   the left by the conjugate of `Q_t`.
 
+The gradient: portable code leaves it to autograd through scan/mamba3_scan.py; the compiled scan computes it in
+kernels/cpu/csrc/scan/scan_rotation.h (`RotationGradient`), driven by scan_backward.h.
+
 Letters: b batch, t time, r MIMO rank, g groups, h heads, n state, c numbers that describe a token's rotation, s pairs,
 j blocks of four, z sequences.
 

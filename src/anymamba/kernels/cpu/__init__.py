@@ -24,9 +24,11 @@ To add a kernel for an operator `name`:
 To add a kind of phase to decode steps:
 
 1. `kernels/step.py`: add the kind and its fields to the table, and a method to `StepBuilder` if several modules use it.
-2. `schema.py`: describe its fields in a `Structure` of `_PHASES`, and enter the kind in `PHASE_KINDS`.
-3. `csrc/decode/step_name.h`: write what it computes and the scratch it needs, and add it to `phase_scratch` and
-   `run_phase` in `decode.h`.
+2. `schema.py`: describe its fields in a `Structure` of `_PHASES`, and enter the kind in `PHASE_KINDS`. A field that is
+   the name of an option, such as `rotation` or `format`, becomes a number in `_structure` of `step_compiler.py`.
+3. `csrc/decode/step_name.h`: overload `phase_scratch<T>(const NamePhase&, batch)` and
+   `run_phase(Kind<kName>, context, phase)`, and include the header in `decode.h`; the switch follows from
+   `PHASE_KINDS`.
 4. Call `builder.phase("name", ...)` in the module's `describe_step` or `describe_core`, and compare with the module's
    own code in `tests/kernels/test_compiled_step.py`.
 """

@@ -86,7 +86,7 @@ void run_stages(StepContext<T> context) {
   }
 }
 
-// What a step requirements in addition to its slots.
+// What a step requires in addition to its slots.
 struct Requirements {
   size_t scratch = 0;               // bytes per thread
   int64_t stages = 0, weights = 0;  // weights: bytes that projections read

@@ -1,5 +1,6 @@
 // The rotations of keys and queries, one step of one head at a time: angles in planes, or unit quaternions.
-// Formulas: ops/rotation.py.
+// Formulas: ops/rotation.py. The gradient is computed in scan/scan_rotation.h (`RotationGradient`), driven by
+// scan/scan_backward.h; in portable code by autograd through scan/mamba3_scan.py.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The scan's backward: the states that enter the chunks are recomputed, then the chunks are walked from last to first.
+// The scan's backward: the states that enter the chunks are recomputed, then the chunks are visited from last to first.
 #pragma once
 
 #include "scan/scan_backward_head.h"
@@ -17,12 +17,13 @@ void recompute_states(const ScanArgs& args, const Task& task, const Sequence& se
   const size_t numbers = size_t(size.n) * size.p_row;
   for (int64_t e = 0; e < task.heads; ++e) {
     T* first = b.entering + e * chunks * numbers;
-    const int64_t lane = task.sequence * args.heads + task.first_head + e;
+    const int64_t sequence_head = task.sequence * args.heads + task.first_head + e;
     fill_zero(first, numbers);
-    transpose(first, size.p_row, static_cast<const T*>(args.initial_state) + lane * args.width * args.state, size.n,
-              size.p, size.n);
+    transpose(first, size.p_row, static_cast<const T*>(args.initial_state) + sequence_head * args.width * args.state,
+              size.n, size.p, size.n);
     if (args.k_bias)
-      read_rotation(b.rotations + e * chunks * size.rotation.state, args.initial_rotation, lane, args, size.rotation);
+      read_rotation(b.rotations + e * chunks * size.rotation.state, args.initial_rotation, sequence_head, args,
+                    size.rotation);
   }
   for (int64_t c = 0; c + 1 < chunks; ++c) {
     const Chunk chunk = chunk_of(seq, c, size.steps);
@@ -83,7 +84,7 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
   const Sequence seq = sequence_of(args, task.sequence);
   const int64_t chunks = (seq.stop - seq.start + size.steps - 1) / size.steps, last = last_step(args, task.sequence);
   const size_t numbers = size_t(size.n) * size.p_row, key_numbers = size_t(size.n) * size.rows_row;
-  const int64_t first_lane = task.sequence * args.heads + task.first_head;
+  const int64_t first_sequence_head = task.sequence * args.heads + task.first_head;
   const bool shared_rates = size.rotation.count && !size.rotation.quaternion;
   const int64_t all_block = task.group * HeadBlocks(args, kBackwardHeads).blocks_per_group + task.block;
 
@@ -91,18 +92,19 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
   recompute_states(args, task, seq, chunks, b, size);
   fill_zero(b.g, task.heads * numbers);
   for (int64_t e = 0; e < task.heads; ++e) {
-    const int64_t lane = first_lane + e;
-    transpose(b.g + e * numbers, size.p_row, static_cast<const T*>(args.dfinal_state) + lane * args.width * args.state,
-              size.n, size.p, size.n);
+    const int64_t sequence_head = first_sequence_head + e;
+    transpose(b.g + e * numbers, size.p_row,
+              static_cast<const T*>(args.dfinal_state) + sequence_head * args.width * args.state, size.n, size.p,
+              size.n);
   }
   if (args.k_bias) {
     b.drotations.clear(size);
     fill_zero(b.dk_bias, task.heads * b.keys.pattern_numbers());
     fill_zero(b.dq_bias, task.heads * b.keys.pattern_numbers());
   }
-  if (args.skip) fill_zero(static_cast<T*>(args.dskip) + first_lane * args.width, task.heads * args.width);
+  if (args.skip) fill_zero(static_cast<T*>(args.dskip) + first_sequence_head * args.width, task.heads * args.width);
   if (args.value_weight)
-    fill_zero(static_cast<T*>(args.dvalue_weight) + first_lane * args.rank * args.width,
+    fill_zero(static_cast<T*>(args.dvalue_weight) + first_sequence_head * args.rank * args.width,
               task.heads * args.rank * args.width);
   for (int64_t c = chunks - 1; c >= 0; --c) {
     const Chunk chunk = chunk_of(seq, c, size.steps);
@@ -132,7 +134,8 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
                     size.rotation.state * sizeof(double));
         b.keys.rotations.advance(args, chunk, head, b.rotation, size);
         if (c + 1 == chunks)
-          read_drotation(b.drotations.sum + e * size.rotation.axes, b.rotation, first_lane + e, args, size.rotation);
+          read_drotation(b.drotations.sum + e * size.rotation.axes, b.rotation, first_sequence_head + e, args,
+                         size.rotation);
         b.keys.rotate_head_keys(e, rows);
         b.keys.rotate_head_queries(e, rows);
         chunk_scores(b.scores, b.keys.k, b.keys.q, rows, size);
@@ -143,10 +146,12 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
         backward_keys(b.dk, b.dq, rows, b, size);
         if (last >= chunk.start && last < chunk.start + chunk.steps)
           b.keys.add_last(b.dk, chunk, last, task.sequence, head);
-        b.keys.rotate_back_keys(b.dk, b.dgroup_k, b.dk_bias + e * b.keys.pattern_numbers(), b.drotations.rows, rows);
-        b.keys.rotate_back_queries(b.dq, b.dgroup_q, b.dq_bias + e * b.keys.pattern_numbers(), b.drotations.rows, rows);
-        b.drotations.walk(args, chunk, head, b.drotations.sum + e * size.rotation.axes,
-                      b.rotations + (e * chunks + c) * size.rotation.state, b.keys.rotations, size);
+        b.keys.rotate_backward_keys(b.dk, b.dgroup_k, b.dk_bias + e * b.keys.pattern_numbers(), b.drotations.rows,
+                                    rows);
+        b.keys.rotate_backward_queries(b.dq, b.dgroup_q, b.dq_bias + e * b.keys.pattern_numbers(), b.drotations.rows,
+                                       rows);
+        b.drotations.backward_chunk(args, chunk, head, b.drotations.sum + e * size.rotation.axes,
+                                    b.rotations + (e * chunks + c) * size.rotation.state, b.keys.rotations, size);
       }
     }
     if (!args.k_bias) backward_keys(b.dgroup_k, b.dgroup_q, rows, b, size);
@@ -160,14 +165,14 @@ void backward_task(const ScanArgs& args, const Task& task, const ChunkSizes<T>& 
     }
   }
   for (int64_t e = 0; e < task.heads; ++e) {
-    const int64_t lane = first_lane + e;
-    transpose(static_cast<T*>(args.dinitial_state) + lane * args.width * args.state, size.n, b.g + e * numbers,
+    const int64_t sequence_head = first_sequence_head + e;
+    transpose(static_cast<T*>(args.dinitial_state) + sequence_head * args.width * args.state, size.n, b.g + e * numbers,
               size.p_row, size.n, size.p);
     if (!args.k_bias) continue;
-    b.keys.gather_bias(args.dk_bias, lane, b.dk_bias + e * b.keys.pattern_numbers());
-    b.keys.gather_bias(args.dq_bias, lane, b.dq_bias + e * b.keys.pattern_numbers());
-    write_dstart(b.drotations.sum + e * size.rotation.axes, b.rotations + e * chunks * size.rotation.state, lane, args,
-                 size.rotation);
+    b.keys.gather_bias(args.dk_bias, sequence_head, b.dk_bias + e * b.keys.pattern_numbers());
+    b.keys.gather_bias(args.dq_bias, sequence_head, b.dq_bias + e * b.keys.pattern_numbers());
+    write_dstart(b.drotations.sum + e * size.rotation.axes, b.rotations + e * chunks * size.rotation.state,
+                 sequence_head, args, size.rotation);
   }
 }
 

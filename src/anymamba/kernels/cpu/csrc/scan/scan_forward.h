@@ -163,8 +163,8 @@ struct StepBuffers {
 template <typename T>
 void rotate_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int64_t head, StepBuffers<T>& b) {
   const int n = static_cast<int>(args.state), row = round_up<T>(n), rotations = b.sizes.count, lanes = b.sizes.lanes;
-  const int64_t lane = sequence * args.heads + head;
-  read_rotation(b.rotation, args.initial_rotation, lane, args, b.sizes);
+  const int64_t sequence_head = sequence * args.heads + head;
+  read_rotation(b.rotation, args.initial_rotation, sequence_head, args, b.sizes);
   for (int s = rotations; s < lanes; ++s) b.quarter[s] = b.rest[s] = 0;
   const double dt = static_cast<double>(*at_step<T>(args.dt, args, chunk.batch, chunk.start, head));
   const T* rate = ChunkRotations<T>::rates(args, chunk.batch, chunk.start, head, b.sizes);
@@ -172,7 +172,7 @@ void rotate_step(const ScanArgs& args, const Chunk& chunk, int64_t sequence, int
     advance_quaternions(b.rotation, rate, dt, rotations, lanes, b.vectors, b.components, b.quarter, b.rest);
   else
     advance_angles(b.rotation, rate, dt, rotations, b.quarter, b.rest, b.components, b.components + lanes);
-  write_rotation(args.final_rotation, b.rotation, lane, args, b.sizes);
+  write_rotation(args.final_rotation, b.rotation, sequence_head, args, b.sizes);
   const bool is_real = !args.lengths || args.lengths[sequence] > 0;
   for (int64_t r = 0; r < args.rank; ++r) {
     T* const rows[2] = {b.k + r * row, b.q + r * row};

@@ -18,15 +18,15 @@ inline int64_t last_step(const ScanArgs& args, int64_t sequence) {
 struct Pairing {
   bool quaternion;
   int rotations, stride, apart;     // channel i of rotation s is s stride + i apart
-  int still[2], still_stop[2];  // two ranges
+  int unrotated[2], unrotated_stop[2];  // two ranges
 
   Pairing(const ScanArgs& args, int rotations, int n)
       : quaternion(args.rotation == kQuaternion),
         rotations(rotations),
         stride(quaternion ? 4 : args.rotation == kInterleaved ? 2 : 1),
         apart(args.rotation == kHalves ? n / 2 : 1),
-        still{stride * rotations, args.rotation == kHalves ? n / 2 + rotations : n},
-        still_stop{args.rotation == kHalves ? n / 2 : n, n} {}
+        unrotated{stride * rotations, args.rotation == kHalves ? n / 2 + rotations : n},
+        unrotated_stop{args.rotation == kHalves ? n / 2 : n, n} {}
 };
 
 // Biases vary with the rank, which is the faster index of a row, so a channel's bias along the rows repeats after
@@ -45,8 +45,8 @@ struct BiasPattern {
   }
 
   // The gradient (rank, n) of the bias from that of the pattern.
-  void gather(void* dbias, int64_t lane, const T* source, int rank, int n) const {
-    T* target = static_cast<T*>(dbias) + lane * rank * n;
+  void gather(void* dbias, int64_t sequence_head, const T* source, int rank, int n) const {
+    T* target = static_cast<T*>(dbias) + sequence_head * rank * n;
     for (int r = 0; r < rank; ++r)
       for (int c = 0; c < n; ++c) {
         T sum = 0;
@@ -102,14 +102,14 @@ class Keys {
 
   // From the gradients of the head's own to those of the group's and of the bias' pattern, which gain them, and of the
   // rotations, (axes, rows).
-  void rotate_back_keys(const T* dk, T* dgroup_k, T* dbias, T* drotation, int rows) const {
-    rotate_back<false>(dgroup_k, dbias, drotation, dk, k, rows);
+  void rotate_backward_keys(const T* dk, T* dgroup_k, T* dbias, T* drotation, int rows) const {
+    rotate_backward<false>(dgroup_k, dbias, drotation, dk, k, rows);
   }
-  void rotate_back_queries(const T* dq, T* dgroup_q, T* dbias, T* drotation, int rows) const {
-    rotate_back<true>(dgroup_q, dbias, drotation, dq, q, rows);
+  void rotate_backward_queries(const T* dq, T* dgroup_q, T* dbias, T* drotation, int rows) const {
+    rotate_backward<true>(dgroup_q, dbias, drotation, dq, q, rows);
   }
-  void gather_bias(void* dbias, int64_t lane, const T* pattern) const {
-    pattern_.gather(dbias, lane, pattern, size_.rank, size_.n);
+  void gather_bias(void* dbias, int64_t sequence_head, const T* pattern) const {
+    pattern_.gather(dbias, sequence_head, pattern, size_.rank, size_.n);
   }
 
   // Writes the keys of one step of the chunk to last_k, and adds the gradient of last_k to theirs.
@@ -154,9 +154,9 @@ class Keys {
   }
   // body(c) for every channel that is not rotated.
   template <typename Body>
-  void for_still(const Body& body) const {
+  void for_unrotated(const Body& body) const {
     for (int half = 0; half < 2; ++half)
-      for (int c = pairing_.still[half]; c < pairing_.still_stop[half]; ++c) body(c);
+      for (int c = pairing_.unrotated[half]; c < pairing_.unrotated_stop[half]; ++c) body(c);
   }
   // Part `part` of rotation s.
   const T* part(int part, int s) const {
@@ -189,14 +189,14 @@ class Keys {
           store(own + second * row + i, u * sin + w * cos);
         });
     }
-    for_still([&](int c) {
+    for_unrotated([&](int c) {
       for_vectors(rows, [&](int i, int phase) { store(own + c * row + i, biased(c, i, phase)); });
     });
   }
 
   // The gradient on a rotation, in the frame that rotates with it, needs only what was rotated and its gradient.
   template <bool kAddRotation>
-  void rotate_back(T* dgroup, T* dbias, T* drotation, const T* d_own, const T* own, int rows) const {
+  void rotate_backward(T* dgroup, T* dbias, T* drotation, const T* d_own, const T* own, int rows) const {
     const ptrdiff_t row = size_.rows_row, axis = size_.rotation.lanes * row;
     const auto add = [](T* target, Vec<T> x) { store(target, load(target) + x); };
     const auto gain = [&](int c, int i, int phase, Vec<T> x) {
@@ -232,7 +232,7 @@ class Keys {
           gain(second, i, phase, dw * cos - du * sin);
         });
     }
-    for_still([&](int c) {
+    for_unrotated([&](int c) {
       for_vectors(rows, [&](int i, int phase) { gain(c, i, phase, load(d_own + c * row + i)); });
     });
   }

@@ -64,24 +64,27 @@ struct ChunkRotations {
   }
 };
 
-// The rotation of a head from and to a (sequences, heads, angles) tensor; `lane` counts sequences and heads.
+// The rotation of a head from and to a (sequences, heads, angles) tensor; `sequence_head` is sequence * heads + head.
 template <typename T>
-void read_rotation(double* state, const void* base, int64_t lane, const ScanArgs& args, const RotationSizes<T>& sizes) {
-  const T* source = static_cast<const T*>(base) + lane * args.angles;
+void read_rotation(double* state, const void* base, int64_t sequence_head, const ScanArgs& args,
+                   const RotationSizes<T>& sizes) {
+  const T* source = static_cast<const T*>(base) + sequence_head * args.angles;
   if (sizes.quaternion) return read_quaternions(state, source, sizes.count, sizes.lanes);
   for (int s = 0; s < sizes.count; ++s) state[s] = static_cast<double>(source[s]);
 }
 template <typename T>
-void write_rotation(void* base, const double* state, int64_t lane, const ScanArgs& args, const RotationSizes<T>& sizes) {
-  T* target = static_cast<T*>(base) + lane * args.angles;
+void write_rotation(void* base, const double* state, int64_t sequence_head, const ScanArgs& args,
+                    const RotationSizes<T>& sizes) {
+  T* target = static_cast<T*>(base) + sequence_head * args.angles;
   if (sizes.quaternion) return write_quaternions(target, state, sizes.count, sizes.lanes);
   for (int s = 0; s < sizes.count; ++s) target[s] = static_cast<T>(state[s]);
 }
 
 // The gradient on the rotation after the last step, (axes), from that of the tensor; `state` is the rotation itself.
 template <typename T>
-void read_drotation(double* grad, const double* state, int64_t lane, const ScanArgs& args, const RotationSizes<T>& sizes) {
-  const T* source = static_cast<const T*>(args.dfinal_rotation) + lane * args.angles;
+void read_drotation(double* grad, const double* state, int64_t sequence_head, const ScanArgs& args,
+                    const RotationSizes<T>& sizes) {
+  const T* source = static_cast<const T*>(args.dfinal_rotation) + sequence_head * args.angles;
   const int lanes = sizes.lanes;
   for (int i = 0; i < sizes.axes; ++i) grad[i] = 0;
   for (int j = 0; j < sizes.count; ++j) {
@@ -100,10 +103,10 @@ void read_drotation(double* grad, const double* state, int64_t lane, const ScanA
 
 // The gradient of the tensor that a sequence starts from, given the sum over all steps.
 template <typename T>
-void write_dstart(const double* grad, const double* state, int64_t lane, const ScanArgs& args,
+void write_dstart(const double* grad, const double* state, int64_t sequence_head, const ScanArgs& args,
                   const RotationSizes<T>& sizes) {
-  T* target = static_cast<T*>(args.dinitial_rotation) + lane * args.angles;
-  const T* start = static_cast<const T*>(args.initial_rotation) + lane * args.angles;
+  T* target = static_cast<T*>(args.dinitial_rotation) + sequence_head * args.angles;
+  const T* start = static_cast<const T*>(args.initial_rotation) + sequence_head * args.angles;
   const int lanes = sizes.lanes;
   for (int j = 0; j < sizes.count; ++j) {
     if (!sizes.quaternion) {
@@ -142,8 +145,8 @@ struct RotationGradient {
   void clear(const ChunkSizes<T>& size) { fill_zero(rows, size_t(size.rotation.axes) * size.rows_row); }
 
   // From the last step of a chunk to the first; `entering` is the rotation before it, `sums` the head's part of `sum`.
-  void walk(const ScanArgs& args, const Chunk& chunk, int64_t head, double* sums, const double* entering,
-            const ChunkRotations<T>& rotations, const ChunkSizes<T>& size) {
+  void backward_chunk(const ScanArgs& args, const Chunk& chunk, int64_t head, double* sums, const double* entering,
+                      const ChunkRotations<T>& rotations, const ChunkSizes<T>& size) {
     const RotationSizes<T>& sizes = size.rotation;
     const int rank = size.rank;
     transpose(by_row, sizes.axes_row, rows, size.rows_row, sizes.axes, chunk.steps * rank);
