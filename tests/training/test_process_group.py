@@ -188,7 +188,7 @@ def mistake_elsewhere_case(rank):
 
 
 def bfloat16_case(rank):
-    """Gradients that are added up in bfloat16 are close to others; the computation may be in bfloat16 as well."""
+    """Gradients that are summed in bfloat16 are close to others; the computation may be in bfloat16 as well."""
     prepare(rank)
     for mesh in ({}, {"shard": 2}, {"context": 2}):
         fields = {"precision": {"dtype": "bfloat16"}}
@@ -236,9 +236,9 @@ def hang_case(rank):
         while not heard.exists() and time.monotonic() < end:
             time.sleep(0.1)
         return
-    with pytest.raises(TimeoutError, match=r"waited 2 s to add up gradients .*no answer from rank 1 "):  # noqa: SIM117
+    with pytest.raises(TimeoutError, match=r"waited 2 s to sum gradients .*no answer from rank 1 "):  # noqa: SIM117
         with world.translate_comm_errors():
-            world.all_reduce_sum(torch.zeros(3), "to add up gradients")
+            world.all_reduce_sum(torch.zeros(3), "to sum gradients")
     heard.touch()
 
 

@@ -11,7 +11,7 @@ Read in this order:
     data/             text to documents, tokens, shards and batches; tables to sequences
     trainer.py        the loop
     optim/            AdamW and Muon, by parts of parameters
-    distributed/      the ranks of a run: their mesh, their messages, sharded weights
+    distributed/      the ranks of a run: their mesh, their messages, gradients, sharded weights
     checkpoint/       saving and resuming
     evaluation/       held-out text and baselines
     metrics/          metrics.csv, plots, loggers, progress
@@ -22,7 +22,7 @@ A batch, from the disk to the checkpoint:
 2. `Batches.step` (data/batches.py) derives from seed and step which rows to read, reads them from memory-mapped shards
    (data/shards.py), and packs them with a boundary wherever a document begins.
 3. `LanguageTask.loss` runs the model; the loss is summed over targets and divided by the targets of all ranks.
-4. The backward pass leaves gradients, which are averaged over ranks (distributed/fsdp.py) and clipped.
+4. The backward pass leaves gradients, which are summed over ranks (distributed/gradients.py) and clipped.
 5. `Optimizer.step` (optim/optimizer.py) updates the parameters, some of them with Muon (optim/muon.py).
 6. `StepMetrics` of the step go to metrics.csv and the other loggers (metrics/loggers.py) and to the terminal.
 7. Every so often the model is scored on held-out text (evaluation/held_out.py), and `Saver` (checkpoint/async_save.py)

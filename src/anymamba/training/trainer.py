@@ -28,7 +28,6 @@ from anymamba.training.checkpoint.manifest import Manifest, make_directory, read
 from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
 from anymamba.training.compile import compile_layers, recompute_layers
 from anymamba.training.distributed.fsdp import (
-    all_reduce_grads,
     full_state_dict,
     load_local,
     local_state_dict,
@@ -38,6 +37,7 @@ from anymamba.training.distributed.fsdp import (
     shard_model,
     with_state,
 )
+from anymamba.training.distributed.gradients import all_reduce_grads
 from anymamba.training.distributed.process_group import World
 from anymamba.training.metrics.loggers import Log, MetricsTable, StepMetrics, can_plot, open_logs
 from anymamba.training.metrics.progress import ProgressDisplay
@@ -321,16 +321,16 @@ class Trainer(Generic[T]):
         return StepMetrics(self.step, self.tokens, loss, lr_scale * c.optimizer.lr, norm, seconds, {}), tokens
 
     def _differentiate(self, batches: list[Any]) -> _Gradients:
-        """Run the backward passes of a step, average gradients over ranks, and clip them."""
+        """Run the backward passes of a step, sum gradients over ranks, and clip them."""
         self.optimizer.zero_grad()
         total, count, carried, world = 0.0, self._count_loss_terms(batches), [], self._world
         for number, (loss, state) in enumerate(self._losses(batches), 1):
             set_last_microbatch(self.model, number == len(batches))
-            world.set_activity("to add up gradients")
+            world.set_activity("to sum gradients")
             (loss / count).backward()
             total += loss.item()
             carried.append(state)
-        # Each loss was divided by the terms of all ranks, so that gradients are added up; a sharded model does it
+        # Each loss was divided by the terms of all ranks, so that gradients are summed; a sharded model does it
         # in its backward pass.
         if world.size > 1 and world.shard_size == 1:
             all_reduce_grads(self.model.parameters(), world, self.config.parallel.reduce)

@@ -76,7 +76,7 @@ class RunConfig:
         """Return a copy with fields replaced.
 
         Args:
-            overrides: Values or their texts, by dotted name: {"optimizer.lr": 3e-4} or {"optimizer.lr": "3e-4"}.
+            overrides: Values, or strings to parse, by dotted name: {"optimizer.lr": 3e-4} or {"optimizer.lr": "3e-4"}.
 
         Raises:
             ValueError: An unknown name, or a value that cannot work.
@@ -149,7 +149,7 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any
 
     Args:
         path: The file; None for the defaults.
-        overrides: Values or their texts, by dotted name: {"optimizer.lr": 3e-4} or {"optimizer.lr": "3e-4"}.
+        overrides: Values, or strings to parse, by dotted name: {"optimizer.lr": 3e-4} or {"optimizer.lr": "3e-4"}.
 
     Raises:
         ValueError: No such file, not TOML, an unknown key, or a value that cannot work.

@@ -88,14 +88,14 @@ def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The language model: one to start from, or a new one by one dial or by its sizes."""
+    """The language model: one to start from, or a new one by a single size setting or by its sizes."""
 
     init: str | None = option(
         None, "directory or hub id of a model to start from: its weights, sizes and, unless another is named, tokenizer"
     )
     family: str | None = option(None, "family of the blocks: Mamba1, Mamba2 or Mamba3", default_text="Mamba3")
     depth: int | None = option(
-        None, "the one dial: number of layers; the width is 64 times that, in heads of 64", default_text="4"
+        None, "a single size setting: number of layers; the width is 64 times that, in heads of 64", default_text="4"
     )
     n_layer: int | None = option(None, "number of layers, in place of model.depth", default_text="model.depth")
     d_model: int | None = option(None, "width of the residual stream", default_text="64 times model.depth")

@@ -1,8 +1,9 @@
 """The ranks of a run, as torchrun starts them.
 
-Read process_group.py (the mesh and the messages between ranks), then fsdp.py (weights and gradients on several ranks).
+Read process_group.py (the mesh and the messages between ranks), then gradients.py (plain data parallelism) and
+fsdp.py (sharded weights).
 
 A gradient of a replicated parameter: every rank divides its loss by the targets of all ranks, and `all_reduce_grads`
-adds the gradients up in buckets. Of a sharded parameter: FSDP2 does both in the backward pass, and leaves each rank its
-rows.
+sums the gradients over ranks, in buckets. Of a sharded parameter: FSDP2 sums in the backward pass, and leaves each rank
+its rows.
 """

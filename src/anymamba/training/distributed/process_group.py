@@ -3,8 +3,8 @@
 The ranks are a mesh of `replicate · shard · context`, the last of which is the innermost: consecutive ranks share a
 sequence. The rows of a step are divided over `replicate · shard`, the weights over `shard`.
 
-Tensors travel through collectives. Texts, which may take long to come (the main rank tokenizes a corpus) or tell of an
-error, travel through torchrun's key-value store, where waiting has no time limit.
+Tensors are sent through collectives. Text messages, which may take long to come (the main rank tokenizes a corpus) or
+report an error, are sent through torchrun's key-value store, where waiting has no time limit.
 """
 
 from __future__ import annotations
@@ -307,17 +307,17 @@ def init_distributed() -> World:
         # threads would outlive `_leave`, and abort the process if they are not idle yet.
         import_module("torch.distributed.nn.functional")
         store, rank, size = next(rendezvous("env://"))
-        store = PrefixStore(f"anymamba/{_name_start(store, rank, size)}", store)
+        store = PrefixStore(f"anymamba/{_agree_on_launch_id(store, rank, size)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         atexit.register(_leave)  # not before: a process may train again, and a group cannot be made twice
     return World(dist.get_rank(), size)
 
 
-def _name_start(store: Any, rank: int, size: int) -> str:
-    """Agree on a name for this start of the ranks: torchrun may have started them before, with the same store.
+def _agree_on_launch_id(store: Any, rank: int, size: int) -> str:
+    """Agree on an id of this launch of the ranks: torchrun may have started them before, with the same store.
 
     Every rank publishes a token. The main rank publishes a list of all tokens until every other rank has found its own
-    there and has answered; the token of the main rank is the name. The store still holds messages from before a
+    there and has answered; the token of the main rank is the id. The store still holds messages from before a
     restart, so an answer names the main rank's token.
     """
     token = secrets.token_hex(8)

@@ -21,7 +21,7 @@ B = TypeVar("B", bound="StepBatch")
 
 
 class StepBatch(Protocol):
-    """What one microbatch of a step reads."""
+    """One microbatch of a step."""
 
     @property
     def tokens(self) -> int:
