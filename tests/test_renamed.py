@@ -37,8 +37,8 @@ def test_other_missing_modules_raise_the_usual_error():
 
 
 def test_a_renamed_attribute_names_its_successor():
-    get_attribute = renamed_attributes("anymamba.generation", {"TextStream": "IncrementalDecoder"})
-    with pytest.raises(ImportError, match=r"use anymamba\.generation\.IncrementalDecoder"):
+    get_attribute = renamed_attributes("anymamba.generation", {"TextStream": "IncrementalDetokenizer"})
+    with pytest.raises(ImportError, match=r"use anymamba\.generation\.IncrementalDetokenizer"):
         get_attribute("TextStream")
     with pytest.raises(AttributeError, match="has no attribute 'x'"):
         get_attribute("x")

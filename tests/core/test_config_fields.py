@@ -67,7 +67,7 @@ def test_values_take_the_type_of_their_annotation(value, annotation, coerced):
         (1, bool, "x must be bool, got 1"),
         (1.5, int | Literal["auto"], "x must be int or auto, got 1.5"),
         ("c", Literal["a", "b"], "x must be one of a, b, got 'c'"),
-        ([1], tuple[str, ...], r"x must be a list of texts, got \[1\]"),
+        ([1], tuple[str, ...], r"x must be a list of strings, got \[1\]"),
         ([0.0], tuple[int | float, int | float], "x must be a list of 2 numbers"),
         (3, dict[str, Any], "x must be a table, got 3"),
         (101, int, "x must be a number of at most 100, got 101"),

@@ -99,8 +99,8 @@ def test_batches_come_as_they_are_done(text):
     [
         ("", {}, ValueError, "prompt must be a text, got an empty one"),
         (["a", ""], {}, ValueError, "prompt must be a text, got an empty one"),
-        (["a", 3], {}, TypeError, "prompt must be a text or a list of texts, got 3"),
-        (3, {}, TypeError, "prompt must be a text or a list of texts, got int"),
+        (["a", 3], {}, TypeError, "prompt must be a text or a list of strings, got 3"),
+        (3, {}, TypeError, "prompt must be a text or a list of strings, got int"),
         ("a", {"stop": ["", "x"]}, ValueError, "stop must be a text, got an empty one"),
         ("a", {"n": 0}, ValueError, "n must be at least 1, got 0"),
         ("a", {"n": 1.5}, TypeError, "n must be an integer, got 1.5"),

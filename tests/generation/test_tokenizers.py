@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anymamba.generation import ByteTokenizer, FileTokenizer, IncrementalDecoder, Pipeline, load_tokenizer
+from anymamba.generation import ByteTokenizer, FileTokenizer, IncrementalDetokenizer, Pipeline, load_tokenizer
 from anymamba.generation.tokenizers import write_end_token
 from anymamba.training.data.documents import encode
 from tests.generation.cases import TEXT, bare, with_beginning
@@ -36,7 +36,7 @@ def byte_fallback(tmp_path_factory):
 
 
 def streamed(tokenizer, ids):
-    text = IncrementalDecoder(tokenizer)
+    text = IncrementalDetokenizer(tokenizer)
     return [*(text.push(token) for token in ids), text.finish()]
 
 

@@ -80,7 +80,7 @@ def test_only_fields_that_change_a_weight_count_as_changed():
         ("[schedule]\nsteps = 0", "schedule.steps must be at least 1, got 0"),
         ("[data]\nheld_out = 1.5", "data.held_out must be above 0 and below 1, got 1.5"),
         ("[data]\nsources = []", "data.sources must name some text, got none"),
-        ("[data]\nsources = [1]", "data.sources must be a list of texts, got [1]"),
+        ("[data]\nsources = [1]", "data.sources must be a list of strings, got [1]"),
         ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 must be below 1, got 1.0"),
         ("[optimizer]\nlr = nan", "optimizer.lr must be at least 0, got nan"),
         ("= 3", "not readable TOML"),

@@ -18,7 +18,7 @@ from anymamba.analysis.dual import matrix_of
 from anymamba.analysis.layer_inputs import Layer, TokenScores, layers_and_scores
 from anymamba.analysis.measures import state_measures
 from anymamba.analysis.recurrence import Recurrence, recurrence
-from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
+from anymamba.generation.tokenizers import IncrementalDetokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
 
 _CHANNELS = 8  # shown of a block whose heads are single channels
@@ -66,7 +66,7 @@ def report_data(
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds; empty for a token that ends within a character."""
-    stream = IncrementalDecoder(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     texts = [stream.push(token) for token in ids]
     texts[-1] += stream.finish()
     return texts

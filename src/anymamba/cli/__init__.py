@@ -11,5 +11,5 @@ Files in reading order:
 
 The token of `anymamba generate MODEL --prompt Once`: `main` parses the arguments and calls `generate.run`, which loads
 the model and its tokenizer (`common.load`) and starts a `Session`. `Session.take_turn` encodes the prompt and calls
-`generation.stream`; each token goes through `CompletionBuilder.add`, and the text that is certain is printed.
+`generation.stream`; each token goes through `CompletionBuilder.add`, and text that can no longer change is printed.
 """

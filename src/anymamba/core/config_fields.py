@@ -1,8 +1,13 @@
 """Names and values of config fields: one validator for keywords, tables of JSON and TOML files, and command lines.
 
-`check_known` and `suggest` judge names, `coerce_value` a value against the annotation of its field, and `parse_text`
+`check_known` and `suggest` check names, `coerce_value` a value against the annotation of its field, and `parse_text`
 turns a text of the command line into a value. All raise `ValueError` with the field's name, what was expected and what
 came. Nothing here imports torch, so the command line can validate before it loads anything.
+
+The callers, which raise for the user: `blocks/block_config.py`, `models/config.py`, `models/families.py` and
+`models/stack/stack_config.py` (configs of models), `training/config/run_config.py` and `sections.py` (TOML files and
+options of a run), `cli/main.py` (commands and options), `generation/sampling.py` (keywords), and
+`serving/api/requests.py` (fields of requests).
 """
 
 from __future__ import annotations
@@ -194,7 +199,7 @@ def _describe_type(annotation: Any) -> str:
         return f"one of {', '.join(get_args(annotation))}"
     if get_origin(annotation) is tuple:
         kinds = get_args(annotation)
-        return "a list of texts" if kinds[-1] is Ellipsis else f"a list of {len(kinds)} numbers"
+        return "a list of strings" if kinds[-1] is Ellipsis else f"a list of {len(kinds)} numbers"
     kind = get_origin(annotation) or annotation
     return {dict: "a table", list: "a list", type(None): "None"}.get(kind, kind.__name__)
 

@@ -15,9 +15,9 @@ Files in reading order:
 
 A token of `Pipeline.stream("Once")`: `FileTokenizer.encode` turns the text into ids, `prefill` reads them, and `stream`
 returns a `TokenStream` that starts from their state. `TokenStream.__next__` gives the state's logits to `sample_tokens`
-and returns the token. `CompletionBuilder.add` decodes it and returns the text that is certain, which the pipeline
-yields. Only when the next token is asked for does `Decoder.step` let the model read this one. The server uses the same
-parts, with many rows in one step: `Prefill`, `sample_tokens`, `CompletionBuilder`.
+and returns the token. `CompletionBuilder.add` decodes it and returns the text that can no longer change, which the
+pipeline yields. Only when the next token is asked for does `Decoder.step` let the model read this one. The server uses
+the same parts, with many rows in one step: `Prefill`, `sample_tokens`, `CompletionBuilder`.
 """
 
 from anymamba.generation.chat import ChatTemplate as ChatTemplate
@@ -38,9 +38,9 @@ from anymamba.generation.scoring import score_text as score_text
 from anymamba.generation.state import GenerationState as GenerationState
 from anymamba.generation.tokenizers import ByteTokenizer as ByteTokenizer
 from anymamba.generation.tokenizers import FileTokenizer as FileTokenizer
-from anymamba.generation.tokenizers import IncrementalDecoder as IncrementalDecoder
+from anymamba.generation.tokenizers import IncrementalDetokenizer as IncrementalDetokenizer
 from anymamba.generation.tokenizers import Tokenizer as Tokenizer
 from anymamba.generation.tokenizers import load_tokenizer as load_tokenizer
 from anymamba.renamed import renamed_attributes as _renamed_attributes
 
-__getattr__ = _renamed_attributes(__name__, {"TextStream": "IncrementalDecoder", "start": "prefill"})
+__getattr__ = _renamed_attributes(__name__, {"TextStream": "IncrementalDetokenizer", "start": "prefill"})

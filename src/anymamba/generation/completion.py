@@ -1,8 +1,8 @@
 """From tokens to text: the one path that the pipeline, the command line and the server take.
 
-A `CompletionBuilder` belongs to one row. It is given every token that the row chooses and returns the text that has
-become certain: `IncrementalDecoder` (tokenizers.py) holds back incomplete characters, `StopFilter` holds back what may
-be the beginning of a stop text.
+A `CompletionBuilder` belongs to one row. It is given every token that the row chooses and returns the text that can
+no longer change: `IncrementalDetokenizer` (tokenizers.py) holds back incomplete characters, `StopFilter` holds back
+what may be the beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from anymamba.generation.sampling import TokenScore
-from anymamba.generation.tokenizers import IncrementalDecoder, Tokenizer
+from anymamba.generation.tokenizers import IncrementalDetokenizer, Tokenizer
 
 Reason = Literal["end", "stop", "length"]
 
@@ -83,9 +83,9 @@ class CompletionBuilder:
         self._tokenizer = tokenizer
         self._end_tokens = end_tokens
         self._max_tokens = max_tokens
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_filter = StopFilter(stop_texts)
-        self._decoded = ""  # what the decoder returned: `text` with what the filter holds back
+        self._decoded = ""  # what the detokenizer returned: `text` with what the filter holds back
         self._logprobs: list[Sequence[TokenScore]] = []
 
     def add(self, token: int, logprobs: Sequence[TokenScore] = ()) -> str:
@@ -96,7 +96,7 @@ class CompletionBuilder:
             logprobs: Log-probabilities of this token and then of the most likely ones, for `build`.
 
         Returns:
-            The text that is now certain; empty while a character or a possible stop text is incomplete.
+            The text that can no longer change; empty while a character or a possible stop text is incomplete.
         """
         assert self.reason is None, "the text has ended"
         self.tokens.append(token)
@@ -105,9 +105,9 @@ class CompletionBuilder:
         if token in self._end_tokens:
             return self.finish("end")
         # 2) The model reads a token after it was added, so it has read the tokens before this one.
-        self.resumable_text = self._decoded if self._decoder.is_at_boundary else None
+        self.resumable_text = self._decoded if self._detokenizer.is_at_boundary else None
         # 3) Tokens become whole characters, and characters become text once no stop text can begin with them.
-        decoded = self._decoder.push(token)
+        decoded = self._detokenizer.push(token)
         self._decoded += decoded
         text = self._stop_filter.push(decoded)
         self.text += text
@@ -122,7 +122,7 @@ class CompletionBuilder:
         """End the text, unless it has ended; return what was held back."""
         if self.reason is not None:
             return ""
-        rest = self._stop_filter.push(self._decoder.finish())
+        rest = self._stop_filter.push(self._detokenizer.finish())
         stopped = self._stop_filter.stopped
         rest += self._stop_filter.finish()
         self.text += rest

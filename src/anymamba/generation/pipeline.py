@@ -95,7 +95,7 @@ class Pipeline:
         """Continue a text, or several of any lengths.
 
         Args:
-            prompt: A text, or a list of texts.
+            prompt: A text, or a list of strings.
             max_new_tokens: Largest number of tokens for each.
             n: Number of samples of each prompt, which is read once; the temperature is then 1 unless given.
             stop: Texts before which a completion ends.
@@ -115,7 +115,7 @@ class Pipeline:
             ValueError: A prompt or stop text is empty, or an option is out of its range.
         """
         if not isinstance(prompt, str | Sequence):
-            raise TypeError(f"prompt must be a text or a list of texts, got {type(prompt).__name__}")
+            raise TypeError(f"prompt must be a text or a list of strings, got {type(prompt).__name__}")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         batches = self.batches(
             prompts,
@@ -248,7 +248,7 @@ def check_texts(name: str, texts: Sequence[str]) -> list[str]:
     """
     for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"{name} must be a text or a list of texts, got {text!r}")
+            raise TypeError(f"{name} must be a text or a list of strings, got {text!r}")
         if not text:
             raise ValueError(f"{name} must be a text, got an empty one")
     return list(texts)

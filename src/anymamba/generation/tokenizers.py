@@ -1,6 +1,7 @@
 """Text to tokens and back: tokenizer.json files, and bytes for models trained on bytes.
 
-A token may end in the middle of a character. `IncrementalDecoder` returns text only when its characters are complete.
+A token may end in the middle of a character. `IncrementalDetokenizer` returns text only when its characters are
+complete.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def select_end_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     return [token for token in tokenizer.end if token < vocab_size]
 
 
-class IncrementalDecoder:
+class IncrementalDetokenizer:
     """Text from tokens that come one at a time, never part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -292,7 +293,7 @@ class IncrementalDecoder:
         self._returned_characters = 0  # how many characters of their text were returned
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is now certain, which may be empty."""
+        """Add a token; return the text that can no longer change, which may be empty."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         # An incomplete character decodes to replacement characters, and with some tokenizers so do the bytes before it.

@@ -23,7 +23,7 @@ class TokenText(NamedTuple):
 
     Attributes:
         token: Token id.
-        text: Text that is now certain, which may be empty.
+        text: Text that can no longer change, which may be empty.
         scores: Log-probabilities of the token and then of the most likely ones, if requested.
     """
 
