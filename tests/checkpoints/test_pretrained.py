@@ -422,7 +422,7 @@ class TestDamage:
         tensors = load_file(directory / "model.safetensors")
         tensors["backbone.norm_f.weight"] = torch.ones(31)
         save_file(tensors, directory / "model.safetensors")
-        self.refused(directory, r"misshapen: backbone.norm_f.weight \(expected \(32,\), got \(31,\)\)")
+        self.refused(directory, r"of the wrong shape: backbone.norm_f.weight \(expected \(32,\), got \(31,\)\)")
 
     def test_integers_for_weights(self, directory):
         tensors = load_file(directory / "model.safetensors")
@@ -438,7 +438,7 @@ class TestDamage:
         edit_json(directory / "config.json", n_layer=3, tie_embeddings=False)
         self.refused(directory, "missing: lm_head.weight")
         edit_json(directory / "config.json", tie_embeddings=True, d_model=48)
-        self.refused(directory, "misshapen")
+        self.refused(directory, "of the wrong shape")
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -651,10 +651,12 @@ class TestSaving:
         self.refused(model, tmp_path, "unexpected: .*in_proj.parametrizations.weight.original0.*merge adapters")
         model = small_lm(tie_embeddings=False)
         model.backbone.embedding = torch.nn.Embedding(70, 32)
-        self.refused(model, tmp_path, r"misshapen: backbone.embedding.weight \(expected \(64, 32\), got \(70, 32\)\)")
+        self.refused(
+            model, tmp_path, r"of the wrong shape: backbone.embedding.weight \(expected \(64, 32\), got \(70, 32\)\)"
+        )
         model = small_lm()
         model.config.ssm_cfg["d_state"] = 32
-        self.refused(model, tmp_path, "misshapen")
+        self.refused(model, tmp_path, "of the wrong shape")
         model = small_lm()
         model.backbone.norm_f.weight = torch.nn.Parameter(torch.ones(32, dtype=torch.int8), requires_grad=False)
         self.refused(model, tmp_path, r"backbone.norm_f.weight \(torch.int8\)")

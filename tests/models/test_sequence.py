@@ -202,7 +202,7 @@ def test_files_that_do_not_fit_raise(tmp_path):
     MODELS["latent"]().save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, message in [
-        ({"output_size": 5}, "misshapen: .*output.weight"),
+        ({"output_size": 5}, "of the wrong shape: .*output.weight"),
         ({"stack": {**raw["stack"], "n_layer": 3}}, "missing: backbone.layers.2"),
         ({"stack": {**raw["stack"], "n_layer": 60000}}, "asks for 60000 layers"),
         ({"stack": {**raw["stack"], "d_model": 2**24}}, "do not fit the config"),

@@ -207,7 +207,7 @@ def match_tensors(
         The stored tensors by our names, and a description of what does not fit, empty if all do.
     """
     tensors: dict[str, Entry] = {}
-    unexpected, duplicate, misshapen, mistyped = [], [], [], []
+    unexpected, duplicate, wrong_shape, wrong_dtype = [], [], [], []
     for path, key, stored in entries:
         name = adapter.our_key(key)
         if name not in expected:
@@ -218,18 +218,18 @@ def match_tensors(
             tensors[name] = (path, key, stored)
             shape, dtype = expected[name]
             if stored.shape != shape:
-                misshapen.append(f"{key} (expected {shape}, got {stored.shape})")
+                wrong_shape.append(f"{key} (expected {shape}, got {stored.shape})")
             if dtype is None and stored.dtype not in FLOAT_DTYPES.values():
-                mistyped.append(f"{key} ({stored.dtype})")
+                wrong_dtype.append(f"{key} ({stored.dtype})")
             elif dtype is not None and stored.dtype != dtype:
-                mistyped.append(f"{key} (expected {dtype}, got {stored.dtype})")
+                wrong_dtype.append(f"{key} (expected {dtype}, got {stored.dtype})")
     optional = set(PARTS) if is_tied else set()
     problems = {
         "missing": [adapter.foreign_key(name) for name in expected if name not in tensors and name not in optional],
         "unexpected": unexpected,
         "present twice": duplicate,
-        "misshapen": misshapen,
-        "of a dtype that weights cannot have": mistyped,
+        "of the wrong shape": wrong_shape,
+        "of a dtype that weights cannot have": wrong_dtype,
     }
     return tensors, describe_mismatch(problems)
 

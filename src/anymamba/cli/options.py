@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # `anymamba.core.weight_formats.FORMATS`, without torch
-FORMATS = ("official", "transformers", "codestral", "anymamba")
+WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # keys of `anymamba.core.weight_formats.FORMAT_SPECS`, without torch
+FORMATS = ("official", "transformers", "codestral", "anymamba")  # those of `checkpoints.formats` that can be written
 
 
 def choice_of(names: Sequence[str]) -> dict[str, Any]:

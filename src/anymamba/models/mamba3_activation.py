@@ -1,4 +1,4 @@
-"""The activation of Mamba-3's decay rates, which a checkpoint may not record.
+"""Choice of the activation of Mamba-3's decay rates, which a checkpoint may not record.
 
 The official block used softplus until June 2026 and has used a heavy tail since, with the same names and shapes. A file
 that does not name the activation is read as the newer kind, and its config is marked as ambiguous until the user

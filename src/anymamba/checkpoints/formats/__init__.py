@@ -1,8 +1,13 @@
 """Checkpoint formats: one adapter each, which maps the format's config and names of tensors to ours.
 
-Read `base.py` first (the protocol of an adapter), then `official.py`, whose names are ours. `gguf.py` differs: one file
-with config, weights and tokenizer (`gguf_header.py`, `gguf_tokenizer.py`). To add a format, write an adapter and add it
-to `FORMATS`.
+Read `base.py` first (the protocol of an adapter), then `official.py`, whose names are ours. To add a
+format, write an adapter and add it to `FORMATS`; if it can be written, also to `FORMATS` of `cli/options.py`.
+
+GGUF is the exception: a single file with config, weights and tokenizer (`gguf.py`, `gguf_header.py`,
+`gguf_tokenizer.py`) instead of a directory, so it cannot follow this recipe and is not in `FORMATS`. It is
+special-cased by `gguf.is_gguf` and `gguf.SUFFIX` in `checkpoints/open.py` (config), `checkpoints/weight_files.py`
+(tensors), `checkpoints/save.py` and `generation/tokenizers.py` (tokenizer), and `cli/convert.py` (which cannot write
+it).
 """
 
 from anymamba.checkpoints.formats.anymamba import AnymambaFormat as AnymambaFormat
