@@ -68,12 +68,12 @@ class Prompt:
 
     Attributes:
         ids: Tokens of the prompt.
-        uses_prompt_key: True if the sampling keys come from the prompt, and not from the state of a session.
+        seeds_sampling_from_prompt: True if the sampling keys come from the prompt, and not from the state of a session.
         feeds_final_token: True if the final state has read every token.
         caches_final_state: True if the final state is stored.
     """
 
-    uses_prompt_key = True
+    seeds_sampling_from_prompt = True
     feeds_final_token = False
     caches_final_state = False
 
@@ -189,7 +189,7 @@ class ChatPrompt(Prompt):
         self._sessions = sessions
         self._lease = lease
         self._ends: list[tuple[Continuation, GenerationState]] = []
-        self._rests: dict[int, list[int]] = {}  # tokens of the text from a byte on
+        self._remaining_ids_by_offset: dict[int, list[int]] = {}  # tokens of the text from a byte offset on
         self._is_exact = True
         self._tokens = len(ids)
 
@@ -210,14 +210,14 @@ class ChatPrompt(Prompt):
         return start
 
     def _tokenize_rest(self, begin: int) -> list[int]:
-        """Tokenize the text after so many bytes.
+        """Tokenize the text from byte offset `begin`.
 
         The service searches before the engine does, so that the engine's thread need not tokenize the same text again.
         """
-        if begin not in self._rests:
+        if begin not in self._remaining_ids_by_offset:
             rest = self._text.encode()[begin:].decode()
-            self._rests[begin] = self._tokenizer.encode(rest) if rest else []
-        return self._rests[begin]
+            self._remaining_ids_by_offset[begin] = self._tokenizer.encode(rest) if rest else []
+        return self._remaining_ids_by_offset[begin]
 
     def _find_previous_turn(self) -> tuple[GenerationState, int, int] | None:
         """Return the state of the longest prefix of the text, its tokens, and the prefix's length in bytes."""
@@ -304,7 +304,7 @@ class SessionPrompt(Prompt):
         self._lease = lease
         self._tokens = len(ids) + (0 if lease.session is None else lease.session.tokens)
         self._end: tuple[GenerationState, int] | None = None
-        self.uses_prompt_key = lease.session is None
+        self.seeds_sampling_from_prompt = lease.session is None
 
     def _search(self) -> PrefillStart:
         session = self._lease.session

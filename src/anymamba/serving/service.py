@@ -254,7 +254,9 @@ class Service:
     ) -> list[Job]:
         """Return one job per prompt; continuations of equal prompts draw different tokens."""
         n = request.n
-        keys = [prompt_key(prompt.ids) if prompt.uses_prompt_key else 0 for prompt in prompts for _ in range(n)]
+        keys = [
+            prompt_key(prompt.ids) if prompt.seeds_sampling_from_prompt else 0 for prompt in prompts for _ in range(n)
+        ]
         keys = split_keys(keys, [0] * len(keys))
         stop_texts = request.stop_texts or (self._chat_stop_texts if request.messages is not None else ())
         jobs = []
@@ -269,7 +271,7 @@ class Service:
             )
             job = Job(
                 continuations=[options] * n,
-                sampling_keys=keys[i * n : (i + 1) * n] if prompt.uses_prompt_key else None,
+                sampling_keys=keys[i * n : (i + 1) * n] if prompt.seeds_sampling_from_prompt else None,
                 emit=_emitter(queue, i),
                 deadline=deadline,
                 prompt_logprobs=request.logprobs if request.echo else None,

@@ -317,7 +317,7 @@ class SessionStore:
             ) from error
 
     def _check_memory(self, nbytes: int) -> None:
-        """Raise unless sessions that stay in memory may use so many more bytes."""
+        """Raise unless sessions that stay in memory may use `nbytes` more bytes."""
         used = self.nbytes + sum(lease._reserved for lease in self._leases.values())
         if nbytes > 0 and used + nbytes > self._limit:
             raise SessionLimitError("there is not enough memory for another session; delete one")
