@@ -117,11 +117,11 @@ def test_a_failed_save_leaves_the_old_file(cache, tmp_path, monkeypatch):
     cache.save(file)
     before = file.read_bytes()
 
-    def full_disk(tensors, path, metadata):
+    def full_disk(path, tensors, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("anymamba.core.io.save_file", full_disk)
+    monkeypatch.setattr("anymamba.core.cache_io.save_tensors", full_disk)
     with pytest.raises(OSError, match="No space left"):
         cache.save(file)
     assert file.read_bytes() == before

@@ -597,11 +597,11 @@ class TestSaving:
     def test_a_full_disk_leaves_what_was_there(self, directory, monkeypatch):
         before = {path.name: path.read_bytes() for path in directory.iterdir()}
 
-        def full_disk(tensors, path, metadata):
+        def full_disk(path, tensors, metadata):
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("anymamba.core.io.save_file", full_disk)
+        monkeypatch.setattr("anymamba.core.io.save_tensors", full_disk)
         with pytest.raises(OSError, match="No space left"):
             small_lm().save_pretrained(directory)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

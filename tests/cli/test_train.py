@@ -8,10 +8,9 @@ import sys
 import time
 
 import pytest
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from anymamba import MambaLM
+from anymamba.core.io import save_tensors
 from anymamba.models.loss import chunked_cross_entropy
 from tests.training.cases import LENGTHS, draw_nothing, write_corpus
 
@@ -302,13 +301,13 @@ def test_overflow_is_exit_code_1_and_the_state_is_kept(run, config, tmp_path, mo
 def test_a_full_disk_is_a_message_and_the_run_continues_from_before(run, config, tmp_path, monkeypatch):
     saved = []
 
-    def full(tensors, path, metadata=None):
+    def full(path, tensors, metadata):
         saved.append(path)
         if len(saved) == 7:  # text, then model and optimizer after steps 0, 5 and 10
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        return save_file(tensors, path, metadata)
+            raise OSError(28, "No space left on device")
+        save_tensors(path, tensors, metadata)
 
-    monkeypatch.setattr("anymamba.core.io.save_file", full)
+    monkeypatch.setattr("anymamba.core.io.save_tensors", full)
     code, _, err = run("train", config, "--out", tmp_path / "run", "--checkpoints.every", 5)
     assert code == 2
     assert "step-00000010: cannot be written; earlier ones are kept" in err
