@@ -48,7 +48,8 @@ class Executable(Protocol):
             in_place: Write the new cache over the old one.
 
         Returns:
-            The output (b, output_width) and the new cache; None if shapes, dtypes or devices are not covered.
+            The output (b, output_width) and the new cache; None if shapes, dtypes or devices are not covered, among
+            them more than `max_rows` rows.
         """
         ...
 
@@ -106,9 +107,10 @@ class CompiledStep:
         executable = self.executable
         if executable is None:
             return None
-        if x.ndim != 2 or x.shape[0] <= executable.max_rows:
-            return executable.run(x, cache, in_place)
-        return _run_in_groups(executable, x, cache, in_place)
+        result = executable.run(x, cache, in_place)
+        if result is None and x.ndim == 2 and x.shape[0] > executable.max_rows:
+            return _run_in_groups(executable, x, cache, in_place)
+        return result
 
 
 def _run_in_groups(executable: Executable, x: Tensor, cache: Sequence[Tensor], in_place: bool) -> StepResult | None:
@@ -168,7 +170,8 @@ def may_run(module: nn.Module, tensors: tuple[Tensor, ...]) -> bool:
     """
     if are_kernels_off() or anomaly.is_check_finite_on() or is_tracing() or not are_dense_tensors(tensors):
         return False
-    if is_autocast(tensors[0].device):
+    # One call for all device types first: this is asked for every token.
+    if torch._C._is_any_autocast_enabled() and is_autocast(tensors[0].device):
         return False
     return not torch.is_grad_enabled() or not (
         any(x.requires_grad for x in tensors) or any(p.requires_grad for p in module.parameters())
