@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import torch
 
@@ -122,7 +123,7 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def open_file(path: str) -> BinaryIO:
+def open_file(path: str) -> io.BufferedIOBase:
     """Open a file, a pipe or a device for reading.
 
     Raises:
@@ -134,7 +135,7 @@ def open_file(path: str) -> BinaryIO:
     return file.open("rb")
 
 
-def stdin_bytes(instead: str = "pass --prompt or --file") -> BinaryIO:
+def stdin_bytes(instead: str = "pass --prompt or --file") -> io.BufferedIOBase:
     """Return the standard input.
 
     Args:
@@ -145,7 +146,7 @@ def stdin_bytes(instead: str = "pass --prompt or --file") -> BinaryIO:
     """
     if sys.stdin is None:
         raise ValueError(f"stdin is closed: {instead}")
-    return cast(BinaryIO, sys.stdin.buffer)
+    return cast(io.BufferedIOBase, sys.stdin.buffer)
 
 
 class Progress:
