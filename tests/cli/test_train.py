@@ -118,7 +118,7 @@ def test_a_model_is_trained_further(run, config, tmp_path):
     assert weights(tmp_path / "first") != weights(tmp_path / "second")
     assert run("generate", tmp_path / "second", "--prompt", "alpha")[0] == 0
     code, _, err = run("train", "--out", tmp_path / "third", *flags, "--model.depth", 3)
-    assert (code, "n_layer (asked for 3, found 2)" in err) == (2, True)
+    assert (code, "n_layer (expected 3, got 2)" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_an_unreadable_file_and_an_empty_directory_are_refused(run, config, tmp_
     assert "no text files there" in run("train", config, "--data.sources", tmp_path / "empty")[2]
     (tmp_path / "bad").mkdir()
     for name in ("a", "b"):
-        (tmp_path / "bad" / name).write_bytes(b"\xff\xfe" * 50)
+        (tmp_path / "bad" / name).write_bytes(b"\xff\xfd" * 50)
     (tmp_path / "t.json").write_text(
         json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "u": 1}, "unk_token": "u"}})
     )
@@ -332,8 +332,8 @@ def test_help_names_every_field(run):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--optimizer.lr", "1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
-        (["--optimizer.lr=1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
+        (["--optimiser.lr", "1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
+        (["--optimiser.lr=1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
         (["--lr", "1"], "--optimizer.lr"),
         (["a.toml", "b.toml"], "b.toml: unexpected argument"),
     ],
@@ -355,7 +355,7 @@ def test_an_option_that_does_not_exist_is_refused_with_those_that_are_near(run, 
 )
 def test_samples_begin_as_the_text_does(run, config, tmp_path, text, prompt):
     (tmp_path / "one.txt").write_bytes(text)
-    half = ["--data.sources", tmp_path / "one.txt", "--data.held_out", 0.5, "--schedule.steps", 1]
+    half = ["--data.sources", tmp_path / "one.txt", "--data.format", "text", "--data.held_out", 0.5, "--schedule.steps", 1]
     code, out, _ = run("train", config, "--out", tmp_path / "run", *half)
     assert code == 0
     assert f"--prompt {shlex.quote(prompt)} " in out

@@ -156,7 +156,7 @@ def refusal_case(rank):
     for words, call in {
         "must have 4 tokens or more, got 3": lambda: block.prefill(x[:, :3], context=context),
         "cannot be combined": lambda: block.prefill(x, mask=torch.tensor([8]), context=context),
-        "context and labels": lambda: MambaLM(
+        "context cannot be combined with labels": lambda: MambaLM(
             d_model=8, n_layer=1, vocab_size=8, ssm_cfg={"layer": "Mamba1"}
         )(torch.zeros(1, 8, dtype=torch.long), labels=torch.zeros(1, 8, dtype=torch.long), context=context),
     }.items():  # fmt: skip

@@ -28,7 +28,7 @@ from anymamba.scan.chunking import causal_decay, cumulative_decay, decay_factor
 
 
 def dual_matrix(
-    block: Block, x: Float[Tensor, "b t d"], cache: Any = None, *, heads: Sequence[int] | None = None
+    block: Any, x: Float[Tensor, "b t d"], cache: Any = None, *, heads: Sequence[int] | None = None
 ) -> Float[Tensor, "b h rows rows"]:
     """Return the matrix M of every head.
 

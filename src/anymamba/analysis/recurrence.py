@@ -85,7 +85,7 @@ def register_recurrence(
     _READERS[family] = _Reader(read_terms, read_state)
 
 
-def recurrence(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -> Recurrence:
+def recurrence(block: Any, x: Float[Tensor, "b t d"], cache: Any = None) -> Recurrence:
     """Return the inputs of the scan of `block` for `x`.
 
     Args:
