@@ -332,8 +332,8 @@ def test_help_names_every_field(run):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--optimiser.lr", "1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
-        (["--optimiser.lr=1"], "--optimizer.lr: no such option; did you mean --optimizer.lr"),
+        (["--optimiser.lr", "1"], "--optimiser.lr: no such option; did you mean --optimizer.lr"),
+        (["--optimiser.lr=1"], "--optimiser.lr: no such option; did you mean --optimizer.lr"),
         (["--lr", "1"], "--optimizer.lr"),
         (["a.toml", "b.toml"], "b.toml: unexpected argument"),
     ],
