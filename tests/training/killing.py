@@ -82,7 +82,8 @@ def main(directory, seed, mode, kills):
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     directory, chance = Path(directory), random.Random(int(seed))
     write_corpus(directory / "corpus")
-    write_files(directory / "corpus")
+    if mode == "files":
+        write_files(directory / "corpus")
     began = time.perf_counter()
     assert attempt(directory / "whole", mode) == 0
     took = time.perf_counter() - began

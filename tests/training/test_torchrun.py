@@ -32,7 +32,7 @@ def test_restarted_workers_meet_whoever_comes_first():
         for rank in (first, 1 - first):
             # A daemon: the process does not wait for one that never returns.
             Thread(
-                target=lambda rank, heard: heard.put(process_group._start(store, rank, 2)),
+                target=lambda rank, heard: heard.put(process_group._agree_on_launch_id(store, rank, 2)),
                 args=(rank, heard),
                 daemon=True,
             ).start()
