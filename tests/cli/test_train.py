@@ -355,7 +355,8 @@ def test_an_option_that_does_not_exist_is_refused_with_those_that_are_near(run, 
 )
 def test_samples_begin_as_the_text_does(run, config, tmp_path, text, prompt):
     (tmp_path / "one.txt").write_bytes(text)
-    half = ["--data.sources", tmp_path / "one.txt", "--data.format", "text", "--data.held_out", 0.5, "--schedule.steps", 1]
+    half = ["--data.sources", tmp_path / "one.txt", "--data.format", "text", "--data.held_out", 0.5]
+    half += ["--schedule.steps", 1]
     code, out, _ = run("train", config, "--out", tmp_path / "run", *half)
     assert code == 0
     assert f"--prompt {shlex.quote(prompt)} " in out
