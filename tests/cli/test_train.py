@@ -208,7 +208,8 @@ def test_text_that_cannot_be_used_is_refused(run, config, tmp_path, content, nam
 
 def test_an_unreadable_file_and_an_empty_directory_are_refused(run, config, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "no text files there" in run("train", config, "--data.sources", tmp_path / "empty")[2]
+    flags = ["--data.sources", tmp_path / "empty", "--out", tmp_path / "run"]
+    assert "no text files there" in run("train", config, *flags)[2]
     (tmp_path / "bad").mkdir()
     for name in ("a", "b"):
         (tmp_path / "bad" / name).write_bytes(b"\xff\xfd" * 50)
