@@ -4,7 +4,7 @@ import numpy as np
 
 from anymamba.training import TrainingConfig
 from anymamba.training.tasks.language_model import LanguageTask
-from anymamba.training.tasks.tabular import TabularTask
+from anymamba.training.tasks.tabular_base import TabularTask
 
 # Documents of awkward lengths: shorter than a row, one token, longer than several rows.
 LENGTHS = [700, 5, 1, 130, 64, 257, 400, 33, 90, 610]

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from anymamba.training.evaluation.baselines import _BETA, ORDER, ngram_bits, xz_bytes
+from anymamba.training.data.baselines import _BETA, ORDER, ngram_bits, xz_bytes
 
 
 def probability(training, before, byte):

@@ -17,7 +17,6 @@ from anymamba.training.checkpoint.manifest import list_checkpoints, manifest_che
 from anymamba.training.checkpoint.resume import load_latest
 from anymamba.training.checkpoint.sharded_tensors import StoredTensor
 from tests.training.cases import silent
-from tests.training.test_async_save import names_in, replaced, trained
 from tests.training.test_process_group import (
     MUON,
     PARTS,
@@ -28,6 +27,7 @@ from tests.training.test_process_group import (
     resume_case,
     workers_of,
 )
+from tests.training.test_save import names_in, replaced, trained
 from tests.workers import run_cases, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")

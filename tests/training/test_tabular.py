@@ -11,9 +11,9 @@ from anymamba import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, S
 from anymamba.training import read_config, resume, train
 from anymamba.training.checkpoint.manifest import list_checkpoints
 from anymamba.training.config.tabular_config import KINDS, TabularConfig
-from anymamba.training.data.sequence_batches import sequences_of_step
 from anymamba.training.metrics.loggers import read_metrics
 from anymamba.training.tasks.predict import Predictor
+from anymamba.training.tasks.tabular_base import sequences_of_step
 from anymamba.training.tasks.tabular_tasks import MASK_ID, TASKS, make_task
 from tests.support import assert_near
 from tests.training.cases import silent

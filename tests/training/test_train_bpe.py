@@ -3,9 +3,7 @@ import sys
 import pytest
 
 from anymamba.generation.tokenizers import FileTokenizer
-from anymamba.training.data.documents import Document
-from anymamba.training.data.run_tokenizer import bpe_vocab_size, train_bpe
-from anymamba.training.data.sources import Text
+from anymamba.training.data.documents import Document, Text, bpe_vocab_size, train_bpe
 
 
 def test_a_name_says_how_many(monkeypatch):

@@ -21,7 +21,7 @@ from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
 from anymamba.models.lm import MambaLM
 from anymamba.models.mamba3_activation import is_ambiguous
-from anymamba.training.tasks.tabular import TASK_FILE
+from anymamba.training.tasks.tabular_base import TASK_FILE
 from anymamba.version import __version__
 
 _BLOCK_FIELDS = ("d_state", "dt_width", "headdim", "nheads", "ngroups", "expand", "is_mimo", "mimo_rank")

@@ -20,7 +20,7 @@ from anymamba.training.config.run_config import read_config
 from anymamba.training.distributed.process_group import World, init_distributed
 from anymamba.training.optim.optimizer import plan_table
 from anymamba.training.tasks.predict import Predictor
-from anymamba.training.tasks.tabular import TabularTask
+from anymamba.training.tasks.tabular_base import TabularTask
 from anymamba.training.trainer import Trainer
 
 

@@ -5,28 +5,29 @@ on any number of ranks.
 
 Read in this order:
 
-    api.py            train, resume: how a run is created in a directory and opened again
-    config/           the fields of a run, their TOML file and their command line options
-    tasks/            what is learned: the model, its batches, its loss and its evaluation
-    data/             text to documents, tokens, shards and batches; tables to sequences
-    trainer.py        the loop
-    optim/            AdamW and Muon, by parts of parameters
-    distributed/      the ranks of a run: their mesh, their messages, gradients, sharded weights
-    checkpoint/       saving and resuming
-    evaluation/       held-out text and baselines
-    metrics/          metrics.csv, plots, loggers, progress
+    api.py               train, resume: how a run is checked, created in a directory, and opened again
+    config/              the fields of a run, their TOML file and their command line options
+    tasks/               what is learned: the model, its batches, its loss and its evaluation
+    evaluation.py        bits per byte of the held-out text, and a sample
+    data/                text to documents, tokens, shards and batches; baselines; files to tables
+    trainer.py           the loop
+    layer_execution.py   layers that are compiled, or recomputed in the backward pass
+    optim/               AdamW and Muon, by parts of parameters
+    distributed/         the ranks of a run: their mesh, messages, weights and gradients
+    checkpoint/          saving and resuming
+    metrics/             metrics.csv, plots, loggers, progress
 
 A batch, from the disk to the checkpoint:
 
 1. `Trainer._take_step` asks the task for the microbatches of a step (`LanguageTask.batches`).
-2. `Batches.step` (data/batches.py) derives from seed and step which rows to read, reads them from memory-mapped shards
+2. `Batches.step` (data/batches.py) derives from seed and step which rows to read, reads them from shards
    (data/shards.py), and packs them with a boundary wherever a document begins.
 3. `LanguageTask.loss` runs the model; the loss is summed over targets and divided by the targets of all ranks.
-4. The backward pass leaves gradients, which are summed over ranks (distributed/gradients.py) and clipped.
+4. The backward pass leaves gradients, which are summed over ranks (distributed/fsdp.py) and clipped.
 5. `Optimizer.step` (optim/optimizer.py) updates the parameters, some of them with Muon (optim/muon.py).
 6. `StepMetrics` of the step go to metrics.csv and the other loggers (metrics/loggers.py) and to the terminal.
-7. Every so often the model is scored on held-out text (evaluation/held_out.py), and `Saver` (checkpoint/async_save.py)
-   writes everything that a resumed run needs.
+7. Every so often the model is scored on held-out text (evaluation.py), and `Saver` (checkpoint/save.py) writes
+   everything that a resumed run needs.
 """
 
 from importlib import import_module
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from anymamba.training.optim.optimizer import parameter_groups as parameter_groups
     from anymamba.training.optim.optimizer import plan as plan
     from anymamba.training.tasks.predict import Predictor as Predictor
-    from anymamba.training.tasks.tabular import TabularTask as TabularTask
+    from anymamba.training.tasks.tabular_base import TabularTask as TabularTask
     from anymamba.training.tasks.tabular_tasks import make_task as make_task
     from anymamba.training.tasks.task import Evaluation as Evaluation
     from anymamba.training.tasks.task import Task as Task
@@ -69,7 +70,7 @@ _NEEDS_TORCH = {
     "parameter_groups": "anymamba.training.optim.optimizer",
     "plan": "anymamba.training.optim.optimizer",
     "Predictor": "anymamba.training.tasks.predict",
-    "TabularTask": "anymamba.training.tasks.tabular",
+    "TabularTask": "anymamba.training.tasks.tabular_base",
     "make_task": "anymamba.training.tasks.tabular_tasks",
     "Evaluation": "anymamba.training.tasks.task",
     "Task": "anymamba.training.tasks.task",

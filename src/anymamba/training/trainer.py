@@ -16,7 +16,9 @@ from torch import Tensor
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import run_lock
 from anymamba.core.process import catch_signals
-from anymamba.training.checkpoint.async_save import (
+from anymamba.training.checkpoint.manifest import Manifest, make_directory, read_manifest, remove_temporary_files
+from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
+from anymamba.training.checkpoint.save import (
     Part,
     Saver,
     Tensors,
@@ -24,10 +26,8 @@ from anymamba.training.checkpoint.async_save import (
     prune_checkpoints,
     rank_file,
 )
-from anymamba.training.checkpoint.manifest import Manifest, make_directory, read_manifest, remove_temporary_files
-from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
-from anymamba.training.compile import compile_layers, recompute_layers
 from anymamba.training.distributed.fsdp import (
+    all_reduce_grads,
     full_state_dict,
     load_local,
     local_state_dict,
@@ -37,8 +37,8 @@ from anymamba.training.distributed.fsdp import (
     shard_model,
     with_state,
 )
-from anymamba.training.distributed.gradients import all_reduce_grads
 from anymamba.training.distributed.process_group import World
+from anymamba.training.layer_execution import compile_layers, recompute_layers
 from anymamba.training.metrics.loggers import Log, MetricsTable, StepMetrics, can_plot, open_logs
 from anymamba.training.metrics.progress import ProgressDisplay
 from anymamba.training.optim.optimizer import Optimizer, clip_gradients, learning_rate

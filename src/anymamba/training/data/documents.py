@@ -13,10 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anymamba.core.io import parse_json
+from anymamba.core.io import atomic_write, parse_json
 from anymamba.generation.tokenizers import ByteTokenizer, Tokenizer
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that no UTF-8 character begins with
+_BPE_PREFIX = "bpe:"
+_BPE_END_TOKEN = "<|endoftext|>"
+_BPE_MIN_VOCAB_SIZE = 257  # all bytes, and the end token
+_BPE_TRAINING_BYTES = 2**23  # of the text, at most
 
 
 class Document(NamedTuple):
@@ -58,6 +62,24 @@ class Document(NamedTuple):
         with self.path.open("rb") as file:
             file.seek(begin)
             return file.read() if end is None else file.read(end - begin)
+
+
+class Text(NamedTuple):
+    """The documents of a run.
+
+    Attributes:
+        documents: All documents, in the order of the sources.
+        train: The training documents.
+        held_out: The held-out documents.
+        stdin: Bytes that were read from stdin.
+        skipped: A sentence for each file, or line of JSON lines, that cannot be used.
+    """
+
+    documents: list[Document]
+    train: list[Document]
+    held_out: list[Document]
+    stdin: bytes
+    skipped: list[str]
 
 
 def split(documents: list[Document], fraction: float, stdin: bytes) -> tuple[list[Document], list[Document]]:
@@ -150,3 +172,42 @@ def sample(documents: list[Document], stdin: bytes, max_bytes: int) -> list[byte
         parts.append(document._replace(end=document.begin + min(max_bytes, document.size(stdin))).read(stdin))
         max_bytes -= len(parts[-1])
     return parts
+
+
+def bpe_vocab_size(name: str) -> int | None:
+    """Return the number of tokens in "bpe:1024"; None for the name of another tokenizer.
+
+    Raises:
+        ValueError: It is not a number, or too small, or the library is not installed.
+    """
+    if not name.startswith(_BPE_PREFIX):
+        return None
+    text = name.removeprefix(_BPE_PREFIX)
+    if not text.isdecimal() or int(text) < _BPE_MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"data.tokenizer = {name}: expected a number of tokens, {_BPE_MIN_VOCAB_SIZE} or more, got {text!r}"
+        )
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"data.tokenizer = {name}: install tokenizers (pip install 'anymamba[hf]')") from error
+    return int(text)
+
+
+def train_bpe(text: Text, size: int, path: Path) -> None:
+    """Write a tokenizer.json of `size` tokens, trained on a sample of the training text; the same every time."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[_BPE_END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = sample(text.train, text.stdin, _BPE_TRAINING_BYTES)
+    tokenizer.train_from_iterator((part.decode("utf-8", "ignore") for part in texts), trainer)
+    with atomic_write(path) as temporary:
+        tokenizer.save(str(temporary))

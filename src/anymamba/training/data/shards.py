@@ -22,9 +22,9 @@ from anymamba.core.io import TensorFileReader, digest_file, open_tensors, read_j
 from anymamba.generation.tokenizers import FileTokenizer, Tokenizer
 from anymamba.training.checkpoint.manifest import make_directory, remove_temporary_files
 from anymamba.training.config.sections import DataSection
-from anymamba.training.data.documents import Document, encode, sample
-from anymamba.training.data.sources import Text, find_text
-from anymamba.training.evaluation.baselines import TRAINING_BYTES, ngram_bits, xz_bytes
+from anymamba.training.data.baselines import TRAINING_BYTES, ngram_bits, xz_bytes
+from anymamba.training.data.documents import Document, Text, encode, sample
+from anymamba.training.data.sources import find_text
 
 _INDEX = "index.json"
 _INDEX_TYPES = {"train": list, "held_out": list, "xz_bytes": int, "ngram_bits": float, "vocab_size": int}

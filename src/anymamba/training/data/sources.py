@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from anymamba.training.config.sections import DataSection
-from anymamba.training.data.documents import Document, line_text, split
+from anymamba.training.data.documents import Document, Text, line_text, split
 
 _LINES_SUFFIXES = (".jsonl", ".ndjson")
 _BLOCK_BYTES = 2**20  # that are read at once
@@ -41,24 +41,6 @@ _BYTE_ORDER_MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # the first begins with that of UTF-16
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
-
-
-class Text(NamedTuple):
-    """The documents of a run.
-
-    Attributes:
-        documents: All documents, in the order of the sources.
-        train: The training documents.
-        held_out: The held-out documents.
-        stdin: Bytes that were read from stdin.
-        skipped: A sentence for each file, or line of JSON lines, that cannot be used.
-    """
-
-    documents: list[Document]
-    train: list[Document]
-    held_out: list[Document]
-    stdin: bytes
-    skipped: list[str]
 
 
 def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:

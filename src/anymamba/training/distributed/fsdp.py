@@ -1,25 +1,31 @@
-"""Weights on several ranks: sharded by rows, or the same on each.
+"""Weights on several ranks, and their gradients: sharded by rows, or the same on each.
 
 `fully_shard` (FSDP2) divides the rows of every parameter over the ranks of a mesh, gathers those of a layer while it is
 computed, and reduces gradients to the ranks that hold their rows. The optimizer updates the rows of its own rank. Where
 a whole matrix is needed (by Muon, and for the finished model), its rows are gathered. A checkpoint has the shards.
+
+Losses are already divided by the targets of all ranks, so gradients are summed, not averaged: those of weights that all
+ranks hold by `all_reduce_grads`, those of sharded weights by FSDP2 in the backward pass.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from anymamba.core.cache_io import check_tensor_names
 from anymamba.models.stack.residual_layer import ResidualLayer
 from anymamba.training.checkpoint.sharded_tensors import TensorShard
-from anymamba.training.distributed.gradients import Reduction
 from anymamba.training.distributed.process_group import World
+
+Reduction = Literal["float32", "bfloat16"]
+_BUCKET_NUMEL = 2**23  # numbers of gradients that are sent at once: 32 MiB in float32
 
 
 class ParamShard(NamedTuple):
@@ -175,6 +181,33 @@ def map_round_robin(function: Callable[[Tensor], Tensor], tensors: list[Tensor],
     for result, owner in zip(results, owners, strict=True):
         dist.broadcast(result, owner)
     return results
+
+
+def all_reduce_grads(parameters: Iterable[Tensor], world: World, reduction: Reduction) -> None:
+    """Sum the gradients of parameters that all ranks hold, in place; a missing gradient counts as zero."""
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
+        flat = _flatten_dense_tensors(bucket)
+        total = flat.bfloat16() if reduction == "bfloat16" else flat
+        world.all_reduce_sum(total, "to sum gradients")
+        for grad, part in zip(bucket, _unflatten_dense_tensors(total.to(flat.dtype), bucket), strict=True):
+            grad.copy_(part)
+
+
+def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Group gradients of one dtype into buckets, the same on every rank."""
+    buckets: list[list[Tensor]] = []
+    numel = 0
+    for grad in sorted(grads, key=lambda g: str(g.dtype)):
+        if not buckets or numel + grad.numel() > _BUCKET_NUMEL or buckets[-1][0].dtype != grad.dtype:
+            buckets.append([])
+            numel = 0
+        buckets[-1].append(grad)
+        numel += grad.numel()
+    return buckets
 
 
 def reshard(model: nn.Module) -> None:

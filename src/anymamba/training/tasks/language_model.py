@@ -21,11 +21,11 @@ from anymamba.models.lm import MambaLM
 from anymamba.training.checkpoint.sharded_tensors import TensorShard
 from anymamba.training.config.run_config import TrainingConfig
 from anymamba.training.data.batches import Batch, Batches
-from anymamba.training.data.run_tokenizer import bpe_vocab_size, train_bpe
+from anymamba.training.data.documents import Text, bpe_vocab_size, train_bpe
 from anymamba.training.data.shards import open_corpus, prepare
-from anymamba.training.data.sources import Text, find_text
+from anymamba.training.data.sources import find_text
 from anymamba.training.distributed.process_group import World
-from anymamba.training.evaluation.held_out import HeldOut, default_prompt, sample_text, score_held_out
+from anymamba.training.evaluation import HeldOut, default_prompt, sample_text, score_held_out
 from anymamba.training.metrics.loggers import plot_losses
 from anymamba.training.tasks.task import Evaluation, Task, autocast
 

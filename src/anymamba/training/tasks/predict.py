@@ -13,9 +13,8 @@ from torch import Tensor
 
 from anymamba.core.io import read_json
 from anymamba.models import LatentModel, MaskedLM, SequenceClassifier, SequenceModel, SequenceRegressor
-from anymamba.training.data.sequence_batches import Scale, pad_sequences
 from anymamba.training.data.tables import Table, read_tables
-from anymamba.training.tasks.tabular import TASK_FILE
+from anymamba.training.tasks.tabular_base import TASK_FILE, Scale, pad_sequences
 from anymamba.training.tasks.tabular_tasks import TASKS
 
 _MODELS = {name: kind.MODEL for name, kind in TASKS.items()}

@@ -15,8 +15,7 @@ from torch import Tensor
 from anymamba.models import LatentModel, MaskedLM, SequenceClassifier, SequenceRegressor, mask_tokens
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.config.tabular_config import TabularConfig
-from anymamba.training.data.sequence_batches import Scale, SequenceBatch, pad_sequences
-from anymamba.training.tasks.tabular import TabularTask
+from anymamba.training.tasks.tabular_base import Scale, SequenceBatch, TabularTask, pad_sequences
 from anymamba.training.tasks.task import Evaluation, at_least_float32, autocast
 
 

@@ -14,10 +14,10 @@ from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.cache import LMCache
 from anymamba.models.lm import MambaLM
 from anymamba.training.config.sections import TextEvaluationSection
+from anymamba.training.data.baselines import ORDER
 from anymamba.training.data.batches import Batch, segments
 from anymamba.training.data.shards import Corpus, Tokens
 from anymamba.training.distributed.process_group import World
-from anymamba.training.evaluation.baselines import ORDER
 
 # A batch and the cache before it -> the summed loss of its targets, and the cache after it.
 LossSum = Callable[[Batch, LMCache | None], tuple[Tensor, LMCache | None]]
