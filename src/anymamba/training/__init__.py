@@ -62,26 +62,20 @@ if TYPE_CHECKING:
     from anymamba.training.trainer import Trainer as Trainer
 
 _NEEDS_TORCH = {
-    "train": "anymamba.training.api",
-    "resume": "anymamba.training.api",
-    "StepMetrics": "anymamba.training.metrics.loggers",
-    "can_plot": "anymamba.training.metrics.loggers",
-    "read_metrics": "anymamba.training.metrics.loggers",
-    "parameter_groups": "anymamba.training.optim.optimizer",
-    "plan": "anymamba.training.optim.optimizer",
-    "Predictor": "anymamba.training.tasks.predict",
-    "TabularTask": "anymamba.training.tasks.tabular_base",
-    "make_task": "anymamba.training.tasks.tabular_tasks",
-    "Evaluation": "anymamba.training.tasks.task",
-    "Task": "anymamba.training.tasks.task",
-    "autocast": "anymamba.training.tasks.task",
-    "Trainer": "anymamba.training.trainer",
-    "train_or_resume": "anymamba.training.api",
+    "api": ("resume", "train", "train_or_resume"),
+    "metrics.loggers": ("StepMetrics", "can_plot", "read_metrics"),
+    "optim.optimizer": ("parameter_groups", "plan"),
+    "tasks.predict": ("Predictor",),
+    "tasks.tabular_base": ("TabularTask",),
+    "tasks.tabular_tasks": ("make_task",),
+    "tasks.task": ("Evaluation", "Task", "autocast"),
+    "trainer": ("Trainer",),
 }
+_MODULES = {name: f"anymamba.training.{module}" for module, names in _NEEDS_TORCH.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name that needs torch on demand: the command line makes its options without torch."""
-    if name not in _NEEDS_TORCH:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -25,7 +25,6 @@ from anymamba.training.distributed.process_group import World, init_distributed,
 from anymamba.training.layer_execution import check_compiler
 from anymamba.training.metrics.loggers import check_loggers
 from anymamba.training.tasks.language_model import LanguageTask
-from anymamba.training.tasks.tabular_base import TabularTask
 from anymamba.training.tasks.tabular_tasks import make_task
 from anymamba.training.tasks.task import Task
 from anymamba.training.trainer import Callback, Trainer
@@ -115,48 +114,44 @@ def create_run(
     """Create a run in a directory, up to its first step.
 
     If torchrun has restarted the processes because one of them was lost, and the run has a checkpoint, it continues.
-
-    Raises:
-        ValueError: The directory has a run or a model already, or the config or the data cannot work.
     """
     world = world or World()
     if isinstance(config, TabularConfig):
         world.run_checked(world.require_single_process)
-        return _create_tabular_run(config, directory, report)
+        validate_run(config)
+        with _claim_directory(directory):
+            tabular_task = make_task(config, report)
+        return Trainer(tabular_task, directory, None, report)
     if world.any_rank(is_restarted()) and world.any_rank(
         world.is_main and bool(list_checkpoints(directory / "checkpoints"))
     ):
         return open_run(directory, {}, report, world)
     # 1) Resolve the config before anything is read or written.
-    requested = config
-    config = world.run_checked(lambda: resolve_config(validate_mesh(requested, world)))
+    resolved = world.run_checked(lambda: resolve_config(validate_mesh(config, world)))
     task: LanguageTask | None = None
 
     # 2) The main rank claims the directory and tokenizes the text for all ranks.
     def make() -> str:
         nonlocal task
         with _claim_directory(directory):
-            if config.model.init is not None:
-                report(f"starting from the weights of {config.model.init}")
-            task = LanguageTask(config, directory, report, world=world)
+            if resolved.model.init is not None:
+                report(f"starting from the weights of {resolved.model.init}")
+            task = LanguageTask(resolved, directory, report, world=world)
         return ""
 
     world.run_on_main(make)
     # 3) The other ranks open what it has written.
-    opened = world.run_checked(lambda: task or LanguageTask(config, directory, report, world=world, prepared=True))
+    opened = world.run_checked(lambda: task or LanguageTask(resolved, directory, report, world=world, prepared=True))
     return Trainer(opened, directory, None, report, world)
 
 
 def open_run(directory: Path, overrides: Mapping[str, Any], report: Report, world: World | None = None) -> Trainer[Any]:
-    """Open a run at its latest good checkpoint.
-
-    Raises:
-        ValueError: There is no run, or `overrides` change fields that a run cannot change.
-    """
+    """Open a run at its latest good checkpoint, with changes of its config."""
     world = world or World()
     if _is_tabular_run(directory):
         world.run_checked(world.require_single_process)
-        return _open_tabular_run(directory, overrides, report)
+        tabular_run = reopen(directory, TabularConfig, lambda config: config.replaced(overrides), report)
+        return Trainer(make_task(tabular_run.config, report), directory, tabular_run, report)
     alternative = f"; to start another run from its weights: anymamba train --model.init {directory} --out DIR"
     report_once: Report = report if world.is_main else lambda _: None
     reopened = reopen(
@@ -171,11 +166,7 @@ def open_run(directory: Path, overrides: Mapping[str, Any], report: Report, worl
 
 
 def validate_mesh(config: TrainingConfig, world: World) -> TrainingConfig:
-    """Arrange the ranks in the mesh of a config, and check that its rows and layers fit the mesh.
-
-    Raises:
-        ValueError: They do not fit.
-    """
+    """Arrange the ranks in the mesh of a config, and check that its rows and layers fit the mesh."""
     device = parse_device(world.local_device(config.device), "device =")
     batch, parallel = config.batch, config.parallel
     world.set_mesh(parallel, device)
@@ -198,11 +189,7 @@ def validate_mesh(config: TrainingConfig, world: World) -> TrainingConfig:
 
 
 def validate_run(config: RunConfig) -> None:
-    """Check what every run needs: its device, a compiler, and the libraries of its logs.
-
-    Raises:
-        ValueError: One of them is missing.
-    """
+    """Check what every run needs: its device, a compiler, and the libraries of its logs."""
     device = parse_device(config.device, "device =")
     if config.precision.compile:
         check_compiler(device)
@@ -210,14 +197,7 @@ def validate_run(config: RunConfig) -> None:
 
 
 def resolve_config(config: TrainingConfig) -> TrainingConfig:
-    """Resolve config defaults and validate the config before reading data.
-
-    Returns:
-        The config, with a tokenizer.
-
-    Raises:
-        ValueError: The device, the model, the model to start from or the tokenizer cannot work.
-    """
+    """Return a config with its tokenizer named; check its device, models and tokenizer before any text is read."""
     validate_run(config)
     name = config.data.tokenizer
     bpe_size = None if name is None else bpe_vocab_size(name)
@@ -255,11 +235,7 @@ def resolve_config(config: TrainingConfig) -> TrainingConfig:
 
 @contextmanager
 def _claim_directory(directory: Path) -> Iterator[None]:
-    """Lock the directory of a new run during the block; if the block rejects the run, remove what was added to it.
-
-    Raises:
-        ValueError: Another process is using the directory, or it has a run or a model already.
-    """
+    """Lock the directory of a new run during the block; if the block rejects the run, remove what was added to it."""
     created = [path for path in (directory, *directory.parents) if not path.exists()]
     make_directory(directory)
     try:
@@ -280,19 +256,6 @@ def _claim_directory(directory: Path) -> Iterator[None]:
             for path in created:
                 path.rmdir()
         raise
-
-
-def _create_tabular_run(config: TabularConfig, directory: Path, report: Report) -> Trainer[TabularTask]:
-    validate_run(config)
-    with _claim_directory(directory):
-        task = make_task(config, report)
-    return Trainer(task, directory, None, report)
-
-
-def _open_tabular_run(directory: Path, overrides: Mapping[str, Any], report: Report) -> Trainer[TabularTask]:
-    """Open a run on files, which are read again."""
-    reopened = reopen(directory, TabularConfig, lambda config: config.replaced(overrides), report)
-    return Trainer(make_task(reopened.config, report), directory, reopened, report)
 
 
 def _is_tabular_run(directory: Path) -> bool:

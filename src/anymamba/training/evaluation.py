@@ -28,15 +28,10 @@ _MAX_PROMPT_CHARS = 32
 
 
 class HeldOut(NamedTuple):
-    """How well the held-out text is predicted.
+    """How well the held-out text is predicted."""
 
-    Attributes:
-        bits_per_byte: Bits per byte of the model.
-        baselines: Bits per byte of simpler methods, by name.
-    """
-
-    bits_per_byte: float
-    baselines: dict[str, float]
+    bits_per_byte: float  # bits per byte of the model
+    baselines: dict[str, float]  # bits per byte of simpler methods, by name
 
 
 @torch.no_grad()

@@ -18,11 +18,7 @@ from anymamba.models.stack.residual_layer import ResidualLayer
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that torch can compile for a device.
-
-    Raises:
-        ValueError: There is no compiler.
-    """
+    """Raise `ValueError` if there is no compiler with which torch can compile for a device."""
     if device.type == "cpu":
         name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
         missing = "" if shutil.which(name) else f"a C++ compiler: {name} was not found (CXX may name another)"
@@ -37,9 +33,6 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
 
     All layers of a model share the compiled code, for any number of packed sequences (torch compiles once more for a
     single one).
-
-    Raises:
-        ValueError: The model has no residual layers, or there is no compiler.
     """
     check_compiler(device)
     for layer in _layers(model, "precision.compile"):
@@ -48,11 +41,7 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Store only the inputs of each residual layer; the backward pass recomputes the rest, bit for bit.
-
-    Raises:
-        ValueError: The model has no residual layers.
-    """
+    """Store only the inputs of each residual layer; the backward pass recomputes the rest, bit for bit."""
     for layer in _layers(model, "precision.activation_checkpointing"):
         draws = layer.dropout > 0  # random numbers, which must be the same when they are drawn again
         forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=draws)
@@ -64,6 +53,7 @@ def _run(compiled: Callable[..., Any], plain: Callable[..., Any], *inputs: Any, 
 
 
 def _layers(model: nn.Module, field: str) -> list[ResidualLayer]:
+    """Return the residual layers of a model; raise `ValueError` with the field of the config if there are none."""
     layers = [module for module in model.modules() if isinstance(module, ResidualLayer)]
     if not layers:
         raise ValueError(f"{field} = true needs residual layers, got {type(model).__name__}")

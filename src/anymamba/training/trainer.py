@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +18,7 @@ from anymamba.core.io import run_lock
 from anymamba.core.process import catch_signals
 from anymamba.training.checkpoint.manifest import Manifest, make_directory, read_manifest, remove_temporary_files
 from anymamba.training.checkpoint.resume import Reopened, check_no_run, check_unchanged, snapshot_checkpoints
-from anymamba.training.checkpoint.save import (
-    Part,
-    Saver,
-    Tensors,
-    copy_to_host,
-    prune_checkpoints,
-    rank_file,
-)
+from anymamba.training.checkpoint.save import Part, Saver, Tensors, copy_to_host, prune_checkpoints, rank_file
 from anymamba.training.distributed.fsdp import (
     all_reduce_grads,
     full_state_dict,
@@ -48,20 +41,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 Callback = Callable[[StepMetrics], object]
 T = TypeVar("T", bound=Task[Any])
-
-
-class _Gradients(NamedTuple):
-    """Result of the backward passes of a step.
-
-    Attributes:
-        loss: Mean loss.
-        norm: Norm of its gradient before clipping.
-        carried: State for the next step, for each microbatch; empty if the task carries none.
-    """
-
-    loss: float
-    norm: float
-    carried: list[Any]
 
 
 class Trainer(Generic[T]):
@@ -320,8 +299,12 @@ class Trainer(Generic[T]):
         seconds = perf_counter() - began
         return StepMetrics(self.step, self.tokens, loss, lr_scale * c.optimizer.lr, norm, seconds, {}), tokens
 
-    def _differentiate(self, batches: list[Any]) -> _Gradients:
-        """Run the backward passes of a step, sum gradients over ranks, and clip them."""
+    def _differentiate(self, batches: list[Any]) -> tuple[float, float, list[Any]]:
+        """Run the backward passes of a step, sum gradients over ranks, and clip them.
+
+        Return the mean loss, the norm of its gradient before clipping, and each microbatch's state for the next step
+        (empty if the task carries none).
+        """
         self.optimizer.zero_grad()
         total, count, carried, world = 0.0, self._count_loss_terms(batches), [], self._world
         for number, (loss, state) in enumerate(self._losses(batches), 1):
@@ -337,7 +320,7 @@ class Trainer(Generic[T]):
         norm = clip_gradients(self.model, self.config.optimizer.clip, world)
         if world.size > 1:
             total = world.all_reduce_sum(torch.tensor(total, dtype=torch.float64)).item()
-        return _Gradients(total / count, norm, [] if all(state is None for state in carried) else carried)
+        return total / count, norm, ([] if all(state is None for state in carried) else carried)
 
     def _losses(self, batches: list[Any]) -> Iterator[tuple[Tensor, Any]]:
         """Yield the summed loss of each microbatch, and the state for the next step."""
@@ -391,7 +374,7 @@ class Trainer(Generic[T]):
             self.changes.append({"step": manifest.step, **values})
             self._checkpoint_to_amend = checkpoint.path
         # 2) Read the tensors: each rank reads the rows that it needs.
-        with checkpoint.naming_errors():
+        try:
             if self._world.shard_size == 1:
                 self.task.read_model(self.model, checkpoint.model.whole())
             else:
@@ -399,6 +382,9 @@ class Trainer(Generic[T]):
             self.optimizer.restore(checkpoint.optimizer)
             if checkpoint.carried is not None:
                 self._carried = self.task.carried_from(self.model, checkpoint.carried)
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{checkpoint.path}: its tensors are not those of its config ({reason})") from error
         checkpoint.close()
         # 3) Set the rest.
         torch.set_rng_state(checkpoint.rng)

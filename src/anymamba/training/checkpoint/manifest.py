@@ -27,54 +27,28 @@ MANIFEST_FILE = "training.json"
 _VERSION = 1
 _NAME = re.compile("step-[0-9]{8,}")
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9]+(-[0-9]+)?\.tmp")  # of `atomic_write`
-_TYPES = {
-    "step": int,
-    "tokens": int,
-    "data": str,
-    "solved": bool,
-    "config": dict,
-    "changes": list,
-    "files": dict,
-}
+_TYPES = {"step": int, "tokens": int, "data": str, "solved": bool, "config": dict, "changes": list, "files": dict}
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint states about a run, apart from tensors.
+    """What a checkpoint states about a run, apart from tensors."""
 
-    Attributes:
-        step: Number of steps taken.
-        tokens: Number of tokens these steps have read.
-        data: Fingerprint of the data.
-        solved: Whether the task was found to be solved, which finishes a run before its last step.
-        config: Config of the run, as nested tables.
-        changes: Changes of the config since the run began: the step, and old and new values by name.
-        files: Checksum of every other file of the checkpoint, by name.
-    """
-
-    step: int
-    tokens: int
-    data: str
-    solved: bool
-    config: dict[str, Any]
-    changes: list[dict[str, Any]]
-    files: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    step: int  # number of steps taken
+    tokens: int  # number of tokens these steps have read
+    data: str  # fingerprint of the data
+    solved: bool  # whether the task was found to be solved, which finishes a run before its last step
+    config: dict[str, Any]  # config of the run, as nested tables
+    changes: list[dict[str, Any]]  # changes of the config since the run began: the step, and old and new values by name
+    files: dict[str, str] = {}  # checksum of every other file, by name; never changed  # noqa: RUF012
 
     def write(self, directory: Path, *, durable: bool = False) -> None:
-        """Write the manifest into the directory of a checkpoint; a `durable` one survives a power cut.
-
-        Raises:
-            OSError: It cannot be written; the one before it is kept.
-        """
+        """Write the manifest into the directory of a checkpoint; a `durable` one survives a power cut."""
         fields = {"version": _VERSION, **self._asdict()}
         write_json(directory / MANIFEST_FILE, {**fields, "checksum": manifest_checksum(fields)}, durable=durable)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        ValueError: It is missing or damaged.
-    """
+    """Read the manifest of a checkpoint; raise `ValueError` if it is missing or damaged."""
     if not (directory / MANIFEST_FILE).is_file():
         raise ValueError(f"{directory}: damaged: {MANIFEST_FILE} is missing")
     fields = read_json(directory / MANIFEST_FILE)
@@ -115,11 +89,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory, with its parents, that survives a power cut.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make a directory, with its parents, that survives a power cut."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -135,11 +105,7 @@ def remove_temporary_files(directory: Path) -> None:
 
 @contextmanager
 def checkpoint_write_errors(target: Path) -> Iterator[None]:
-    """Raise an error that names the checkpoint if it cannot be written in the block.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Name the checkpoint in an `OSError` of the block."""
     try:
         yield
     except OSError as error:

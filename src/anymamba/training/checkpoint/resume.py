@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,23 +27,14 @@ C = TypeVar("C", bound=RunConfig)
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was opened and found to be good.
-
-    Attributes:
-        path: Directory of the checkpoint.
-        manifest: Its manifest.
-        model: Parameters by name, not yet read.
-        optimizer: State of the optimizer by name, not yet read.
-        rng: State of torch's generator.
-        carried: State of each stream by name, not yet read; None if there are none.
-    """
+    """A checkpoint that was opened and found to be good."""
 
     path: Path
     manifest: Manifest
-    model: StoredTensors
-    optimizer: StoredTensors
-    rng: Tensor
-    carried: StoredTensors | None
+    model: StoredTensors  # parameters by name, not yet read
+    optimizer: StoredTensors  # state of the optimizer by name, not yet read
+    rng: Tensor  # state of torch's generator
+    carried: StoredTensors | None  # state of each stream by name, not yet read; None if there are none
 
     def close(self) -> None:
         """Close the files once everything needed has been read."""
@@ -51,43 +42,19 @@ class Checkpoint(NamedTuple):
             if tensors is not None:
                 tensors.close()
 
-    @contextmanager
-    def naming_errors(self) -> Iterator[None]:
-        """Name the checkpoint in errors about tensors that do not fit.
-
-        Raises:
-            ValueError: There was such an error.
-        """
-        try:
-            yield
-        except (KeyError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{self.path}: its tensors are not those of its config ({reason})") from error
-
 
 @dataclass(frozen=True)
 class Reopened(Generic[C]):
-    """A run to continue.
+    """A run to continue."""
 
-    Attributes:
-        checkpoint: The latest good checkpoint.
-        config: The config to continue with.
-        changes: Old and new values of changed config fields, by name; they apply from the next step on.
-        snapshot: All checkpoints of the run when it was opened, see `check_unchanged`.
-    """
-
-    checkpoint: Checkpoint
-    config: C
-    changes: dict[str, tuple[Any, Any]]
-    snapshot: dict[str, int]
+    checkpoint: Checkpoint  # the latest good checkpoint
+    config: C  # the config to continue with
+    changes: dict[str, tuple[Any, Any]]  # old and new values of changed config fields, by name, for all further steps
+    snapshot: dict[str, int]  # all checkpoints of the run when it was opened, see `check_unchanged`
 
 
 def check_no_run(directory: Path) -> None:
-    """Check that a directory has no run, and no model or metrics that a run would replace.
-
-    Raises:
-        ValueError: It has one of these.
-    """
+    """Raise `ValueError` if a directory has a run, or a model or metrics that a run would replace."""
     if list_checkpoints(directory / "checkpoints"):
         raise ValueError(
             f"{directory}: there is a run already; continue it with --resume {directory}, or name another directory"
@@ -106,11 +73,7 @@ def snapshot_checkpoints(directory: Path) -> dict[str, int]:
 
 
 def check_unchanged(directory: Path, snapshot: dict[str, int]) -> None:
-    """Check that no other process has saved a run since a snapshot; to be called under its lock.
-
-    Raises:
-        ValueError: Its checkpoints are not those of the snapshot.
-    """
+    """Raise `ValueError` if another process has saved a run since a snapshot; to be called under its lock."""
     current = snapshot_checkpoints(directory)
     if current != snapshot:
         latest = max(current, default="no checkpoint")
@@ -133,16 +96,8 @@ def reopen(
     The config may differ from that of the run in fields that change no weight, in fields that may change on the way
     (such as learning rates), and in its schedule if the steps already taken keep their learning rates.
 
-    Args:
-        directory: Directory of the run.
-        config_type: Type of its config.
-        change_config: Returns the config to continue with, given that of the run.
-        report: Receives a line for each damaged checkpoint and each change.
-        alternative: What to do instead if the config differs in more, for the error message.
-        world: All ranks, which open the run together.
-
-    Raises:
-        ValueError: There is no checkpoint, another process is using the run, or the config differs in more.
+    `change_config` returns the config to continue with, given that of the run. If it differs in more, the error ends
+    with `alternative`: what to do instead. `report` receives a line for each damaged checkpoint and each change.
     """
     # 1) Open the latest good checkpoint, while no other process writes one.
     world, lock = world or World(), ExitStack()
@@ -180,16 +135,9 @@ def _has_rates_of(old: ScheduleSection, new: ScheduleSection, steps: int) -> boo
 
 
 def load_latest(directory: Path, report: Callable[[str], None], world: World | None = None) -> Checkpoint:
-    """Open the latest good checkpoint in a directory.
+    """Open the latest good checkpoint in a directory; `report` receives a line for each damaged one.
 
-    Args:
-        directory: Directory of the checkpoints.
-        report: Receives a line for each damaged checkpoint.
-        world: All ranks, which open it together.
-
-    Raises:
-        ValueError: There is no good checkpoint.
-        OSError: A checkpoint cannot be read. It may be good, so it is not skipped like a damaged one.
+    A checkpoint that cannot be read raises `OSError`: it may be good, so it is not skipped like a damaged one.
     """
     world = world or World()
     names = json.loads(world.run_on_main(lambda: json.dumps([path.name for path in list_checkpoints(directory)])))
@@ -231,11 +179,7 @@ def _raise_no_checkpoint(directory: Path, damaged: int) -> None:
 
 
 def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
-    """Open a checkpoint and check every byte; each of several ranks checks some of the files.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Open a checkpoint and check every byte; each of several ranks checks some of the files."""
     manifest, world = read_manifest(path), world or World()
     names = sorted(manifest.files)
     for name in names[world.rank :: world.size]:
@@ -248,7 +192,7 @@ def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
         raise ValueError(f"{path}: damaged: {error}") from error
     if model is None or optimizer is None:
         raise ValueError(f"{path}: damaged: the manifest must list files of the model and the optimizer, got {names}")
-    rng, current_rng = optimizer.pop("rng"), torch.get_rng_state()
+    rng, current_rng = optimizer.pop("rng", None), torch.get_rng_state()
     if rng is None or rng.shape != current_rng.shape or rng.dtype != current_rng.dtype:
         raise ValueError(f"{path}: damaged: optimizer.safetensors must hold the state of torch's generator")
     rng_state = rng[...]

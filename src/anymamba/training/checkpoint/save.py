@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
@@ -46,26 +47,13 @@ _SAVE_NUMBERS = itertools.count()  # of this process, for names of temporary dir
 
 
 class Part(NamedTuple):
-    """What a rank writes of a checkpoint.
+    """What a rank writes of a checkpoint."""
 
-    Attributes:
-        tensors: Tensors by name, for each file name.
-        write_others: Writes all other files into a directory.
-    """
-
-    tensors: dict[str, Tensors]
-    write_others: Callable[[Path], object]
+    tensors: dict[str, Tensors]  # tensors by name, for each file name
+    write_others: Callable[[Path], object]  # writes all other files into a directory
 
     def write(self, directory: Path, check_time: Callable[[], None] = lambda: None) -> None:
-        """Write everything.
-
-        Args:
-            directory: Directory of the checkpoint.
-            check_time: Called before each file of tensors; may raise.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
+        """Write everything; `check_time` is called before each file of tensors, and may raise."""
         self.write_others(directory)
         for name, tensors in self.tensors.items():
             check_time()
@@ -92,26 +80,16 @@ def copy_to_host(tensors: Tensors) -> Tensors:
     }
 
 
+@dataclass
 class _Save:
-    """A checkpoint that is being written.
+    """A checkpoint that is being written."""
 
-    Attributes:
-        temporary: Directory that it is written to.
-        manifest: Its manifest, without checksums.
-        previous: Step of the checkpoint before it, see `_complete`.
-        keep: Number of checkpoints to keep.
-        deadline: Time on the clock of `monotonic` at which it is given up.
-        error: Why it cannot be written, once that is known.
-    """
-
-    def __init__(self, temporary: Path, manifest: Manifest, previous: int, keep: int) -> None:
-        """Describe a checkpoint of which nothing is written yet."""
-        self.temporary = temporary
-        self.manifest = manifest
-        self.previous = previous
-        self.keep = keep
-        self.deadline = math.inf
-        self.error: Exception | None = None
+    temporary: Path  # the directory that it is written to
+    manifest: Manifest  # without checksums
+    previous: int  # step of the checkpoint before it, see `_complete`
+    keep: int  # number of checkpoints to keep
+    deadline: float = math.inf  # when it is given up, on the clock of `monotonic`
+    error: Exception | None = None  # why it cannot be written, once that is known
 
     @property
     def target(self) -> Path:
@@ -119,11 +97,7 @@ class _Save:
         return checkpoint_path(self.temporary.parent, self.manifest.step)
 
     def check_time(self) -> None:
-        """Check that the deadline has not passed.
-
-        Raises:
-            OSError: It has.
-        """
+        """Raise `OSError` if the deadline has passed."""
         if monotonic() >= self.deadline:
             raise OSError("the run has ended")
 
@@ -132,13 +106,7 @@ class Saver:
     """Writes the checkpoints of a run, one after another."""
 
     def __init__(self, directory: Path, world: World, timeout_s: float) -> None:
-        """Prepare to save.
-
-        Args:
-            directory: Directory of the checkpoints.
-            world: All ranks of the run.
-            timeout_s: How long the other ranks may write after the main rank has finished its part.
-        """
+        """Prepare to save; the other ranks may write for `timeout_s` after the main rank has finished its part."""
         self._directory = directory
         self._world = world
         self._timeout_s = timeout_s
@@ -153,14 +121,8 @@ class Saver:
     def start(self, part: Part, manifest: Manifest, *, previous: int, keep: int) -> None:
         """Start to write a checkpoint once the one before it is complete; a single process also completes it.
 
-        Args:
-            part: What this rank writes.
-            manifest: The manifest, without checksums.
-            previous: Step of the checkpoint that the run wrote, or was resumed from, last; -1 if there is none.
-            keep: Number of checkpoints to keep.
-
-        Raises:
-            OSError: The checkpoint, or the one before it, cannot be written; earlier ones are kept.
+        `previous` is the step of the checkpoint that the run wrote, or was resumed from, last; -1 if there is none.
+        Raise `OSError` if this checkpoint, or the one before it, cannot be written; earlier ones are kept.
         """
         # 1) Wait for the save before, whose checkpoint this one may replace.
         self.finish()
@@ -190,8 +152,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until the checkpoint that was started is complete; all ranks take part.
 
-        Raises:
-            SharedError: It could not be written; the message names the rank and the file.
+        If it could not be written, all raise `SharedError`, whose message names the rank and the file.
         """
         if self._thread is None:
             return
@@ -220,11 +181,7 @@ class Saver:
             self._thread = None
 
     def _lead(self, part: Part, save: _Save, reports: Iterator[tuple[int, str]]) -> None:
-        """Write the main rank's part, wait for those of the others, and complete the checkpoint.
-
-        Raises:
-            OSError: A rank cannot write its part, or does not answer.
-        """
+        """Write the main rank's part, wait for those of the others, and complete the checkpoint."""
         error: Exception | None = None
         digests: dict[str, str] = {}
         try:
@@ -277,28 +234,23 @@ class Saver:
 
 
 def prune_checkpoints(directory: Path, step: int, keep: int) -> None:
-    """Remove what interrupted saves have left, and all but the latest `keep` checkpoints up to a step.
-
-    Raises:
-        OSError: Something cannot be removed.
-    """
-    for path in directory.glob(".step-*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what interrupted saves have left, and all but the latest `keep` checkpoints up to a step."""
+    _remove_temporary(directory)
     for path in [path for path in list_checkpoints(directory) if checkpoint_step(path) <= step][keep:]:
         _remove(path)
 
 
-def _make_temporary(directory: Path, step: int) -> Path:
-    """Make a temporary directory for the files of a checkpoint.
+def _remove_temporary(directory: Path) -> None:
+    for path in directory.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
-    Raises:
-        OSError: It cannot be made.
-    """
+
+def _make_temporary(directory: Path, step: int) -> Path:
+    """Make a temporary directory for the files of a checkpoint."""
     target = checkpoint_path(directory, step)
     with checkpoint_write_errors(target):
         make_directory(directory)
-        for path in directory.glob(".step-*.tmp"):
-            shutil.rmtree(path, ignore_errors=True)
+        _remove_temporary(directory)
         # The number tells it from one that was given up and may still be written to.
         temporary = directory / f".{target.name}.{os.getpid()}-{next(_SAVE_NUMBERS)}.tmp"
         temporary.mkdir()
@@ -309,13 +261,7 @@ def _complete(save: _Save, digests: dict[str, str]) -> None:
     """Turn a directory with all files but the manifest into a checkpoint, and remove those that no longer count.
 
     Checkpoints of steps after `save.previous` do not count: they are damaged, or the run would have resumed from them.
-
-    Args:
-        save: The checkpoint.
-        digests: Checksums of the files that other ranks wrote and synced.
-
-    Raises:
-        OSError: It cannot be written; earlier ones are as they were.
+    `digests` are the checksums of the files that other ranks wrote and synced.
     """
     temporary, directory, target = save.temporary, save.temporary.parent, save.target
     with checkpoint_write_errors(target):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import EllipsisType
@@ -27,17 +27,11 @@ Spans = tuple[tuple[int, int], ...]  # ranges of rows: the first of each, and th
 
 
 class TensorShard(NamedTuple):
-    """Some rows of a tensor.
+    """Some rows of a tensor."""
 
-    Attributes:
-        rows: The rows, one after another.
-        spans: Which rows of the whole tensor they are.
-        total: Number of rows of the whole tensor.
-    """
-
-    rows: Tensor
-    spans: Spans
-    total: int
+    rows: Tensor  # the rows, one after another
+    spans: Spans  # which rows of the whole tensor they are
+    total: int  # number of rows of the whole tensor
 
 
 def shard_file_name(kind: str, rank: int, size: int) -> str:
@@ -48,8 +42,7 @@ def shard_file_name(kind: str, rank: int, size: int) -> str:
 def list_shard_files(kind: str, names: list[str]) -> list[str]:
     """Return the files of a kind of tensors among the names in a checkpoint, in the order of their ranks.
 
-    Raises:
-        ValueError: Some of them are missing.
+    Raise `ValueError` if some of them are missing.
     """
     whole = shard_file_name(kind, 0, 1)
     numbered = [match for match in map(_NUMBERED.fullmatch, names) if match is not None and match[1] == kind]
@@ -64,11 +57,7 @@ def list_shard_files(kind: str, names: list[str]) -> list[str]:
 
 
 def write_shards(path: Path, tensors: Mapping[str, Tensor | TensorShard]) -> None:
-    """Write one rank's file of a kind of tensors.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write one rank's file of a kind of tensors."""
     shards = {name: x for name, x in tensors.items() if isinstance(x, TensorShard)}
     table = {name: {"rows": x.total, "spans": x.spans} for name, x in shards.items()}
     content = {name: x.rows if isinstance(x, TensorShard) else x for name, x in tensors.items()}
@@ -78,32 +67,20 @@ def write_shards(path: Path, tensors: Mapping[str, Tensor | TensorShard]) -> Non
 
 
 class _Run(NamedTuple):
-    """Consecutive rows of a tensor in one file.
-
-    Attributes:
-        begin: The first row.
-        end: The row after the last.
-        path: The file.
-        offset: Index of the first row within the file's tensor.
-    """
+    """Consecutive rows of a tensor in one file."""
 
     begin: int
-    end: int
+    end: int  # the row after the last
     path: Path
-    offset: int
+    offset: int  # of the first row, within the file's tensor
 
 
 class StoredTensor:
-    """A tensor of a checkpoint, in whichever files its rows are stored; they are read on demand.
-
-    Attributes:
-        shape: Shape of the whole tensor.
-        dtype: Its dtype in the files.
-    """
+    """A tensor of a checkpoint, in whichever files its rows are stored; they are read on demand."""
 
     def __init__(self, owner: StoredTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Describe a tensor of which no file is known yet."""
-        self.shape = shape
+        self.shape = shape  # of the whole tensor
         self.dtype = dtype
         self._owner = owner
         self._name = name
@@ -118,11 +95,7 @@ class StoredTensor:
         self._runs.sort()
 
     def check_all_rows(self) -> None:
-        """Check that every row is in exactly one file.
-
-        Raises:
-            ValueError: A row is in no file, or in several.
-        """
+        """Raise `ValueError` unless every row is in exactly one file."""
         if not self.shape:
             if len(self._runs) > 1:
                 raise ValueError(f"{self._name} must be in one file, got {len(self._runs)} with it")
@@ -149,22 +122,17 @@ class StoredTensor:
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
 
 
-class StoredTensors(Mapping[str, StoredTensor]):
+class StoredTensors(dict[str, StoredTensor]):
     """The tensors of a kind in a checkpoint, by name; each rank reads the rows that it needs."""
 
     def __init__(self, files: list[Path]) -> None:
-        """Read the headers.
-
-        Raises:
-            ValueError: A file is not readable, or the files do not have every row of every tensor once.
-        """
+        """Read the headers; raise `ValueError` unless the files have every row of every tensor once."""
         self._stack = ExitStack()
         self._open_files = dict[Path, Any]()
-        self._tensors: dict[str, StoredTensor] = {}
         for path in files:
             with open_tensors(path) as file:
                 self._add_file(path, file)
-        for tensor in self._tensors.values():
+        for tensor in self.values():
             tensor.check_all_rows()
 
     def _add_file(self, path: Path, file: Any) -> None:
@@ -178,7 +146,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             if name in table:
                 total, spans = _parse_entry(path, name, table[name], shape)
                 shape = (total, *shape[1:])
-            known = self._tensors.setdefault(name, StoredTensor(self, name, shape, x.dtype))
+            known = self.setdefault(name, StoredTensor(self, name, shape, x.dtype))
             if (known.shape, known.dtype) != (shape, x.dtype):
                 raise ValueError(
                     f"{path.name} must have rows of {name} as {known.dtype} of shape {known.shape}, "
@@ -197,33 +165,13 @@ class StoredTensors(Mapping[str, StoredTensor]):
         self._open_files.clear()
         self._stack.close()
 
-    def pop(self, name: str) -> StoredTensor | None:
-        """Remove and return a tensor; None if there is none of that name."""
-        return self._tensors.pop(name, None)
-
     def whole(self) -> dict[str, Tensor]:
         """Read all tensors into new memory."""
         return {name: x[...] for name, x in self.items()}
 
-    def __getitem__(self, name: str) -> StoredTensor:
-        """Return a tensor."""
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self._tensors)
-
 
 def _parse_entry(path: Path, name: str, entry: Any, shape: tuple[int, ...]) -> tuple[int, Spans]:
-    """Return the number of rows of the whole tensor, and which of them a file has.
-
-    Raises:
-        ValueError: The entry of the file's header is not readable, or does not fit the tensor.
-    """
+    """Return the number of rows of the whole tensor, and which of them a file has, by the entry in its header."""
     match entry:
         case {"rows": int(total), "spans": [*pairs]} if shape and all(map(_is_span, pairs)):
             spans = tuple((begin, end) for begin, end in pairs)

@@ -9,8 +9,9 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -101,7 +102,7 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """Return every value by its dotted name: "optimizer.lr"."""
-        return {name: _get(self, name) for name in self.fields_by_name()}
+        return {name: attrgetter(name)(self) for name in self.fields_by_name()}
 
     def changed(self: C, other: C) -> dict[str, tuple[Any, Any]]:
         """Return the fields that differ, with both values, except those that change no weight."""
@@ -112,24 +113,22 @@ class RunConfig:
     @classmethod
     def fields_by_name(cls) -> dict[str, dataclasses.Field[Any]]:
         """Return every field by its dotted name, as the command line offers them."""
-        fields: dict[str, dataclasses.Field[Any]] = {}
-        for name, kind in _annotations(cls).items():
-            if dataclasses.is_dataclass(kind):
-                fields.update({f"{name}.{f.name}": f for f in dataclasses.fields(kind)})
-            else:
-                fields[name] = next(f for f in dataclasses.fields(cls) if f.name == name)
-        return fields
+        return {name: f for name, f, _ in cls._typed_fields()}
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
         """Return the annotation of every field by its dotted name."""
-        hints: dict[str, Any] = {}
+        return {name: hint for name, _, hint in cls._typed_fields()}
+
+    @classmethod
+    def _typed_fields(cls) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+        """Yield every field with its dotted name and its annotation."""
         for name, kind in _annotations(cls).items():
             if dataclasses.is_dataclass(kind):
-                hints.update({f"{name}.{key}": hint for key, hint in get_type_hints(kind).items()})
+                hints = get_type_hints(kind)
+                yield from ((f"{name}.{f.name}", f, hints[f.name]) for f in dataclasses.fields(kind))
             else:
-                hints[name] = kind
-        return hints
+                yield name, cls.__dataclass_fields__[name], kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +183,6 @@ def _is_text(value: Any) -> bool:
     """Return whether a value is a text, or texts, as from the command line."""
     is_list = isinstance(value, list | tuple)
     return isinstance(value, str) or (is_list and all(isinstance(entry, str) for entry in value))
-
-
-def _get(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str, names: list[str]) -> Any:

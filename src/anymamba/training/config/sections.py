@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    default_text: str = "",
-    ignored_on_resume: bool = False,
-    mutable_on_resume: bool = False,
+    default: Any, help: str, *, default_text: str = "", ignored_on_resume: bool = False, mutable_on_resume: bool = False
 ) -> Any:
     """Return a field of a config section.
 
@@ -54,15 +49,9 @@ def check_at_least(section: Any, least: int, *names: str) -> None:
 def block_fields(section: Any, family: str, width: int, *, d_state: int, headdim: int) -> dict[str, Any]:
     """Return the family of a model's blocks and the fields of their config, with default sizes.
 
-    Args:
-        section: Section with `d_state`, `headdim` and `block`.
-        family: Name of the family.
-        width: Width of the residual stream.
-        d_state: Default state size of a head; a family without heads has 16 per channel.
-        headdim: Default width of a head, a power of two; halved until it divides the inner width.
-
-    Raises:
-        ValueError: No such family, or a field that it does not have.
+    Raise `ValueError` for an unknown family, or a field that it does not have. `section` has `d_state`, `headdim` and
+    `block`; `width` is that of the residual stream. A family without heads has a state of 16 per channel, whatever the
+    default `d_state`; the default `headdim`, a power of two, is halved until it divides the inner width.
     """
     from anymamba.models.families import FAMILIES  # which imports torch
 
@@ -129,11 +118,7 @@ class ModelSection:
         )
 
     def check_matches(self, config: MambaLMConfig) -> None:
-        """Check that the config of a model to start from agrees with this section.
-
-        Raises:
-            ValueError: It differs.
-        """
+        """Raise `ValueError` if the config of a model to start from differs from this section."""
         block, depth = config.block_config(), self.depth
         pairs = {
             "family": (self.family, config.layer),

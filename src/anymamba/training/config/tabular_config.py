@@ -106,11 +106,10 @@ class TabularConfig(RunConfig):
             raise ValueError(f"task must be language or one of {', '.join(KINDS)}, got {self.task!r}")
         if self.task in ("classification", "regression") and not self.data.targets:
             raise ValueError(f"data.targets must name what {self.task} predicts, got nothing")
+        names = " ".join(self.data.targets)
         if self.task == "classification" and len(self.data.targets) > 1:
-            names = " ".join(self.data.targets)
             raise ValueError(f"data.targets must name one column, the class, got {names}")
         if self.task in ("masked-lm", "next-value") and self.data.targets:
-            names = " ".join(self.data.targets)
             raise ValueError(f"data.targets: {self.task} predicts its own inputs, got {names}")
         if self.task == "next-value" and self.model.bidirectional:
             raise ValueError("model.bidirectional: a model that reads both ways sees the next value, got true")

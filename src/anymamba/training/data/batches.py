@@ -21,23 +21,13 @@ from anymamba.training.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Packed rows.
-
-    Attributes:
-        inputs: Tokens, (1, t).
-        targets: The token after each input, (1, t); `IGNORED_LABEL` at the end of a document.
-        cu_seqlens: Where the sequences begin, followed by t, (z + 1,).
-        carried: Row whose state each sequence continues from, (z,); the number of rows for a zero state.
-        last: The last sequence of each row, (r,), whose state the row continues from.
-        context: This rank's part of a batch that several ranks share; `last` is then -1 for rows that end on another
-            rank.
-    """
+    """Packed rows, or this rank's part of them (`context`) if several ranks share a batch."""
 
     inputs: Int[Tensor, "1 t"]
-    targets: Int[Tensor, "1 t"]
-    cu_seqlens: Int[Tensor, " z1"]
-    carried: Int[Tensor, " z"]
-    last: Int[Tensor, " r"]
+    targets: Int[Tensor, "1 t"]  # the token after each input; `IGNORED_LABEL` at the end of a document
+    cu_seqlens: Int[Tensor, " z1"]  # where the sequences begin, followed by t
+    carried: Int[Tensor, " z"]  # the row whose state each sequence continues from; the number of rows for a zero state
+    last: Int[Tensor, " r"]  # the last sequence of each row, whose state it continues from; -1 if on another rank
     context: SequencePart | None = None
 
     @property
@@ -86,12 +76,9 @@ class Sequence:
         return torch.cat(parts), torch.tensor(starts, dtype=torch.int64)
 
     def pack(self, spans: list[tuple[int, int]], fresh: bool, cp_group: ContextParallelGroup | None = None) -> Batch:
-        """Pack rows into a batch.
+        """Pack rows, given by begin and end, into a batch, or this rank's part of one that `cp_group` shares.
 
-        Args:
-            spans: Begin and end of each row.
-            fresh: Whether no row continues from an earlier state.
-            cp_group: The ranks that share the batch; None if this rank reads all of it.
+        `fresh` means that no row continues from an earlier state.
         """
         if cp_group is not None:
             return self._pack_part(spans, fresh, cp_group)
@@ -178,21 +165,10 @@ class Batches:
         dp_size: int = 1,
         cp_group: ContextParallelGroup | None = None,
     ) -> None:
-        """Check that there is enough text.
+        """Raise `ValueError` if there is less text than one row, or than one step of a stream.
 
-        Args:
-            tokens: Tokens of all documents.
-            mode: How rows are cut and follow each other.
-            length: Tokens per row.
-            rows: Rows per step, over all ranks.
-            accumulation: Number of microbatches per step.
-            seed: Seed of the order.
-            dp_rank: Which part of the rows of each microbatch this rank reads.
-            dp_size: Number of parts.
-            cp_group: The ranks that share rows with this one.
-
-        Raises:
-            ValueError: There is less text than one row, or than one step of a stream.
+        A step has `rows` rows over all ranks and microbatches, each of `length` tokens. Of each of the `accumulation`
+        microbatches, this rank reads part `dp_rank` of `dp_size`; it shares each row with the ranks of `cp_group`.
         """
         self._tokens = tokens
         self._mode = mode
@@ -215,10 +191,13 @@ class Batches:
     def step(self, step: int) -> list[Batch]:
         """Return the batches of a step, one per microbatch."""
         spans, fresh = self._packed_spans(step) if self._mode == "packed" else self._stream_spans(step)
+        return [self._sequence.pack(spans[rows], fresh, self._cp_group) for rows in self.local_rows()]
+
+    def local_rows(self) -> list[slice]:
+        """Return the rows of a step that this rank reads, for each microbatch."""
         rows = self._rows // self._accumulation
-        local_rows = rows // self._dp_size
-        begins = range(self._dp_rank * local_rows, self._rows, rows)
-        return [self._sequence.pack(spans[i : i + local_rows], fresh, self._cp_group) for i in begins]
+        size = rows // self._dp_size
+        return [slice(begin, begin + size) for begin in range(self._dp_rank * size, self._rows, rows)]
 
     def _packed_spans(self, step: int) -> tuple[list[tuple[int, int]], bool]:
         count, t = len(self._sequence) // self._length, self._length

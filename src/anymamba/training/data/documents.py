@@ -1,4 +1,4 @@
-"""Documents: texts that stand alone, which of them are held out, and their tokens.
+"""Documents: texts that stand alone, which of them are held out, their tokens, and byte pairs trained on them.
 
 A document is a file, a line of JSON lines, or stdin. It is named by its path below its source (below the directory
 before the first wildcard of a pattern), so that the split does not depend on where a corpus is stored.
@@ -7,6 +7,7 @@ before the first wildcard of a pattern), so that the split does not depend on wh
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,21 +25,15 @@ _BPE_TRAINING_BYTES = 2**23  # of the text, at most
 
 
 class Document(NamedTuple):
-    """A text that stands alone.
+    """A text that stands alone, or after a split the part of one from byte `begin` to byte `end`.
 
-    Attributes:
-        name: Name of the document, unique in its corpus.
-        path: Path of its file; None for stdin.
-        begin: First byte that belongs to it.
-        end: The byte after its last; None for the end of the text. After a split, a document may be a part of a text.
-        line: For a line of JSON lines: first and last byte of its object in the file, and the field that holds the
-            text.
+    A line of JSON lines has a `line`: begin and end of its object in the file, and the field that holds the text.
     """
 
-    name: str
-    path: Path | None
+    name: str  # unique in its corpus
+    path: Path | None  # None for stdin
     begin: int = 0
-    end: int | None = None
+    end: int | None = None  # None for the end of the text
     line: tuple[int, int, str] | None = None
 
     def read(self, stdin: bytes) -> bytes:
@@ -57,29 +52,23 @@ class Document(NamedTuple):
 
     def read_range(self, stdin: bytes, begin: int, end: int | None) -> bytes:
         """Return some bytes of its file, or of stdin; `end` None: to the end."""
-        if self.path is None:
-            return stdin[begin:end]
-        with self.path.open("rb") as file:
+        with self.open(stdin) as file:
             file.seek(begin)
             return file.read() if end is None else file.read(end - begin)
 
+    def open(self, stdin: bytes) -> io.BufferedReader | io.BytesIO:
+        """Open its file, or stdin."""
+        return io.BytesIO(stdin) if self.path is None else self.path.open("rb")
+
 
 class Text(NamedTuple):
-    """The documents of a run.
+    """The documents of a run."""
 
-    Attributes:
-        documents: All documents, in the order of the sources.
-        train: The training documents.
-        held_out: The held-out documents.
-        stdin: Bytes that were read from stdin.
-        skipped: A sentence for each file, or line of JSON lines, that cannot be used.
-    """
-
-    documents: list[Document]
+    documents: list[Document]  # all documents, in the order of the sources
     train: list[Document]
     held_out: list[Document]
-    stdin: bytes
-    skipped: list[str]
+    stdin: bytes  # what was read from it
+    skipped: list[str]  # a sentence for each file, or line of JSON lines, that cannot be used
 
 
 def split(documents: list[Document], fraction: float, stdin: bytes) -> tuple[list[Document], list[Document]]:
@@ -122,8 +111,7 @@ def _cut(document: Document, offset: int, stdin: bytes) -> tuple[Document, Docum
 def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
     """Return the tokens (t,) of a document, with the end token after it if the tokenizer has one.
 
-    Raises:
-        ValueError: The document is not UTF-8, which all tokenizers but bytes need, or an id is beyond the vocabulary.
+    Raise `ValueError` if it is not UTF-8, which all tokenizers but bytes need, or an id is beyond the vocabulary.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return torch.tensor(bytearray(content), dtype=torch.uint8)
@@ -139,11 +127,7 @@ def encode(name: str, content: bytes, tokenizer: Tokenizer) -> Tensor:
 
 
 def line_text(line: bytes, field: str) -> bytes:
-    """Return the text of a JSON line, as UTF-8.
-
-    Raises:
-        ValueError: The line is not an object with a text in that field.
-    """
+    """Return the text in a field of a JSON line, as UTF-8; raise `ValueError` if there is none."""
     value = parse_json(line)
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
@@ -177,8 +161,7 @@ def sample(documents: list[Document], stdin: bytes, max_bytes: int) -> list[byte
 def bpe_vocab_size(name: str) -> int | None:
     """Return the number of tokens in "bpe:1024"; None for the name of another tokenizer.
 
-    Raises:
-        ValueError: It is not a number, or too small, or the library is not installed.
+    Raise `ValueError` if it is not a number, or too small, or the library is not installed.
     """
     if not name.startswith(_BPE_PREFIX):
         return None

@@ -40,11 +40,7 @@ class TokenShard:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file.
-
-        Raises:
-            ValueError: The file is missing, cut short, or damaged.
-        """
+        """Open the file; raise `ValueError` if it is missing, cut short, or damaged."""
         self._reader = TensorFileReader(path)
         entry = self._reader.entries.get("tokens", {})
         if entry.get("dtype") not in _TOKEN_DTYPES or len(entry["shape"]) != 1:
@@ -57,28 +53,18 @@ class TokenShard:
         return self._length
 
     def read(self, begin: int, end: int) -> Int[Tensor, " t"]:
-        """Return tokens from `begin` to `end` as int64.
-
-        Raises:
-            ValueError: The file was cut short.
-        """
+        """Return tokens from `begin` to `end` as int64."""
         raw = torch.empty(max(0, end - begin) * self._dtype.itemsize, dtype=torch.uint8)
         self._reader.read_into(raw, "tokens", begin * self._dtype.itemsize)
         return raw.view(self._dtype).to(torch.int64)
 
 
 class Tokens(NamedTuple):
-    """Tokens of documents, one after another.
+    """Tokens of documents, one after another."""
 
-    Attributes:
-        parts: Tokens of each shard.
-        lengths: Length of each document in tokens, (documents,).
-        sizes: Size of each document in bytes, (documents,).
-    """
-
-    parts: list[TokenShard]
-    lengths: Int[Tensor, " documents"]
-    sizes: Int[Tensor, " documents"]
+    parts: list[TokenShard]  # tokens of each shard
+    lengths: Int[Tensor, " documents"]  # length of each document in tokens, (documents,)
+    sizes: Int[Tensor, " documents"]  # size of each document in bytes, (documents,)
 
     @property
     def total(self) -> int:
@@ -96,23 +82,14 @@ class Tokens(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Tokenized text, ready to be trained on.
+    """Tokenized text, ready to be trained on."""
 
-    Attributes:
-        train: The training text.
-        held_out: The held-out text.
-        xz_bytes: Bytes that `xz -9` needs for the held-out text.
-        ngram_bits: Bits that a byte n-gram of the training text needs for the held-out text.
-        vocab_size: Vocabulary size of the tokenizer.
-        checksum: Checksum of the index, and through it of every token.
-    """
-
-    train: Tokens
-    held_out: Tokens
-    xz_bytes: int
-    ngram_bits: float
-    vocab_size: int
-    checksum: str
+    train: Tokens  # the training text
+    held_out: Tokens  # the held-out text
+    xz_bytes: int  # bytes that `xz -9` needs for the held-out text
+    ngram_bits: float  # bits that a byte n-gram of the training text needs for the held-out text
+    vocab_size: int  # vocabulary size of the tokenizer
+    checksum: str  # checksum of the index, and through it of every token
 
 
 def prepare(
@@ -124,15 +101,8 @@ def prepare(
 ) -> Corpus:
     """Tokenize what is not tokenized yet, and open the result.
 
-    Args:
-        config: Names the sources.
-        directory: Directory of the shards.
-        tokenizer: Tokenizer of the text.
-        report: Receives lines about what happens.
-        text: The text of the config, if it has been found already.
-
-    Raises:
-        ValueError: A source cannot be read, has no text, or is too short, or the directory has other text.
+    Raise `ValueError` if a source cannot be read, has no text, or is too short, or the directory has other text.
+    `text` is the text that the config names, if it has been found already.
     """
     text = text or find_text(config, report)
     key = _key(config, tokenizer, text)
@@ -167,17 +137,12 @@ def _describe(documents: list[Document], text: Text, what: str) -> str:
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Open shards and check them against their index.
-
-    Raises:
-        ValueError: The index is missing or incomplete, or a shard is damaged.
-    """
+    """Open shards and check them against their index; raise `ValueError` if it is incomplete, or one is damaged."""
     index = _read_index(directory)
     if not index.get("complete"):
         raise ValueError(f"{directory / _INDEX}: expected the index of tokenized text, found none that is complete")
     if wrong := [name for name, kind in _INDEX_TYPES.items() if type(index.get(name)) is not kind or not index[name]]:
-        found = reprlib.repr(index.get(wrong[0]))
-        raise ValueError(f"{directory / _INDEX}: damaged: expected {wrong[0]}, got {found}")
+        raise ValueError(f"{directory / _INDEX}: damaged: expected {wrong[0]}, got {reprlib.repr(index.get(wrong[0]))}")
     for name in ("train", "held_out"):
         for shard in index[name]:
             if digest_file(directory / shard["file"]) != shard["blake2b"]:
@@ -280,18 +245,14 @@ def _open(directory: Path, shards: list[dict[str, Any]]) -> Tokens:
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
-    """Return the index of a directory, empty if there is none; the fields of its shards are checked.
-
-    Raises:
-        ValueError: The index is damaged.
-    """
+    """Return the index of a directory, empty if there is none; raise `ValueError` if an entry of a shard is damaged."""
     index = read_json(directory / _INDEX) if (directory / _INDEX).is_file() else {}
     shards = [index.get(name, []) for name in ("train", "held_out")]
     for shard in [shard for several in shards for shard in (several if isinstance(several, list) else [several])]:
         fine = isinstance(shard, dict) and all(type(shard.get(name)) is kind for name, kind in _SHARD_TYPES.items())
         if not fine or Path(shard["file"]).name != shard["file"]:
-            found = reprlib.repr(shard)
-            raise ValueError(f"{directory / _INDEX}: damaged: a shard must have {', '.join(_SHARD_TYPES)}, got {found}")
+            names = ", ".join(_SHARD_TYPES)
+            raise ValueError(f"{directory / _INDEX}: damaged: a shard must have {names}, got {reprlib.repr(shard)}")
     return index
 
 
@@ -323,12 +284,8 @@ def _cut(content: bytes, limit: int) -> bytes:
     """Return the first `limit` bytes, or a few less if a character would be cut."""
     if len(content) <= limit:
         return content
-    return content[:limit].decode("utf-8", "ignore").encode() if _is_text(content) else content[:limit]
-
-
-def _is_text(content: bytes) -> bool:
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:
-        return False
-    return True
+        return content[:limit]
+    return content[:limit].decode("utf-8", "ignore").encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import glob
-import io
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -44,18 +43,16 @@ _BYTE_ORDER_MARKS = {
 
 
 def find_text(config: DataSection, report: Callable[[str], None] = lambda _: None) -> Text:
-    """Find the text that a config names, and split it in two.
+    """Find the text that a config names, and split it in two; `report` receives a line for each file that is skipped.
 
-    Args:
-        config: Names the sources.
-        report: Receives a line for each file that is skipped.
-
-    Raises:
-        UnusableTextError: Some of it cannot be used, and the config does not skip such files.
-        ValueError: A source does not exist, or has no text.
+    Raise `UnusableTextError` if some of it cannot be used, and the config does not skip such files.
     """
-    stdin = read_stdin() if "-" in config.sources else b""
-    found = find_documents(
+    stdin = b""
+    if "-" in config.sources:
+        if sys.stdin is None:
+            raise ValueError('data.sources: "-" means stdin, which is closed')
+        stdin = sys.stdin.buffer.read()
+    documents, problems = find_documents(
         config.sources,
         config.jsonl_field,
         config.format,
@@ -63,11 +60,11 @@ def find_text(config: DataSection, report: Callable[[str], None] = lambda _: Non
         exclude=config.exclude,
         utf8=config.tokenizer not in ("bytes", None),
     )
-    if found.problems and (config.on_error == "stop" or not found.documents):
-        raise UnusableTextError(found.problems)
-    for line in shorten_list(found.problems):
+    if problems and (config.on_error == "stop" or not documents):
+        raise UnusableTextError(problems)
+    for line in shorten_list(problems):
         report(f"skipped: {line}")
-    return Text(found.documents, *split(found.documents, config.held_out, stdin), stdin, found.problems)
+    return Text(documents, *split(documents, config.held_out, stdin), stdin, problems)
 
 
 class UnusableTextError(ValueError):
@@ -94,12 +91,7 @@ def shorten_list(lines: list[str]) -> list[str]:
 
 
 class FoundDocuments(NamedTuple):
-    """The usable and the unusable parts of the sources.
-
-    Attributes:
-        documents: Documents that can be used, in the order of the sources.
-        problems: A sentence for each file, or line of JSON lines, that cannot be used.
-    """
+    """Documents, in the order of the sources, and a sentence for each file or line that cannot be used."""
 
     documents: list[Document]
     problems: list[str]
@@ -119,15 +111,12 @@ def find_documents(
     A file that is found again, through another source or a link, is used once, under its first name.
 
     Args:
-        sources: Where to look.
+        sources: Where to look; each must exist, and have files.
         field: Field of a JSON object that holds the text.
         format: "text": each file is a document, as it is; "jsonl": each line of each file; "auto": by the file's name.
         stdin: Bytes that were read from stdin.
         exclude: Patterns of files and directories to leave out, by name or by path.
         utf8: Whether text must be UTF-8, which is then checked.
-
-    Raises:
-        ValueError: A source does not exist, or has no files.
     """
     documents: dict[Path | None, list[Document]] = {}
     problems: list[str] = []
@@ -195,9 +184,7 @@ def _exists(source: str) -> bool:
 
 
 def _is_excluded(document: Document, patterns: tuple[str, ...]) -> bool:
-    """Return whether a pattern matches a file's path, its path below its source, its name, or those of a parent
-    directory.
-    """
+    """Return whether a pattern matches the path, the path below the source, or the name of a file or its parents."""
     name = PurePosixPath(document.name)
     names = [text for part in (name, *name.parents[:-1]) for text in (str(part), part.name)]
     names += [] if document.path is None else [document.path.as_posix()]
@@ -217,48 +204,32 @@ def _files(root: Path, pattern: str) -> Iterator[Document]:
 
 
 def check_unpacked(document: Document, stdin: bytes) -> None:
-    """Check that a file is not compressed, an archive, a table or UTF-16, by its name or its first bytes.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Raise `ValueError` if a file is compressed, an archive, a table or UTF-16, by its name or its first bytes."""
     head = document.read_range(stdin, 0, 16)
     if Path(document.name).suffix.lower() in _PACKED_SUFFIXES or head.startswith(_MAGIC_BYTES):
         raise ValueError("compressed or binary, not text; unpack it")
     check_not_utf16(head)
 
 
-def check_not_utf16(head: bytes) -> None:
-    """Check that the first bytes of a text are not the byte order mark of UTF-16 or UTF-32.
-
-    Raises:
-        ValueError: They are.
-    """
+def check_not_utf16(head: bytes, where: str = "") -> None:
+    """Raise `ValueError` if the first bytes of a text are the byte order mark of UTF-16 or UTF-32."""
     for encoding, marks in _BYTE_ORDER_MARKS.items():
         if head.startswith(marks):
-            raise ValueError(f"{encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8 FILE > NEW")
+            raise ValueError(f"{where}{encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8 FILE > NEW")
 
 
 def check_not_binary(document: Document, stdin: bytes) -> None:
-    """Check that the beginning of a file has no NUL byte, which no text has in an encoding that extends ASCII.
-
-    Raises:
-        ValueError: It has one.
-    """
+    """Raise `ValueError` if the beginning of a file has a NUL byte, which no text in an encoding like ASCII has."""
     offset = document.read_range(stdin, 0, _BINARY_CHECK_BYTES).find(b"\0")
     if offset >= 0:
         raise ValueError(f"binary, not text (a NUL byte at byte {offset})")
 
 
 def check_utf8(document: Document, stdin: bytes) -> None:
-    """Check that a document is UTF-8, reading a block at a time.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise `ValueError` if a document is not UTF-8, reading a block at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
-    with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
+    with document.open(stdin) as file:
         while True:
             block = file.read(_BLOCK_BYTES)
             pending = len(decoder.getstate()[0])  # bytes of a character that began in the block before
@@ -273,7 +244,7 @@ def check_utf8(document: Document, stdin: bytes) -> None:
 
 def _lines_of(document: Document, field: str, stdin: bytes, problems: list[str]) -> Iterator[Document]:
     begin = 0
-    with io.BytesIO(stdin) if document.path is None else document.path.open("rb") as file:
+    with document.open(stdin) as file:
         for number, line in enumerate(file, 1):
             end = begin + len(line)
             try:
@@ -284,14 +255,3 @@ def _lines_of(document: Document, field: str, stdin: bytes, problems: list[str])
                 if text:
                     yield Document(f"{document.name}:{number}", document.path, 0, len(text), (begin, end, field))
             begin = end
-
-
-def read_stdin() -> bytes:
-    """Read all of stdin.
-
-    Raises:
-        ValueError: It is closed.
-    """
-    if sys.stdin is None:
-        raise ValueError('data.sources: "-" means stdin, which is closed')
-    return sys.stdin.buffer.read()

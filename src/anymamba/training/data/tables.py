@@ -23,23 +23,14 @@ _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 
 
 class Table(NamedTuple):
-    """Sequences in the order of their files.
+    """Sequences in the order of their files."""
 
-    Attributes:
-        sequences: Arrays (t, c) of float64, or (t,) of uint8 for texts.
-        targets: Target of each sequence, as written: a text or numbers; empty if none were asked for.
-        places: Origin of each sequence, for errors: "file.csv, line 3".
-        channels: Names of the numbers of a step.
-        columns: Columns of a table, or field of JSON lines, that were read.
-        names: Names of the sequences, if a column of a table names them; else empty.
-    """
-
-    sequences: list[np.ndarray]
-    targets: list[Any]
-    places: list[str]
-    channels: list[str]
-    columns: list[str]
-    names: tuple[str, ...] = ()
+    sequences: list[np.ndarray]  # arrays (t, c) of float64, or (t,) of uint8 for texts
+    targets: list[Any]  # target of each sequence, as written: a text or numbers; empty if none were asked for
+    places: list[str]  # origin of each sequence, for errors: "file.csv, line 3"
+    channels: list[str]  # names of the numbers of a step
+    columns: list[str]  # columns of a table, or field of JSON lines, that were read
+    names: tuple[str, ...] = ()  # names of the sequences, if a column of a table names them; else empty
 
     @property
     def is_text(self) -> bool:
@@ -63,36 +54,26 @@ def read_tables(
         inputs: Columns or the field to read; if omitted, all other columns, or the only other field.
         sequence: Column of a table that names the sequence of which a row is a step.
         steps: Whether a row of a table without such a column is a step of one sequence rather than a sequence.
-
-    Raises:
-        ValueError: A file is missing or of another kind, or something in it cannot be used.
     """
     if not sources:
         raise ValueError(f"data.sources must name files ({', '.join(SUFFIXES)}), got none")
-    parts = []
+    targets, inputs, parts = list(targets), list(inputs), []
     for source in sources:
         path = Path(source)
         if not path.is_file():
             raise ValueError(f"{source}: {'expected a file, got a directory' if path.is_dir() else 'no such file'}")
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{source}: expected a file named {', '.join(SUFFIXES)}, got {path.suffix or 'no suffix'}")
-        if path.suffix != ".npy":
-            with path.open("rb") as file:
-                _check_encoding(path, file.read(4))
         if path.suffix == ".npy":
-            parts.append(_read_array(path, list(targets), steps))
-        elif path.suffix == ".csv":
-            parts.append(_read_csv(path, list(targets), list(inputs), sequence, steps))
+            parts.append(_read_array(path, targets, steps))
+            continue
+        with path.open("rb") as file:
+            check_not_utf16(file.read(4), f"{path}: ")
+        if path.suffix == ".csv":
+            parts.append(_read_csv(path, targets, inputs, sequence, steps))
         else:
-            parts.append(_read_lines(path, list(targets), list(inputs)))
+            parts.append(_read_lines(path, targets, inputs))
     return _concatenate(parts, sources)
-
-
-def _check_encoding(path: Path, head: bytes) -> None:
-    try:
-        check_not_utf16(head)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _concatenate(parts: list[Table], sources: Sequence[str]) -> Table:
@@ -101,8 +82,8 @@ def _concatenate(parts: list[Table], sources: Sequence[str]) -> Table:
         if not part.sequences:
             raise ValueError(f"{source}: expected sequences, got none")
         if part.channels != first.channels or part.is_text != first.is_text:
-            found, expected = " ".join(part.channels), " ".join(first.channels)
-            raise ValueError(f"{source}: expected the inputs of {sources[0]}, {expected}, got {found}")
+            expected, actual = " ".join(first.channels), " ".join(part.channels)
+            raise ValueError(f"{source}: expected the inputs of {sources[0]}, {expected}, got {actual}")
     return Table(
         [x for part in parts for x in part.sequences],
         [x for part in parts for x in part.targets],
@@ -113,10 +94,10 @@ def _concatenate(parts: list[Table], sources: Sequence[str]) -> Table:
     )
 
 
-def _number(place: str, name: str, text: Any, hint: str = "") -> float:
-    """Return a finite number."""
+def parse_number(place: str, name: str, text: Any, hint: str = "", *, allow_bool: bool = False) -> float:
+    """Return a finite number; with `allow_bool`, True is 1 and False is 0."""
     try:
-        if isinstance(text, bool):
+        if isinstance(text, bool) and not allow_bool:
             raise ValueError
         value = float(text)
     except (TypeError, ValueError):
@@ -188,7 +169,7 @@ def _csv_table(
     for members in groups.values():
         places = [f"{path}, line {rows[r][0]}" for r in members]
         numbers = [
-            [_number(place, f"column {name!r}", rows[r][1][column[name]], _TEXT_HINT) for name in inputs]
+            [parse_number(place, f"column {name!r}", rows[r][1][column[name]], _TEXT_HINT) for name in inputs]
             for place, r in zip(places, members, strict=True)
         ]
         row_targets = [[rows[r][1][column[name]] for name in targets] for r in members]
@@ -262,15 +243,11 @@ def _sequence(place: str, name: str, value: Any) -> np.ndarray:
     for t, step in enumerate(steps):
         if len(step) != len(steps[0]) or not step:
             raise ValueError(f"{place}: step {t} of {name!r} must have {len(steps[0])} numbers, got {len(step)}")
-    return np.array([[_number(place, f"{name!r}[{t}]", x) for x in step] for t, step in enumerate(steps)])
+    return np.array([[parse_number(place, f"{name!r}[{t}]", x) for x in step] for t, step in enumerate(steps)])
 
 
 def load_array(path: Path) -> np.ndarray:
-    """Load the numbers or texts of a .npy file; a pickle is rejected.
-
-    Raises:
-        ValueError: The file is not readable, or has numbers that are not finite.
-    """
+    """Load the finite numbers, or the texts, of a .npy file; a pickle is rejected."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:

@@ -29,23 +29,18 @@ _BUCKET_NUMEL = 2**23  # numbers of gradients that are sent at once: 32 MiB in f
 
 
 class ParamShard(NamedTuple):
-    """Which rows of a parameter, or of a part of one, each rank holds.
+    """Which rows of a parameter, or of a part of one, each rank holds."""
 
-    Attributes:
-        bounds: First row of each rank, followed by the number of all rows.
-        rank: This rank's index in the group.
-        group: Process group of the ranks.
-    """
-
-    bounds: list[int]
-    rank: int
-    group: Any
+    bounds: list[int]  # first row of each rank, followed by the number of all rows
+    rank: int  # this rank's index in the group
+    group: Any  # process group of the ranks
 
     @staticmethod
-    def of(parameter: Tensor, begin: int, rows: int) -> ParamShard | None:
-        """Return which ranks hold `rows` rows of a parameter from `begin` on; None if this rank holds all of them."""
+    def of(parameter: Tensor, begin: int = 0, rows: int | None = None) -> ParamShard | None:
+        """Return which ranks hold `rows` rows (None: all) of a parameter from `begin` on; None if it is not sharded."""
         if not _is_sharded(parameter):
             return None
+        rows = len(parameter) if rows is None else rows
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         group, size = mesh.get_group("shard"), mesh["shard"].size()
         rows_per_rank = -(-parameter.shape[0] // size)  # as `torch.chunk` divides
@@ -113,15 +108,10 @@ def with_state(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
 
 
 def full_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Gather the whole weights by name, one at a time.
-
-    Args:
-        model: A sharded model. Every rank takes part.
-        keep: Whether this rank returns them; otherwise it returns nothing.
-    """
+    """Gather the whole weights of a sharded model by name, one at a time; only ranks that `keep` them return them."""
     tensors = {}
     for name, x in _unique_state(model).items():
-        shard = ParamShard.of(x, 0, len(x)) if _is_sharded(x) else None
+        shard = ParamShard.of(x)
         whole = x.detach() if shard is None else shard.gather(local(x))
         if keep:
             tensors[name] = whole
@@ -132,24 +122,20 @@ def local_state_dict(model: nn.Module) -> dict[str, Tensor | TensorShard]:
     """Return the weights by name; of sharded ones, this rank's rows."""
     tensors: dict[str, Tensor | TensorShard] = {}
     for name, x in _unique_state(model).items():
-        shard = ParamShard.of(x, 0, len(x)) if _is_sharded(x) else None
+        shard = ParamShard.of(x)
         rows = local(x).detach()
         tensors[name] = rows if shard is None else shard.to_tensor_shard(rows)
     return tensors
 
 
 def load_local(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Set this rank's weights from those of the whole model, of which nothing else is read.
-
-    Raises:
-        ValueError: The weights belong to another model.
-    """
+    """Set this rank's weights from those of the whole model, of which nothing else is read."""
     state = _unique_state(model)
     check_tensor_names("model", stored, state)
     for name, x in state.items():
         if tuple(stored[name].shape) != tuple(x.shape):
             raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(stored[name].shape)}")
-        shard = ParamShard.of(x, 0, len(x)) if _is_sharded(x) else None
+        shard = ParamShard.of(x)
         local(x).detach().copy_(stored[name][...] if shard is None else stored[name][shard.local_rows])
 
 
@@ -165,10 +151,7 @@ def _unique_state(model: nn.Module) -> dict[str, Tensor]:
 def map_round_robin(function: Callable[[Tensor], Tensor], tensors: list[Tensor], world: World) -> list[Tensor]:
     """Apply a function to tensors that all ranks have; the ranks take turns to compute a result and broadcast it.
 
-    Args:
-        function: Returns a tensor of the same shape and dtype.
-        tensors: Tensors with the same values on every rank.
-        world: All ranks.
+    The function returns a tensor of the same shape and dtype.
     """
     if world.size == 1:
         return [function(x) for x in tensors]

@@ -55,6 +55,7 @@ class World:
         shard_size: Number of ranks over which the weights are divided.
         context_size: Number of ranks that share a sequence.
         cp_group: The ranks that share sequences with this one; None if there are no others.
+        mesh: Mesh over whose last dimension the weights are divided; None if all ranks hold all of them.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -64,7 +65,7 @@ class World:
         self.shard_size = 1
         self.context_size = 1
         self.cp_group: ContextParallelGroup | None = None
-        self._mesh: DeviceMesh | None = None
+        self.mesh: DeviceMesh | None = None
         self._activity = "to begin"  # what this rank waits for, for the error if that does not come
         self._timeout_s = 600
         self._launcher_checked = monotonic()
@@ -95,25 +96,16 @@ class World:
         return self.rank < self.shard_size * self.context_size and self.rank % self.context_size == 0
 
     @property
-    def mesh(self) -> DeviceMesh | None:
-        """Return the mesh over whose last dimension the weights are divided; None if all ranks hold all of them."""
-        return self._mesh
-
-    @property
     def shard_group(self) -> Any:
         """Return the process group of the ranks that divide the weights with this one."""
-        return None if self._mesh is None else self._mesh.get_group("shard")
+        return None if self.mesh is None else self.mesh.get_group("shard")
 
     def local_device(self, name: str) -> str:
         """Return the device of this rank, given that of the config, which may name a kind of devices."""
         return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 and name == "cuda" else name
 
     def set_mesh(self, section: ParallelSection, device: torch.device) -> None:
-        """Arrange the ranks in the mesh of a config.
-
-        Raises:
-            ValueError: The config needs more or fewer ranks than there are.
-        """
+        """Arrange the ranks in the mesh of a config; raise `ValueError` if there are more or fewer."""
         fixed = section.shard * section.context
         expected_size = fixed * (section.replicate or max(1, self.size // fixed))
         if expected_size != self.size:
@@ -133,9 +125,9 @@ class World:
         if self.shard_size > 1:
             rows = ranks.transpose(1, 2).reshape(-1, self.shard_size)
             if len(rows) == 1:
-                self._mesh = DeviceMesh(device.type, rows[0], mesh_dim_names=("shard",))
+                self.mesh = DeviceMesh(device.type, rows[0], mesh_dim_names=("shard",))
             else:
-                self._mesh = DeviceMesh(device.type, rows, mesh_dim_names=("replicate", "shard"))
+                self.mesh = DeviceMesh(device.type, rows, mesh_dim_names=("replicate", "shard"))
         if self.context_size > 1:
             for row in ranks.view(-1, self.context_size).tolist():
                 group = dist.new_group(row, timeout=timeout)
@@ -143,22 +135,14 @@ class World:
                     self.cp_group = ContextParallelGroup(row, self.rank, group)
 
     def require_single_process(self) -> None:
-        """Check that there is one process, for tasks that cannot use several.
-
-        Raises:
-            ValueError: There are several.
-        """
+        """Raise `ValueError` if there are several processes, for tasks that cannot use them."""
         if self.size > 1:
             raise ValueError(
                 f"only language models on text train on several ranks; this task needs one process, got {self.size}"
             )
 
     def run_checked(self, function: Callable[[], T]) -> T:
-        """Run a function on every rank and return this rank's result; an error on one rank is raised on all of them.
-
-        Raises:
-            SharedError: There was an error on some rank.
-        """
+        """Run a function on every rank and return this rank's result; all raise `SharedError` if one has an error."""
         if self.size == 1:
             return function()
         message, result = "", None
@@ -175,8 +159,7 @@ class World:
     def run_on_main(self, function: Callable[[], str]) -> str:
         """Run a function on the main rank and return its result on all of them, which wait as long as it takes.
 
-        Raises:
-            SharedError: The function raised an error.
+        An error of the function is raised on all of them, as `SharedError`.
         """
         if self.size == 1:
             return function()
@@ -202,9 +185,7 @@ class World:
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on some rank."""
-        if self.size == 1:
-            return flag
-        return bool(self.all_reduce_sum(torch.tensor(float(flag)), "to agree").item())
+        return flag if self.size == 1 else bool(self.all_reduce_sum(torch.tensor(float(flag)), "to agree").item())
 
     def first_message(self, message: str) -> str:
         """Broadcast the first non-empty message and the rank it came from."""
@@ -232,12 +213,7 @@ class World:
 
     @contextmanager
     def translate_comm_errors(self) -> Iterator[None]:
-        """Replace connection errors by one that names the rank which is lost or did not answer in time.
-
-        Raises:
-            TimeoutError: A rank did not answer.
-            ConnectionError: A rank or torchrun is lost.
-        """
+        """Turn errors of gloo and nccl into `TimeoutError` (a rank is silent) or `ConnectionError` (it is lost)."""
         try:
             yield
         except RuntimeError as error:
@@ -250,11 +226,7 @@ class World:
             raise ConnectionError(self._describe_loss(reason)) from error
 
     def check_launcher(self) -> None:
-        """Check every few seconds that torchrun is alive, without which nothing would restart a failed rank.
-
-        Raises:
-            ConnectionError: It is not.
-        """
+        """Raise `ConnectionError` if torchrun, which restarts failed ranks, is not alive; check every few seconds."""
         if self.size > 1 and monotonic() - self._launcher_checked > _LAUNCHER_CHECK_S:
             self._launcher_checked = monotonic()
             if not self._is_launcher_alive():

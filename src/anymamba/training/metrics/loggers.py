@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import math
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,15 +49,9 @@ class MetricsTable:
     """The file metrics.csv: a row for each step, and after a resume exactly the rows of the steps that count."""
 
     def __init__(self, path: Path, step: int, names: Sequence[str] = ()) -> None:
-        """Open the table, keeping the rows up to a step.
+        """Open the table and keep the rows of the `step` steps taken; `names` are those of the results of evaluations.
 
-        Args:
-            path: Path of the file.
-            step: Number of steps taken.
-            names: Names of the results of evaluations.
-
-        Raises:
-            ValueError: A row is not readable, or a column has none of the names.
+        Raise `ValueError` if a row is not readable, or a column has none of the names.
         """
         self._path = path
         self._names = names
@@ -64,17 +59,13 @@ class MetricsTable:
         if unknown := sorted({name for row in rows for name in row.evaluation} - set(names)):
             raise ValueError(f"{path}, line 1: expected the columns {', '.join(names)}, got {', '.join(unknown)}")
         with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._written, rows)])
+            csv.writer(file).writerows([[*_COLUMNS, *names], *map(self._format_row, rows)])
         self._file = path.open("a", newline="", encoding="utf-8")
 
     def add(self, row: StepMetrics) -> None:
-        """Write a row.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write a row."""
         try:
-            csv.writer(self._file).writerow(self._written(row))
+            csv.writer(self._file).writerow(self._format_row(row))
             self._file.flush()
         except OSError as error:
             raise with_filename(self._path, error) from error
@@ -84,7 +75,7 @@ class MetricsTable:
         with suppress(OSError):
             self._file.close()
 
-    def _written(self, row: StepMetrics) -> list[str]:
+    def _format_row(self, row: StepMetrics) -> list[str]:
         values = [*row[:-1], *(row.evaluation.get(name) for name in self._names)]
         return ["" if x is None else repr(x) for x in values]
 
@@ -132,11 +123,7 @@ def plot_metrics(metrics: Path, target: Path, name: str, baselines: dict[str, fl
     left = figure.add_subplot(1, 2, 1, xlabel="step", ylabel="training loss")
     left.plot([r.step for r in rows], [r.loss for r in rows], lw=0.8)
     right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel=name.replace("_", " "))
-    points = [(r.step, r.evaluation[name]) for r in rows if name in r.evaluation]
-    right.plot([s for s, _ in points], [x for _, x in points], marker="o", label="held out")
-    for (label, value), style in zip(baselines.items(), ("--", ":"), strict=False):
-        right.axhline(value, color="gray", ls=style, label=label)
-    right.legend()
+    _add_evaluations(right, rows, name, baselines)
     with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png")
 
@@ -145,17 +132,23 @@ def plot_losses(metrics: Path, target: Path, baselines: dict[str, float], bytes_
     """Draw training and held-out bits per byte, and those of the baselines, over the steps."""
     from matplotlib.figure import Figure
 
-    rows, nats = read_metrics(metrics), 0.6931471805599453
+    rows = read_metrics(metrics)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
-    axes.plot([r.step for r in rows], [r.loss / nats / bytes_per_token for r in rows], lw=0.8, label="training")
-    points = [(r.step, r.evaluation["held_out_bits_per_byte"]) for r in rows if r.evaluation]
-    axes.plot([s for s, _ in points], [b for _, b in points], marker="o", label="held out")
-    for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=False):
-        axes.axhline(bits, color="gray", ls=style, label=f"{name}, held out")
-    axes.legend()
+    axes.plot([r.step for r in rows], [r.loss / math.log(2) / bytes_per_token for r in rows], lw=0.8, label="training")
+    labeled = {f"{name}, held out": bits for name, bits in baselines.items()}
+    _add_evaluations(axes, rows, "held_out_bits_per_byte", labeled)
     with atomic_write(target) as temporary:
         figure.savefig(temporary, format="png")
+
+
+def _add_evaluations(axes: Any, rows: list[StepMetrics], name: str, baselines: dict[str, float]) -> None:
+    """Draw a metric of evaluations, its baselines, and the legend."""
+    points = [(r.step, r.evaluation[name]) for r in rows if name in r.evaluation]
+    axes.plot([step for step, _ in points], [value for _, value in points], marker="o", label="held out")
+    for (label, value), style in zip(baselines.items(), ("--", ":"), strict=False):
+        axes.axhline(value, color="gray", ls=style, label=label)
+    axes.legend()
 
 
 @runtime_checkable
@@ -170,11 +163,7 @@ class Log(Protocol):
 
 
 def check_loggers(config: RunConfig) -> None:
-    """Check that the libraries of the logs that a config names are installed.
-
-    Raises:
-        ValueError: One of them is not.
-    """
+    """Raise `ValueError` if a library for the logs that a config names is not installed."""
     if config.evaluation.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
             "evaluation.tensorboard = true needs TensorBoard: pip install 'anymamba[train]', or set it to false"
@@ -186,11 +175,7 @@ def check_loggers(config: RunConfig) -> None:
 
 
 def open_logs(config: RunConfig, directory: Path, step: int) -> list[Log]:
-    """Open the logs that a config names; `step` steps have been taken.
-
-    Raises:
-        ValueError: A library is not installed.
-    """
+    """Open the logs that a config names; `step` steps have been taken."""
     check_loggers(config)
     logs: list[Log] = []
     if config.evaluation.tensorboard:

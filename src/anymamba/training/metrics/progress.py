@@ -27,14 +27,7 @@ class ProgressDisplay:
     """The progress of a run on stderr."""
 
     def __init__(self, steps: int, done: int, every: int, shown: bool = True) -> None:
-        """Begin to show progress.
-
-        Args:
-            steps: Number of all steps.
-            done: Number of steps taken.
-            every: Steps between two lines, without a terminal.
-            shown: Whether to show anything.
-        """
+        """Begin to show progress, `done` of `steps` steps; without a terminal, a line after `every` steps."""
         self._is_shown = shown
         self._steps = steps
         self._first = done
@@ -96,9 +89,7 @@ class ProgressDisplay:
         return [speed, f"{_clock(pace * (self._steps - row.step))} left", memory()]
 
     def _draw(self, row: StepMetrics, activity: str = "") -> None:
-        """Draw the two live lines over those that are there, with the current activity, if any, in place of the time
-        left.
-        """
+        """Draw the two live lines over those that are there; an activity takes the place of the time left."""
         self._drawn = perf_counter()
         width = _columns() - 1
         speed, left, used = self._statistics(row)

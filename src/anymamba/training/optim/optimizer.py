@@ -1,4 +1,4 @@
-"""The optimizer: which parameters are decayed, which are orthogonalized, and the learning rate of each step."""
+"""The optimizer: which parameters are decayed, which are orthogonalized, and `learning_rate`, that of each step."""
 
 from __future__ import annotations
 
@@ -34,17 +34,11 @@ def parameter_groups(
 
         torch.optim.AdamW(parameter_groups(model), lr=1e-3)
     """
-    decayed, others = _by_decay(model, decay_embeddings)
-    return [
-        {"params": list(decayed.values()), "weight_decay": weight_decay},
-        {"params": list(others.values()), "weight_decay": 0.0},
-    ]
+    return _decay_groups(*_by_decay(model, decay_embeddings), weight_decay)
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of projections between embedding and head, or between a model's first and last projection, by
-    name.
-    """
+    """Return the weights of projections except the outer ones (embedding and head, or first and last), by name."""
     parts = [part for part in model.modules() if isinstance(part, SequenceModel)]
     outer = {id(linear.weight) for part in parts for linear in part.outer_projections()}
     return {name: p for name, p in _projections(model).items() if id(p) not in outer}
@@ -63,6 +57,14 @@ def _by_decay(model: nn.Module, decay_embeddings: bool) -> tuple[dict[str, Tenso
     return decayed, {name: p for name, p in model.named_parameters() if name not in decayed}
 
 
+def _decay_groups(decayed: dict[str, Tensor], others: dict[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameters as groups of an optimizer of torch."""
+    return [
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(others.values()), "weight_decay": 0.0},
+    ]
+
+
 def _embeddings(model: nn.Module) -> dict[str, Tensor]:
     """Return the embeddings, and the heads that are separate parameters, by name."""
     weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -71,21 +73,13 @@ def _embeddings(model: nn.Module) -> dict[str, Tensor]:
 
 
 class PlanRow(NamedTuple):
-    """Which optimizer updates a parameter, or a part of one.
+    """Which optimizer updates a parameter, or a part of one."""
 
-    Attributes:
-        name: Name of the parameter, with the part in brackets.
-        shape: Shape of the parameter or part.
-        owner: "Muon" or "AdamW".
-        decayed: Whether weight decay applies.
-        fraction: Its fraction of all elements of the model.
-    """
-
-    name: str
+    name: str  # of the parameter, with the part in brackets
     shape: tuple[int, ...]
-    owner: str
-    decayed: bool
-    fraction: float
+    owner: str  # "Muon" or "AdamW"
+    decayed: bool  # whether weight decay applies
+    fraction: float  # of all elements of the model
 
 
 def plan(model: nn.Module, config: OptimizerSection | None = None) -> list[PlanRow]:
@@ -143,10 +137,7 @@ class Optimizer:
             _check_named(config.muon_exclude, [*matrices, *decayed])
         self._decayed = {*decayed, *matrices} if config.weight_decay else set()
         adam = torch.optim.AdamW(
-            [
-                {"params": list(decayed.values()), "weight_decay": config.weight_decay},
-                {"params": list(others.values()), "weight_decay": 0.0},
-            ],
+            _decay_groups(decayed, others, config.weight_decay),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -177,7 +168,7 @@ class Optimizer:
             return weight
         if shard is not None:
             self._shards[name] = shard
-            first = ParamShard.of(weight, 0, len(weight)).local_rows.start  # type: ignore[union-attr]
+            first = ParamShard.of(weight).local_rows.start  # type: ignore[union-attr]
             begin, rows = begin + shard.local_rows.start - first, shard.local_rows.stop - shard.local_rows.start
         part = local(weight).detach()[begin : begin + rows] if rows else local(weight).detach()[:0]
         self._parts.append((part, weight, begin))
@@ -289,15 +280,9 @@ def _check_named(chosen: Iterable[str], keys: list[str]) -> None:
 
 
 def clip_gradients(model: nn.Module, largest: float, world: World | None = None) -> float:
-    """Scale all gradients down if their common norm is above a limit.
+    """Scale all gradients down if their common norm is above `largest` (0: never).
 
-    Args:
-        model: The model, after its backward pass.
-        largest: The largest norm; 0 scales nothing.
-        world: All ranks; None for one process.
-
-    Returns:
-        The norm before clipping, over all ranks of a sharded model.
+    Return the norm before clipping, over all ranks of a sharded model.
     """
     grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)

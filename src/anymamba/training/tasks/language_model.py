@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,7 @@ from anymamba.training.tasks.task import Evaluation, Task, autocast
 
 
 class LanguageTask(Task[Batch]):
-    """A language model on text.
-
-    Attributes:
-        held_out: Result of the last evaluation; None before the first.
-    """
+    """A language model on text."""
 
     METRICS = ("held_out_bits_per_byte",)
     config: TrainingConfig
@@ -52,21 +48,13 @@ class LanguageTask(Task[Batch]):
     ) -> None:
         """Prepare the text of a new run, or open that of a run that has a checkpoint.
 
-        Args:
-            config: Config of the run, after `resolve_config`.
-            directory: Directory of the run.
-            report: Receives lines about what happens.
-            begun: The checkpoint to continue from; None for a new run.
-            world: All ranks; the main rank prepares the text.
-            prepared: Whether the main rank has prepared the text.
-
-        Raises:
-            ValueError: The text or the tokenizer cannot be used.
+        The config is what `resolve_config` returned, `begun` the checkpoint to continue from (None for a new run), and
+        `prepared` says whether the main rank has prepared the text.
         """
         self.config = config
         self._directory = directory
         self._world = world = world or World()
-        self.held_out: HeldOut | None = None
+        self.held_out: HeldOut | None = None  # result of the last evaluation
         self._init = None if config.model.init is None or begun else open_checkpoint(config.model.init)
         self._begun = None if config.model.init is None or not begun else read_config(begun)
         shards = Path(config.data.shards) if config.data.shards else directory / "data"
@@ -152,29 +140,26 @@ class LanguageTask(Task[Batch]):
         if self.config.data.tokenizer != "bytes":
             copy_companions(self._directory, directory)
 
-    def read_model(self, model: MambaLM, tensors: dict[str, Tensor]) -> None:
-        """Set the weights."""
-        model.load_state_dict(tensors)
-
     def carried_tensors(self, parts: Sequence[LMCache]) -> dict[str, Tensor | TensorShard]:
         """Return the states of the streams that this rank reads, as one cache."""
         tensors = LMCache.cat(list(parts)).tensors()
         if self._world.dp_size == 1:
             return dict(tensors)
-        spans = tuple((rows.start, rows.stop) for rows in self._streams())
+        spans = tuple((rows.start, rows.stop) for rows in self._batches.local_rows())
         return {name: TensorShard(x, spans, self.config.batch.rows) for name, x in tensors.items()}
 
     def carried_from(self, model: MambaLM, tensors: Mapping[str, Any]) -> list[Any]:
-        """Read the states of the streams that this rank reads, for each microbatch."""
-        return list(carried_from(model, tensors, self.config.batch.rows, self._streams()))
-
-    def _streams(self) -> list[slice]:
-        """Return the rows of a step that this rank reads, for each microbatch."""
-        batch, world = self.config.batch, self._world
-        size = batch.rows // batch.accumulation
-        local_rows = size // world.dp_size
-        begins = range(world.dp_rank * local_rows, batch.rows, size)
-        return [slice(begin, begin + local_rows) for begin in begins]
+        """Read the states of the streams that this rank reads, for each microbatch, of which nothing else is read."""
+        zero_state = model.init_cache(1)
+        expected = zero_state.tensors()
+        check_tensor_names("carried", tensors, expected)
+        for name, x in expected.items():
+            if tuple(tensors[name].shape) != (shape := (self.config.batch.rows, *x.shape[1:])):
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
+        return [
+            zero_state.with_tensors(tensors[name][rows].to(model.device) for name in expected)
+            for rows in self._batches.local_rows()
+        ]
 
     def plot(self, directory: Path) -> None:
         """Draw `loss.png`."""
@@ -216,17 +201,10 @@ class LanguageTask(Task[Batch]):
 def batch_loss_sum(
     model: MambaLM, batch: Batch, carried: LMCache | None, dtype: torch.dtype, *, return_state: bool = True
 ) -> tuple[Tensor, LMCache | None]:
-    """Compute the summed negative log-likelihood of a batch's targets, and the state after each of its rows.
+    """Compute the summed negative log-likelihood of a batch's targets, and the detached state after each of its rows.
 
-    Args:
-        model: The language model.
-        batch: The batch, on the model's device.
-        carried: State of each row after the step before; None if all rows start from a zero state.
-        dtype: Dtype of the computation.
-        return_state: Whether to return the state.
-
-    Returns:
-        A scalar in float32 or float64, and the detached state of each row (None if not asked for).
+    `carried` is the state of each row after the step before, or None if all rows start from a zero state. The loss is
+    in float32 or float64.
     """
     with autocast(model, dtype):
         cache = None
@@ -252,24 +230,3 @@ def _states_of_rows(cache: LMCache, batch: Batch) -> LMCache:
         return states
     cp_group, is_local = batch.context.cp_group, batch.last >= 0
     return states.with_tensors(cp_group.broadcast_rows(x, is_local) for x in states.leaves())
-
-
-def carried_from(model: MambaLM, tensors: Mapping[str, Any], streams: int, parts: Iterable[slice]) -> list[LMCache]:
-    """Read the states of some streams from the tensors of all, of which nothing else is read.
-
-    Args:
-        model: The language model.
-        tensors: Tensors of all streams by name.
-        streams: Number of all streams.
-        parts: Streams to read, for each microbatch.
-
-    Raises:
-        ValueError: The tensors belong to other streams or to another model.
-    """
-    zero_state = model.init_cache(1)
-    expected = zero_state.tensors()
-    check_tensor_names("carried", tensors, expected)
-    for name, x in expected.items():
-        if tuple(tensors[name].shape) != (shape := (streams, *x.shape[1:])):
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
-    return [zero_state.with_tensors(tensors[name][rows].to(model.device) for name in expected) for rows in parts]

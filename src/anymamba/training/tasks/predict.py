@@ -17,8 +17,6 @@ from anymamba.training.data.tables import Table, read_tables
 from anymamba.training.tasks.tabular_base import TASK_FILE, Scale, pad_sequences
 from anymamba.training.tasks.tabular_tasks import TASKS
 
-_MODELS = {name: kind.MODEL for name, kind in TASKS.items()}
-
 
 class Predictor:
     """A trained model with the metadata of its files.
@@ -39,21 +37,28 @@ class Predictor:
             raise ValueError(f"{source}: expected a model of `anymamba train --task`, with {TASK_FILE}; found none")
         self.metadata: dict[str, Any] = read_json(source / TASK_FILE)
         missing = [name for name in ("task", "columns", "channels", "targets", "length") if name not in self.metadata]
-        if missing or self.metadata["task"] not in _MODELS:
+        if missing or self.metadata["task"] not in TASKS:
             raise ValueError(
                 f"{source / TASK_FILE}: not what a run on files writes: {missing or self.metadata['task']!r}"
             )
-        self.model: SequenceModel = _MODELS[self.metadata["task"]].from_pretrained(source, device=device)
+        self.model: SequenceModel = TASKS[self.metadata["task"]].MODEL.from_pretrained(source, device=device)
         self._scale = _scale(self.metadata.get("scale"))
         self._target_scale = _scale(self.metadata.get("target_scale"))
 
     def read(self, path: str) -> Table:
-        """Read the sequences of a file, which must have the same inputs as the training files.
+        """Read the sequences of a file, which must have the same inputs as the training files; ignore its targets.
 
         Raises:
             ValueError: Something in the file cannot be used, or it has other inputs.
         """
-        return open_table(self.metadata, path)
+        metadata = self.metadata
+        columns = [] if path.endswith(".npy") else metadata["columns"]
+        steps = TASKS[metadata["task"]].STEPS
+        table = read_tables([path], inputs=columns, sequence=metadata["sequence"], steps=steps)
+        if len(table.channels) != len(metadata["channels"]) or table.is_text != (metadata["channels"] == ["text"]):
+            expected, actual = " ".join(metadata["channels"]), " ".join(table.channels)
+            raise ValueError(f"{path}: expected the inputs that the model was trained on, {expected}, got {actual}")
+        return table
 
     def predict(self, table: Table, *, rows: int = 32, steps: int = 1) -> Iterator[dict[str, Any]]:
         """Predict for each sequence, in order; a forecast has a line for each step.
@@ -74,15 +79,15 @@ class Predictor:
             weight = next(self.model.parameters())
             inputs, lengths = (x.to(weight.device) for x in pad_sequences(chosen, weight.dtype))
             mask = None if bool((lengths == inputs.shape[1]).all()) else lengths
+            names = table.names[start : start + rows]
             with torch.no_grad():
                 if isinstance(self.model, LatentModel):
-                    names = table.names[start : start + rows] or range(start, start + len(chosen))
-                    lines = list(self._forecast(self.model, inputs, mask, steps, names))
+                    numbers = range(start, start + len(chosen))
+                    lines = list(self._forecast(self.model, inputs, mask, steps, names or numbers))
                 else:
                     lines = list(self._predict_batch(inputs, mask))
-            if table.names and not isinstance(self.model, LatentModel):
-                named = zip(table.names[start : start + rows], lines, strict=True)
-                lines = [{"sequence": name, **line} for name, line in named]
+                    if names:
+                        lines = [{"sequence": name, **line} for name, line in zip(names, lines, strict=True)]
             yield from lines
 
     def _predict_batch(self, inputs: Tensor, mask: Tensor | None) -> Iterator[dict[str, Any]]:
@@ -92,9 +97,12 @@ class Predictor:
                 yield {"embedding": vector}
         elif isinstance(model, SequenceRegressor):
             assert self._target_scale is not None
+            outputs = self._target_scale.grow(model(inputs, mask=mask).logits.double().cpu().numpy())
             names = self.metadata["targets"]
-            for values in self._target_scale.grow(model(inputs, mask=mask).logits.double().cpu().numpy()).tolist():
-                yield dict(zip(names if len(names) == len(values) else _numbered(values), values, strict=True))
+            if len(names) != outputs.shape[1]:
+                names = [f"value {i}" for i in range(outputs.shape[1])]
+            for values in outputs.tolist():
+                yield dict(zip(names, values, strict=True))
         else:
             assert isinstance(model, SequenceClassifier)
             for probabilities in model(inputs, mask=mask).logits.double().softmax(-1).cpu().tolist():
@@ -126,22 +134,3 @@ class Predictor:
 
 def _scale(values: Any) -> Scale | None:
     return None if values is None else Scale(*(np.array(x, dtype=np.float64) for x in values))
-
-
-def _numbered(values: list[float]) -> list[str]:
-    return [f"value {i}" for i in range(len(values))]
-
-
-def open_table(metadata: dict[str, Any], path: str) -> Table:
-    """Read the sequences of a file to predict for, as in training; targets in it are ignored.
-
-    Raises:
-        ValueError: Something in the file cannot be used, or it has other inputs.
-    """
-    steps = TASKS[metadata["task"]].STEPS
-    columns = metadata["columns"] if not path.endswith(".npy") else []
-    table = read_tables([path], inputs=columns, sequence=metadata["sequence"], steps=steps)
-    if len(table.channels) != len(metadata["channels"]) or table.is_text != (metadata["channels"] == ["text"]):
-        expected, found = " ".join(metadata["channels"]), " ".join(table.channels)
-        raise ValueError(f"{path}: expected the inputs that the model was trained on, {expected}, got {found}")
-    return table

@@ -26,19 +26,12 @@ TASK_FILE = "task.json"  # next to the model: what `predict` must know about the
 
 
 class SequenceBatch(NamedTuple):
-    """Sequences, padded at the end.
+    """Sequences, padded at the end."""
 
-    Attributes:
-        inputs: Bytes as int64, (b, t), or numbers, (b, t, c).
-        lengths: Length of each sequence, (b,).
-        targets: What is to be predicted; the shape depends on the task.
-        loss_terms: Number of terms of the loss.
-    """
-
-    inputs: Tensor
-    lengths: Tensor
-    targets: Tensor
-    loss_terms: int
+    inputs: Tensor  # bytes as int64, (b, t), or numbers, (b, t, c)
+    lengths: Tensor  # length of each sequence, (b,)
+    targets: Tensor  # what is to be predicted; the shape depends on the task
+    loss_terms: int  # number of terms of the loss
 
     @property
     def tokens(self) -> int:
@@ -56,15 +49,10 @@ class SequenceBatch(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How numbers are scaled to mean 0 and deviation 1, each channel by itself.
+    """How numbers are scaled to mean 0 and deviation 1, each channel by itself."""
 
-    Attributes:
-        mean: Mean of each channel, (c,).
-        deviation: Standard deviation of each channel, (c,); 1 for one that does not vary.
-    """
-
-    mean: np.ndarray
-    deviation: np.ndarray
+    mean: np.ndarray  # mean of each channel, (c,)
+    deviation: np.ndarray  # standard deviation of each channel, (c,); 1 for one that does not vary
 
     @staticmethod
     def of(rows: np.ndarray, enabled: bool = True) -> Scale:
@@ -231,11 +219,7 @@ def sequences_of_step(seed: int, step: int, rows: int, count: int) -> list[int]:
 
 
 def split(table: Table, seed: int, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the indices of the sequences to train on, and of the held-out ones.
-
-    Raises:
-        ValueError: There are too few sequences.
-    """
+    """Return the indices of the sequences to train on, and of the held-out ones."""
     count = len(table.sequences)
     if count < 2:
         raise ValueError(f"{table.places[0]}: expected at least 2 sequences, one of them to hold out, got {count}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from anymamba.models import LatentModel, MaskedLM, SequenceClassifier, SequenceRegressor, mask_tokens
 from anymamba.models.loss import IGNORED_LABEL
 from anymamba.training.config.tabular_config import TabularConfig
+from anymamba.training.data.tables import parse_number
 from anymamba.training.tasks.tabular_base import Scale, SequenceBatch, TabularTask, pad_sequences
 from anymamba.training.tasks.task import Evaluation, at_least_float32, autocast
 
@@ -53,18 +54,13 @@ class Classification(TabularTask):
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Compute the cross-entropy in nats."""
-        with autocast(model, dtype):
-            logits = model(batch.inputs, mask=batch.mask).logits
-        return F.cross_entropy(at_least_float32(logits), batch.targets, reduction="sum"), None
+        return F.cross_entropy(_logits(model, batch, dtype), batch.targets, reduction="sum"), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
         """Compute the fraction of held-out sequences whose class has the largest logit, and the mean loss."""
         right, nats = 0, 0.0
-        for batch in self.held_out_batches():
-            batch = batch.to(next(model.parameters()).device)
-            with autocast(model, dtype):
-                logits = at_least_float32(model(batch.inputs, mask=batch.mask).logits)
+        for batch, logits in _held_out_logits(self, model, dtype):
             right += int((logits.argmax(-1) == batch.targets).sum())
             nats += F.cross_entropy(logits, batch.targets, reduction="sum").item()
         n = len(self.held_out)
@@ -82,7 +78,7 @@ class Regression(TabularTask):
         """Scale the targets."""
         rows, names = [], self.config.data.targets
         for place, target in zip(self.table.places, self.table.targets, strict=True):
-            rows.append([_target(place, " ".join(names), x) for x in target])
+            rows.append([parse_number(place, " ".join(names), x, allow_bool=True) for x in target])
             if len(rows[-1]) != len(rows[0]):
                 raise ValueError(f"{place}: expected {len(rows[0])} numbers to predict, got {len(rows[-1])}")
         self.split_and_scale(report)
@@ -106,18 +102,13 @@ class Regression(TabularTask):
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Compute the squared error, averaged over the numbers of a sequence."""
-        with autocast(model, dtype):
-            outputs = model(batch.inputs, mask=batch.mask).logits
-        return (at_least_float32(outputs) - batch.targets).square().mean(1).sum(), None
+        return (_logits(model, batch, dtype) - batch.targets).square().mean(1).sum(), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
         """Compute the root of the mean squared error, in the units of the files."""
         errors = []
-        for batch in self.held_out_batches():
-            batch = batch.to(next(model.parameters()).device)
-            with autocast(model, dtype):
-                outputs = at_least_float32(model(batch.inputs, mask=batch.mask).logits)
+        for batch, outputs in _held_out_logits(self, model, dtype):
             errors.append((outputs - batch.targets).double().cpu().numpy() * self.target_scale.deviation)
         rmse = math.sqrt((np.concatenate(errors) ** 2).mean())
         return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
@@ -131,16 +122,6 @@ def _label(place: str, target: list[Any]) -> str:
         )
     value = target[0]
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-def _target(place: str, names: str, text: Any) -> float:
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        raise ValueError(f"{place}: {names} must be a number, got {text!r:.60}") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{place}: {names} must be a finite number, got {text!r:.60}")
-    return value
 
 
 MASK_ID = 256  # the token that stands for a hidden byte
@@ -183,18 +164,13 @@ class MaskedLanguage(TabularTask):
 
     def loss(self, model: Any, batch: SequenceBatch, carried: None, dtype: torch.dtype) -> tuple[Tensor, None]:
         """Compute the cross-entropy in nats."""
-        with autocast(model, dtype):
-            logits = model(batch.inputs, mask=batch.mask).logits
-        return _masked_cross_entropy_sum(logits, batch.targets), None
+        return _masked_cross_entropy_sum(_logits(model, batch, dtype), batch.targets), None
 
     @torch.no_grad()
     def evaluate(self, model: Any, step: int, dtype: torch.dtype) -> Evaluation:
         """Compute bits per hidden byte, and the fraction of hidden bytes that is predicted right."""
         nats, count, right = 0.0, 0, 0
-        for batch in self.held_out_batches():
-            batch = batch.to(next(model.parameters()).device)
-            with autocast(model, dtype):
-                logits = model(batch.inputs, mask=batch.mask).logits
+        for batch, logits in _held_out_logits(self, model, dtype):
             nats += _masked_cross_entropy_sum(logits, batch.targets).item()
             right += int((logits.argmax(-1) == batch.targets).sum())
             count += batch.loss_terms
@@ -277,10 +253,21 @@ class NextValue(TabularTask):
         return self.make_evaluation(step, {"held_out_rmse": rmse}, f"root mean squared error {rmse:.5g}")
 
 
+def _logits(model: Any, batch: SequenceBatch, dtype: torch.dtype) -> Tensor:
+    with autocast(model, dtype):
+        return at_least_float32(model(batch.inputs, mask=batch.mask).logits)
+
+
+def _held_out_logits(task: TabularTask, model: Any, dtype: torch.dtype) -> Iterator[tuple[SequenceBatch, Tensor]]:
+    """Yield the held-out batches, on the model's device, with what the model returns for them."""
+    device = next(model.parameters()).device
+    for batch in task.held_out_batches():
+        batch = batch.to(device)
+        yield batch, _logits(model, batch, dtype)
+
+
 def _masked_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(
-        at_least_float32(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 TASKS: dict[str, type[TabularTask]] = {

@@ -130,15 +130,10 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any
 def first_non_finite(
     model: nn.Module, compute: Callable[[], Tensor], any_rank: Callable[[bool], bool] = lambda flag: flag
 ) -> str:
-    """Find where a value or gradient that is not finite first appears.
+    """Return where a value or gradient that is not finite first appears, in words; empty if it is on another rank.
 
-    Args:
-        model: The model, whose modules are watched.
-        compute: Runs the model and returns what to differentiate.
-        any_rank: Returns whether a flag is set on any rank; all ranks compute the same steps.
-
-    Returns:
-        Words that name the module; empty if it appears on another rank.
+    `compute` runs the model and returns what to differentiate. All ranks compute the same steps; `any_rank` returns
+    whether a flag is set on one of them.
     """
     seen: list[str] = []
 
