@@ -635,21 +635,21 @@ class TestAll:
                 raise RuntimeError("the model could not be read") from cause
 
         for function in (fails, fails_within):
-            monkeypatch.setattr(info, "run", function)
+            monkeypatch.setattr(info, "run_info", function)
             code, out, err = run("info")
             assert (code, out) == (2, "")
             assert err.startswith("anymamba: out of memory: ")
             assert err.count("\n") == 1
 
     def test_torch_says_itself_that_memory_is_out(self, run, monkeypatch):
-        monkeypatch.setattr(info, "run", lambda _: torch.empty(2**50))
+        monkeypatch.setattr(info, "run_info", lambda _: torch.empty(2**50))
         assert run("info")[2].startswith("anymamba: out of memory: ")
 
     def test_another_error_is_not_hidden(self, run, monkeypatch):
         def fails(_):
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(info, "run", fails)
+        monkeypatch.setattr(info, "run_info", fails)
         with pytest.raises(RuntimeError, match="a bug"):
             run("info")
 

@@ -15,6 +15,7 @@ import torch
 from anymamba.checkpoints.load import load_model
 from anymamba.checkpoints.open import resolve_source
 from anymamba.cli import options
+from anymamba.cli.options import check_at_least
 from anymamba.core.dtypes import parse_device
 from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.detect_activation import detect_activation
@@ -30,8 +31,8 @@ def load(args: argparse.Namespace) -> tuple[MambaLM, Tokenizer]:
     set_threads(args)
     directory = resolve_source(args.model)
     device = parse_device(args.device, "--device")
-    options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
-    model = load_model(directory, dtype=DTYPES.get(args.dtype), device=device, **options)
+    dtype = DTYPES.get(args.dtype)
+    model = load_model(directory, dtype=dtype, device=device, weights=args.weights, ssm_cfg=dict(args.block))
     tokenizer = load_tokenizer(args.tokenizer, directory, model.config.padded_vocab_size)
     report_activation(model, tokenizer)
     return model, tokenizer
@@ -44,17 +45,6 @@ def set_threads(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
 
 
-def check_at_least(args: argparse.Namespace, minimum: int, *names: str) -> None:
-    """Check that options, where given, are not below a minimum.
-
-    Raises:
-        ValueError: One of them is.
-    """
-    for name in names:
-        if (value := getattr(args, name)) is not None and value < minimum:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
-
-
 def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
     """Detect the activation that a Mamba-3 config does not name, and report it; without a tokenizer, warn."""
     if tokenizer is None:
@@ -63,12 +53,8 @@ def report_activation(model: MambaLM, tokenizer: Tokenizer | None) -> None:
         print(f"anymamba: {'' if detection.activation else 'warning: '}{detection}", file=sys.stderr)
 
 
-def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template that the arguments of `generate` ask for; None for plain text.
-
-    Raises:
-        ValueError: The arguments contradict each other.
-    """
+def load_chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template that the arguments of `generate` ask for; None for plain text."""
     if args.chat and args.load_state:
         raise ValueError("--chat starts a conversation and cannot continue from --load-state")
     is_optional = args.chat is None and args.interactive and not args.load_state
@@ -83,7 +69,7 @@ def chat_template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplat
     return template
 
 
-def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
+def read_system_message(args: argparse.Namespace) -> list[dict[str, str]]:
     """Return the text of --system as a list of messages."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
@@ -99,22 +85,28 @@ def add_eos_token_id(model: MambaLM, source: Path) -> None:
 
 
 def decode_text(where: str, content: bytes, tokenizer: Tokenizer) -> str:
-    """Decode text from outside: UTF-8, or any bytes for the byte tokenizer.
-
-    Args:
-        where: Source of the text, for errors.
-        content: Bytes of the text.
-        tokenizer: Tokenizer that will read it.
-
-    Raises:
-        ValueError: The text is not UTF-8.
-    """
+    """Decode text from outside: UTF-8, or any bytes for the byte tokenizer; errors say `where` it comes from."""
     if isinstance(tokenizer, ByteTokenizer):
         return content.decode("utf-8", errors="surrogateescape")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def read_text(args: argparse.Namespace, tokenizer: Tokenizer, *, strips_newline: bool = False) -> str:
+    """Return the text of --prompt, of --file or of stdin; `strips_newline` drops the newline that ends stdin."""
+    if args.prompt is not None:
+        return decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
+    if args.file is not None:
+        return decode_text(args.file, read_file(args.file), tokenizer)
+    content = stdin_bytes().read()
+    return decode_text("stdin", strip_newline(content) if strips_newline else content, tokenizer)
+
+
+def strip_newline(text: bytes) -> bytes:
+    """Return the text without the newline with which terminals and `echo` end it."""
+    return text.removesuffix(b"\n").removesuffix(b"\r") if text.endswith(b"\n") else text
 
 
 def read_file(path: str) -> bytes:
@@ -124,11 +116,7 @@ def read_file(path: str) -> bytes:
 
 
 def open_file(path: str) -> io.BufferedIOBase:
-    """Open a file, a pipe or a device for reading.
-
-    Raises:
-        ValueError: It is a directory, or does not exist.
-    """
+    """Open a file, a pipe or a device for reading."""
     file = Path(path)
     if file.is_dir() or not file.exists():
         raise ValueError(f"{path}: {'expected a file, got a directory' if file.is_dir() else 'no such file'}")
@@ -136,14 +124,7 @@ def open_file(path: str) -> io.BufferedIOBase:
 
 
 def stdin_bytes(instead: str = "pass --prompt or --file") -> io.BufferedIOBase:
-    """Return the standard input.
-
-    Args:
-        instead: What the user can do if it is closed, for the error.
-
-    Raises:
-        ValueError: It is closed.
-    """
+    """Return the standard input; the error if it is closed says what the user can do `instead`."""
     if sys.stdin is None:
         raise ValueError(f"stdin is closed: {instead}")
     return cast(io.BufferedIOBase, sys.stdin.buffer)

@@ -34,8 +34,8 @@ def run_convert(args: argparse.Namespace) -> None:
     check_no_other_format(target, get_format(args.format))
     # 2) Load the model, in the dtype and format of its weights that will be stored.
     checkpoint = open_checkpoint(source, dict(args.block))
-    options = {"weights": args.weights, "ssm_cfg": dict(args.block)}
-    model = load_model(source, dtype=DTYPES.get(args.dtype), mapped=True, **options)
+    dtype = DTYPES.get(args.dtype)
+    model = load_model(source, dtype=dtype, mapped=True, weights=args.weights, ssm_cfg=dict(args.block))
     warn_of_non_finite(source, model.state_dict())
     report_activation(model, _load_tokenizer(model, source))
     if args.format == "transformers":

@@ -32,21 +32,13 @@ _DAY = 24 * 60 * 60  # seconds
 
 
 class _FileScore(NamedTuple):
-    """The score of a file, or of several.
+    """The score of a file, or of several."""
 
-    Attributes:
-        tokens: Number of tokens read.
-        predicted: Number of tokens predicted.
-        size: Bytes of the text.
-        counted: Bytes that were predicted.
-        nats: Negative log-likelihood.
-    """
-
-    tokens: int
-    predicted: int
-    size: int
-    counted: int
-    nats: float
+    tokens: int  # read
+    predicted: int  # tokens
+    size: int  # bytes of the text
+    counted: int  # bytes that were predicted
+    nats: float  # negative log-likelihood
 
     def cells(self) -> tuple[str, str, str]:
         """Return tokens, bits per byte and perplexity as text."""
@@ -56,15 +48,10 @@ class _FileScore(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """A text to score.
+    """A text to score."""
 
-    Attributes:
-        path: File, or "-" for stdin.
-        size: Bytes, 0 for stdin.
-    """
-
-    path: str
-    size: int
+    path: str  # or "-" for stdin
+    size: int  # bytes, 0 for stdin
 
 
 def run(args: argparse.Namespace) -> None:
@@ -83,7 +70,7 @@ def _run(args: argparse.Namespace, world: World) -> None:
         paths = [text.path for text in texts if Path(text.path).is_file()]
         world.run_on_main(lambda: _check_files(paths, check_utf8))
     # 2) Score them.
-    began = perf_counter()
+    start_time = perf_counter()
     scores = _score_texts(texts, model, tokenizer, args.special_tokens, world)
     total = _FileScore(*(sum(values) for values in zip(*scores, strict=True)))
     world.run_checked(lambda: _check_predicted(texts[0], scores[0], total))
@@ -97,7 +84,7 @@ def _run(args: argparse.Namespace, world: World) -> None:
     else:
         rows = [(_display_name(text.path), score) for text, score in zip(texts, scores, strict=True)]
         _print_table([*rows, (f"all {len(texts)} texts", total)])
-    print(f"{total.tokens / (perf_counter() - began):.1f} tokens/s", file=sys.stderr)
+    print(f"{total.tokens / (perf_counter() - start_time):.1f} tokens/s", file=sys.stderr)
 
 
 def _load_on_ranks(args: argparse.Namespace, world: World) -> tuple[MambaLM, Tokenizer]:
@@ -144,15 +131,11 @@ def _score_texts(
     world.run_checked(lambda: score_all(shared, world.cp_group))
     progress.close()
     rows = world.all_reduce_sum(scores, "to add up the scores of the texts").tolist()
-    return [_FileScore(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows]
+    return [_FileScore._make([*map(int, counts), nats]) for *counts, nats in rows]
 
 
 def _check_same(texts: list[_Text], digests: list[str]) -> None:
-    """Check that this rank has the same texts as the main one, so that ranks can divide them.
-
-    Raises:
-        ValueError: A text differs.
-    """
+    """Raise ValueError unless this rank has the same texts as the main one, so that ranks can divide them."""
     for text, expected in zip(texts, digests, strict=True):
         if (digest := digest_file(text.path)) != expected:
             raise ValueError(
@@ -182,11 +165,7 @@ def _display_name(path: str) -> str:
 
 
 def _list_texts(paths: list[str], is_distributed: bool) -> list[_Text]:
-    """Return the texts of files and directories.
-
-    Raises:
-        ValueError: There are none, or several ranks cannot all read one of them.
-    """
+    """Return the texts of files and directories; raise ValueError if several ranks cannot all read one of them."""
     files = [file for path in paths for file in _list_files(path)]
     for path in files if is_distributed else ():
         if path == "-" or not Path(path).is_file():
@@ -195,11 +174,7 @@ def _list_texts(paths: list[str], is_distributed: bool) -> list[_Text]:
 
 
 def _list_files(path: str) -> list[str]:
-    """Return a file itself, or the files in a directory.
-
-    Raises:
-        ValueError: It does not exist, or has a file that cannot be text.
-    """
+    """Return a file itself, or the files in a directory; raise ValueError if one of those cannot be text."""
     if path == "-":
         stdin_bytes("pass a file")
         return [path]
@@ -245,17 +220,9 @@ def _score_file(
     done: int,
     cp_group: ContextParallelGroup | None = None,
 ) -> _FileScore:
-    """Score a file.
+    """Score a file, before which `done` bytes of others were scored.
 
-    Args:
-        name: Name of the file, for errors.
-        file: Open file.
-        model: Language model.
-        tokenizer: Tokenizer of the model.
-        special: Whether special tokens precede the text.
-        progress: Bar to advance.
-        done: Bytes of other files that were scored before.
-        cp_group: Ranks that share the text; the likelihood is then that of this rank's part.
+    If the ranks of `cp_group` share the text, the likelihood is that of this rank's part.
     """
     size = 0
     first_bytes = 0  # of the first token, which is not predicted

@@ -1,7 +1,7 @@
 """`anymamba generate`: a prompt in, text out as it is written; or a file of prompts in, JSON lines out.
 
-One text is a `Session`, or a `Conversation` in a chat template: it grows turn by turn. A file of prompts goes through
-`Pipeline.batches`, one line of JSON per completion.
+One text is a `GrowingText`, or a `Conversation` in a chat template: it grows turn by turn. A file of prompts goes
+through `Pipeline.batches`, one line of JSON per completion.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch
 
 from anymamba.cli.common import (
     Progress,
-    chat_template,
-    check_at_least,
     decode_text,
     load,
+    load_chat_template,
     read_file,
+    read_system_message,
+    read_text,
     stdin_bytes,
-    system_message,
+    strip_newline,
 )
+from anymamba.cli.options import check_at_least
 from anymamba.core.process import catch_signals
 from anymamba.generation import (
     ChatTemplate,
@@ -57,29 +59,29 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--save-state {args.save_state}: there is no such directory")
     # 2) Load the model, and the state from which to continue.
     model, tokenizer = load(args)
-    template = chat_template(args, tokenizer)
+    template = load_chat_template(args, tokenizer)
     state = GenerationState.load(args.load_state, model) if args.load_state else None
     if state is not None and state.batch_size != 1:
         raise ValueError(f"{args.load_state}: expected the state of one sequence, got {state.batch_size}")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if template is None:
-        session = Session(args, model, tokenizer, state)
+        text = GrowingText(args, model, tokenizer, state)
     else:
-        session = Conversation(args, model, tokenizer, template)
+        text = Conversation(args, model, tokenizer, template)
     # 3) One turn per prompt. Ctrl-C ends a turn after a whole token; without further turns, it ends the command.
     try:
-        for prompt in _read_prompts(args, tokenizer, session.HELP):
-            session.take_turn(prompt)
-            if session.was_interrupted and not args.interactive:
+        for prompt in _read_prompts(args, tokenizer, text.HELP):
+            text.take_turn(prompt)
+            if text.was_interrupted and not args.interactive:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
-        if session.is_intact:
-            session.report()
+        if text.is_intact:
+            text.report()
         raise
     finally:
-        if args.save_state and session.state is not None:
-            session.state.save(args.save_state, model)
-    session.report()
+        if args.save_state and text.state is not None:
+            text.state.save(args.save_state, model)
+    text.report()
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -102,14 +104,8 @@ def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-class Session:
-    """A text that grows turn by turn: a prompt is read, a continuation printed.
-
-    Attributes:
-        state: State after the last turn, if it will be needed.
-        was_interrupted: Whether Ctrl-C ended the last turn.
-        is_intact: Whether no turn was cut off within a token.
-    """
+class GrowingText:
+    """A text that grows turn by turn: a prompt is read, a continuation printed."""
 
     HELP: ClassVar[str] = (
         "A line continues the text, an empty line lets the model continue alone. Ctrl-C ends a reply, Ctrl-D exits."
@@ -122,9 +118,9 @@ class Session:
         self.args = args
         self.model = model
         self.tokenizer = tokenizer
-        self.state = state
-        self.was_interrupted = False
-        self.is_intact = True
+        self.state = state  # after the last turn, if it will be needed
+        self.was_interrupted = False  # the last turn was ended by Ctrl-C
+        self.is_intact = True  # no turn was cut off within a token
         self._end_tokens = [] if args.ignore_end else select_end_tokens(tokenizer, model.config.vocab_size)
         self._stop_texts: list[str] = args.stop
         self._tokens_read = 0
@@ -145,7 +141,7 @@ class Session:
     def _continue_with(self, ids: list[int]) -> CompletionBuilder:
         """Read tokens after the state, and print the continuation."""
         # 1) Read the prompt.
-        began = perf_counter()
+        start_time = perf_counter()
         self.is_intact = False
         tokens = stream(
             self.model,
@@ -156,9 +152,9 @@ class Session:
             **_sampling_options(self.args),
         )
         self._tokens_read += len(ids)
-        self._seconds_reading += perf_counter() - began
+        self._seconds_reading += perf_counter() - start_time
         # 2) Write. A process that handles or ignores Ctrl-C in its own way keeps doing so.
-        began = perf_counter()
+        start_time = perf_counter()
         builder = CompletionBuilder(self.tokenizer, end_tokens=self._end_tokens, stop_texts=self._stop_texts)
         is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with catch_signals(*((signal.SIGINT,) if is_default else ())) as was_interrupted:
@@ -171,7 +167,7 @@ class Session:
                 self._keep_state(tokens)
                 self.is_intact = True
             finally:
-                self._seconds_writing += perf_counter() - began
+                self._seconds_writing += perf_counter() - start_time
                 print(flush=True)
             self.was_interrupted = was_interrupted()
         return builder
@@ -200,7 +196,7 @@ class Session:
         )
 
 
-class Conversation(Session):
+class Conversation(GrowingText):
     """Messages in a chat template.
 
     The model always reads the tokens of the whole conversation as the template writes it. If they begin with everything
@@ -214,7 +210,7 @@ class Conversation(Session):
         """Begin with the system's message, if there is one."""
         super().__init__(args, model, tokenizer)
         self.template = template
-        self.messages: list[dict[str, Any]] = system_message(args)
+        self.messages: list[dict[str, Any]] = read_system_message(args)
         self._stop_texts = [*args.stop, *template.stop]
         self._read_ids: list[int] = []  # the tokens that the state has read
 
@@ -246,9 +242,9 @@ def _complete_file(args: argparse.Namespace) -> None:
     # A lone surrogate, from bytes that are not text, stays what it is in JSON.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     prompts = [entry["prompt"] for entry in entries]
-    template = chat_template(args, tokenizer)
+    template = load_chat_template(args, tokenizer)
     if template is not None:
-        prompts = [template.render([*system_message(args), {"role": "user", "content": text}]) for text in prompts]
+        prompts = [template.render([*read_system_message(args), {"role": "user", "content": text}]) for text in prompts]
     printer = _CompletionPrinter(entries)
     try:
         for batch in Pipeline(model, tokenizer).batches(
@@ -277,7 +273,7 @@ class _CompletionPrinter:
         self._waiting: dict[int, list[Completion]] = {}
         self._printed = 0
         self._progress = Progress(len(entries))
-        self._began = perf_counter()
+        self._start_time = perf_counter()
         self._tokens = 0
 
     def add(self, batch: list[tuple[int, list[Completion]]]) -> None:
@@ -294,15 +290,14 @@ class _CompletionPrinter:
     def report(self) -> None:
         """Print to stderr how many prompts were done, and how fast."""
         self._progress.close()
-        speed = self._tokens / max(perf_counter() - self._began, 1e-9)
+        speed = self._tokens / max(perf_counter() - self._start_time, 1e-9)
         print(f"{self._printed} of {len(self._entries)} prompts, {speed:.1f} new tokens/s", file=sys.stderr)
 
 
 def _parse_entries(where: str, content: bytes, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the prompts of a file: its lines that are not empty, or the objects of JSON lines.
 
-    Raises:
-        ValueError: Lines that are not prompts; all of them are named.
+    Raise one ValueError that names all lines that are not prompts.
     """
     lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
     is_json = where.endswith(_JSON_SUFFIXES) or (where == "stdin" and content.lstrip()[:1] == b"{")
@@ -336,15 +331,11 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _to_json(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON."""
-    fields = completion._asdict()
-    for name in ("choices", "alternatives"):
-        if fields[name] is None:
-            del fields[name]
-    if "choices" in fields:
-        fields["choices"] = [choice._asdict() for choice in fields["choices"]]
-    if "alternatives" in fields:
-        fields["alternatives"] = [[choice._asdict() for choice in choices] for choices in fields["alternatives"]]
+    fields = {name: value for name, value in completion._asdict().items() if value is not None}
+    if completion.choices is not None:
+        fields["choices"] = [choice._asdict() for choice in completion.choices]
+    if completion.alternatives is not None:
+        fields["alternatives"] = [[choice._asdict() for choice in choices] for choices in completion.alternatives]
     return fields
 
 
@@ -360,17 +351,8 @@ def _read_prompts(args: argparse.Namespace, tokenizer: Tokenizer, help: str) -> 
             line = stdin_bytes().readline()
             if not line:
                 return
-            yield decode_text("stdin", _strip_newline(line), tokenizer)
-    elif args.prompt is not None:
-        yield decode_text("--prompt", args.prompt.encode("utf-8", errors="surrogateescape"), tokenizer)
-    elif args.file is not None:
-        yield decode_text(args.file, read_file(args.file), tokenizer)
-    elif args.load_state and stdin_bytes().isatty():
+            yield decode_text("stdin", strip_newline(line), tokenizer)
+    elif args.prompt is None and args.file is None and args.load_state and stdin_bytes().isatty():
         yield ""
     else:
-        yield decode_text("stdin", _strip_newline(stdin_bytes().read()), tokenizer)
-
-
-def _strip_newline(text: bytes) -> bytes:
-    """Return the text without the newline with which terminals and `echo` end it."""
-    return text.removesuffix(b"\n").removesuffix(b"\r") if text.endswith(b"\n") else text
+        yield read_text(args, tokenizer, strips_newline=True)

@@ -1,20 +1,24 @@
-"""`anymamba info`: a table that describes this machine, or a model without keeping its weights."""
+"""`anymamba info` describes this machine or a model, and `anymamba inspect` what a model does with a text."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from anymamba.analysis.page import render_page
+from anymamba.analysis.report_data import report_data
 from anymamba.checkpoints.empty_model import empty_model, parameter_count
 from anymamba.checkpoints.load import resolve_weight_format
 from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint
 from anymamba.checkpoints.weight_files import describe_non_finite
-from anymamba.cli.common import DTYPES, format_bytes
-from anymamba.core.io import read_json
+from anymamba.cli.common import DTYPES, format_bytes, load, read_text
+from anymamba.cli.options import check_at_least
+from anymamba.core.io import atomic_write, read_json
 from anymamba.core.linear import matmul_library, multiplies_bfloat16
 from anymamba.core.registry import describe_kernels, missing_kernel
 from anymamba.generation.prefill import SEGMENT_LEN
@@ -46,9 +50,12 @@ def _describe_composition(config: StackConfig) -> list[str]:
     """Return what distinguishes a stack from layers that run once each, in order."""
     ignored = [name for name in ("first", "last") if getattr(config, f"ignore_{name}_residual")]
     class_tokens = len(config.class_tokens) + sum(map(len, config.layer_class_tokens))
+    is_named = isinstance(config.schedule, str)
+    schedule = config.schedule if is_named else f"layers {' '.join(map(str, config.schedule))}"
+    is_scheduled = config.n_virtual is not None or not is_named
     features = {
         f"in both directions, merge {getattr(config, 'merge', '')}": isinstance(config, BidirectionalConfig),
-        f"{len(config.layer_order())} passes, {_describe_schedule(config)}": _is_scheduled(config),
+        f"{len(config.layer_order())} passes, {schedule}": is_scheduled,
         f"{' and '.join(ignored)} residual ignored": bool(ignored),
         f"{config.streams} gated streams": bool(config.streams),
         f"{class_tokens} class token{'s' * (class_tokens > 1)}": bool(class_tokens),
@@ -56,14 +63,6 @@ def _describe_composition(config: StackConfig) -> list[str]:
         f"gradients through the last {config.grad_horizon}": config.grad_horizon is not None,
     }
     return [text for text, is_used in features.items() if is_used]
-
-
-def _is_scheduled(config: StackConfig) -> bool:
-    return config.n_virtual is not None or not isinstance(config.schedule, str)
-
-
-def _describe_schedule(config: StackConfig) -> str:
-    return config.schedule if isinstance(config.schedule, str) else f"layers {' '.join(map(str, config.schedule))}"
 
 
 def _describe_blocks(config: StackConfig) -> list[tuple[str, str]]:
@@ -77,12 +76,10 @@ def _describe_blocks(config: StackConfig) -> list[tuple[str, str]]:
 
 
 def _describe_block(block: Any) -> str:
-    """Return the sizes of a block, by name."""
     return ", ".join(f"{name} {getattr(block, name)}" for name in _BLOCK_FIELDS if hasattr(block, name))
 
 
 def _describe_sequence_model(directory: Path, model_type: type[SequenceModel]) -> list[tuple[str, str]]:
-    """Return the rows of a model that is not a language model."""
     model = model_type.from_pretrained(directory)
     c = model.config
     stack = c.stack_config()
@@ -109,11 +106,11 @@ def _describe_task(directory: Path) -> list[tuple[str, str]]:
     """Return what the model was trained for, if a run on files made it."""
     if not (directory / TASK_FILE).is_file():
         return []
-    facts = read_json(directory / TASK_FILE)
-    targets, columns = (" ".join(facts.get(name) or []) for name in ("targets", "columns"))
+    metadata = read_json(directory / TASK_FILE)
+    targets, columns = (" ".join(metadata.get(name) or []) for name in ("targets", "columns"))
     of_targets = f" of {targets}" if targets else ""
     from_columns = f", reading {columns}" if columns else ""
-    return [("trained for", f"{facts.get('task')}{of_targets}{from_columns}")]
+    return [("trained for", f"{metadata.get('task')}{of_targets}{from_columns}")]
 
 
 def _count_numbers(count: int | None) -> str:
@@ -134,8 +131,8 @@ def _describe_output(model: SequenceModel) -> str:
     return f"one of {c.output_size} classes for each sequence, from {pooled}{names}"
 
 
-def run(args: argparse.Namespace) -> None:
-    """Print the table."""
+def run_info(args: argparse.Namespace) -> None:
+    """Print the table; the weights of a model are not kept."""
     rows = _describe_machine() if args.model is None else _describe_model(args)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -236,3 +233,23 @@ def _working_bytes(model: MambaLM) -> int:
     keys = getattr(mixer.init_cache(1), "k", None)  # Mamba-3 has keys and queries for every head
     floats = 4 * mixer.in_proj.out_features + 4 * model.config.d_model + (0 if keys is None else 10 * keys.numel())
     return 4 * (SEGMENT_LEN * floats + 2 * model.config.padded_vocab_size)
+
+
+def run_inspect(args: argparse.Namespace) -> None:
+    """Run the model over a text, and write the page."""
+    target = Path(args.out)
+    check_at_least(args, 1, "tokens")
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        problem = "it is a directory" if target.is_dir() else "there is no such directory"
+        raise ValueError(f"--out {args.out}: {problem}")
+    model, tokenizer = load(args)
+    ids = tokenizer.encode(read_text(args, tokenizer))
+    if not ids:
+        raise ValueError("the text is empty: pass --prompt, --file, or a text on stdin")
+    name = Path(args.model).name or args.model
+    page = render_page(report_data(model, tokenizer, ids[: args.tokens], name=name, text_tokens=len(ids)))
+    content = page.encode("utf-8")
+    with atomic_write(target) as temporary:
+        temporary.write_bytes(content)
+    cut = f", the first {args.tokens} of {len(ids)} tokens" if len(ids) > args.tokens else ""
+    print(f"{target}: {format_bytes(len(content))}{cut}", file=sys.stderr)

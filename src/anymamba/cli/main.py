@@ -10,11 +10,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn
 
-from anymamba.cli.options import add_convert, add_eval, add_generate, add_info, add_inspect, add_push
+from anymamba.cli.options import (
+    add_convert,
+    add_eval,
+    add_generate,
+    add_info,
+    add_inspect,
+    add_predict,
+    add_push,
+    add_train,
+)
 from anymamba.cli.serve_options import add_bench_serve, add_serve
-from anymamba.cli.train_options import add_predict, add_train
 from anymamba.core.config_fields import check_known
 from anymamba.core.process import keep_freed_memory
 from anymamba.version import __version__
@@ -25,33 +33,25 @@ _COMMANDS = {
     "predict": "train.run_predict",
     "generate": "generate.run",
     "eval": "evaluate.run",
-    "inspect": "inspect.run",
+    "inspect": "info.run_inspect",
     "convert": "convert.run_convert",
     "push": "convert.run_push",
-    "info": "info.run",
+    "info": "info.run_info",
     "serve": "serve.run_serve",
     "bench-serve": "serve.run_bench_serve",
 }
 _ENOUGH_ADDRESS_SPACE = 2**32  # bytes that surely suffice to import torch
-_OUT_OF_MEMORY = (  # in messages of torch's allocators, of the system, of its loader, and of oneDNN
-    "out of memory",
-    "not enough memory",
-    "allocate memory",
-    "bad_alloc",
-    "failed to map segment",
+# In messages of torch's allocators, of the system, of its loader, and of oneDNN.
+_OUT_OF_MEMORY = (
+    "out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment",
     "could not create a memory",
-)
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with these arguments, by default those of the process, and return the exit code.
 
-    Args:
-        arguments: Arguments without the program's name; by default those of the process.
-
-    Returns:
-        The exit code: 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when
-        interrupted.
+    It is 0, 1 when numbers overflowed in training, 2 for a user's mistake or too little memory, 130 when interrupted.
     """
     keep_freed_memory()
     with warnings.catch_warnings():
@@ -85,12 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command and its options.
-
-    Raises:
-        ValueError: There is no such command or option, or a value cannot be read.
-        SystemExit: Help or the version was requested, and is printed.
-    """
+    """Parse a command and its options; `--help` and `--version` print and raise SystemExit."""
     parser, commands = build_parser()
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is not None:
@@ -129,11 +124,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _check_memory_for_torch() -> None:
-    """Check that the process may use enough memory to import torch, which would end it instead of raising.
-
-    Raises:
-        MemoryError: The limit on address space is too low.
-    """
+    """Raise MemoryError if the process may not use enough memory to import torch, which would end it instead."""
     try:
         import resource
     except ImportError:  # Windows
@@ -146,7 +137,6 @@ def _check_memory_for_torch() -> None:
 
 
 def _print_error(message: str) -> None:
-    """Print one line to stderr."""
     print(f"anymamba: {' '.join(message.split())}", file=sys.stderr)
 
 
@@ -159,12 +149,5 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return is_memory or _is_out_of_memory(error.__cause__ or error.__context__)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: Any, **_kwargs: Any) -> None:
     print(f"anymamba: warning: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The options of generate, eval, inspect, convert, push and info, and how every option reads its value.
+"""The options of all commands but serve and bench-serve, and how every option reads its value.
 
 Nothing here imports torch, so that help and errors do not wait for it.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
+
+from anymamba.core.config_fields import literal_choices, takes_list
+from anymamba.training.config.run_config import RunConfig, TrainingConfig
+from anymamba.training.config.tabular_config import KINDS, TabularConfig
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHTS = ("bfloat16", "float16", "int8", "int4")  # keys of `anymamba.core.weight_formats.FORMAT_SPECS`, without torch
@@ -26,20 +30,36 @@ def choice_of(names: Sequence[str]) -> dict[str, Any]:
     return {"type": parse, "metavar": f"{{{','.join(names)}}}"}
 
 
-def _number_type(kind: Callable[[str], Any], description: str) -> Callable[[str], Any]:
-    """Return a parser of numbers; `description` names them in errors."""
+def integer(metavar: str = "N") -> dict[str, Any]:
+    """Return the arguments of an option that takes an integer."""
+    return _number_of(int, "an integer", metavar)
 
+
+def number(metavar: str) -> dict[str, Any]:
+    """Return the arguments of an option that takes a number."""
+    return _number_of(float, "a number", metavar)
+
+
+def _number_of(kind: Callable[[str], Any], description: str, metavar: str) -> dict[str, Any]:
     def parse(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected {description}, got {text!r}") from None
 
-    return parse
+    return {"type": parse, "metavar": metavar}
 
 
-INTEGER = _number_type(int, "an integer")
-NUMBER = _number_type(float, "a number")
+def repeatable(metavar: str, parse: Callable[[str], Any] = str) -> dict[str, Any]:
+    """Return the arguments of an option that may be given several times."""
+    return {"type": parse, "action": "append", "default": [], "metavar": metavar}
+
+
+def check_at_least(args: argparse.Namespace, minimum: int, *names: str) -> None:
+    """Raise ValueError if one of these options is given and below a minimum."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
 
 
 def parse_name_value(text: str) -> tuple[str, Any]:
@@ -63,21 +83,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", **choice_of(DTYPES), help="dtype to compute in (default: the file's)")
     _add_weights(parser)
-    parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
-    parser.add_argument(
-        "--threads", type=INTEGER, metavar="N", help="CPU threads to compute with (default: torch's choice)"
-    )
+    _add_device(parser)
     _add_block(parser)
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    parser.add_argument("--threads", **integer(), help="CPU threads to compute with (default: torch's choice)")
+
+
 def _add_block(parser: argparse.ArgumentParser) -> None:
-    """Add --block."""
     parser.add_argument(
         "--block",
-        type=parse_name_value,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
+        **repeatable("NAME=VALUE", parse_name_value),
         help="override an option of the blocks, such as a_activation=softplus; repeatable",
     )
 
@@ -128,60 +146,38 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of a conversation")
     _add_special_tokens(parser)
     parser.add_argument(
-        "--max-new-tokens",
-        type=INTEGER,
-        default=128,
-        metavar="N",
-        help="largest number of tokens to write (default: %(default)s)",
+        "--max-new-tokens", **integer(), default=128, help="largest number of tokens to write (default: %(default)s)"
     )
     parser.add_argument(
         "--temperature",
-        type=NUMBER,
-        metavar="T",
+        **number("T"),
         help="sampling temperature (default: 0, the most likely token; 1 with --seed, --top-k, --top-p or --min-p)",
     )
-    parser.add_argument("--top-k", type=INTEGER, metavar="K", help="sample from the K most likely tokens")
+    parser.add_argument("--top-k", **integer("K"), help="sample from the K most likely tokens")
     parser.add_argument(
         "--top-p",
-        type=NUMBER,
+        **number("P"),
         default=1.0,
-        metavar="P",
         help="sample from the most likely tokens that together have probability P",
     )
     parser.add_argument(
         "--min-p",
-        type=NUMBER,
+        **number("P"),
         default=0.0,
-        metavar="P",
         help="sample from tokens at least P times as likely as the most likely one",
     )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=NUMBER,
-        default=1.0,
-        metavar="R",
-        help="above 1, make repetition less likely",
-    )
-    parser.add_argument(
-        "--seed", type=INTEGER, metavar="N", help="sample with this random seed; the same seed gives the same text"
-    )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
+    parser.add_argument("--repetition-penalty", **number("R"), default=1.0, help="above 1, make repetition less likely")
+    parser.add_argument("--seed", **integer(), help="sample with this random seed; the same seed gives the same text")
+    parser.add_argument("--stop", **repeatable("TEXT"), help="stop before TEXT; repeatable")
     parser.add_argument("--ignore-end", action="store_true", help="continue after the tokenizer's end token")
     parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")
     parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
     several = parser.add_argument_group("with --prompts")
+    several.add_argument("--samples", **integer(), default=1, help="samples for each prompt (default: %(default)s)")
     several.add_argument(
-        "--samples", type=INTEGER, default=1, metavar="N", help="samples for each prompt (default: %(default)s)"
+        "--logprobs", **integer("K"), help="add log-probabilities of each token and of the K most likely ones"
     )
-    several.add_argument(
-        "--logprobs",
-        type=INTEGER,
-        metavar="K",
-        help="add log-probabilities of each token and of the K most likely ones",
-    )
-    several.add_argument(
-        "--batch-size", type=INTEGER, default=16, metavar="N", help="rows computed together (default: %(default)s)"
-    )
+    several.add_argument("--batch-size", **integer(), default=16, help="rows computed together (default: %(default)s)")
 
 
 def add_eval(commands: Any) -> None:
@@ -215,11 +211,7 @@ def add_inspect(commands: Any) -> None:
         "--out", metavar="FILE", default="report.html", help="where to write the page (default: %(default)s)"
     )
     parser.add_argument(
-        "--tokens",
-        type=INTEGER,
-        default=256,
-        metavar="N",
-        help="largest number of tokens to show (default: %(default)s)",
+        "--tokens", **integer(), default=256, help="largest number of tokens to show (default: %(default)s)"
     )
 
 
@@ -263,3 +255,81 @@ def add_info(commands: Any) -> None:
     parser.add_argument("--dtype", **choice_of(DTYPES), help="dtype to load the model in (default: the file's)")
     _add_weights(parser)
     _add_block(parser)
+
+
+def add_train(commands: Any) -> None:
+    """Add the options of `anymamba train`: one for every field of the config, and a few more."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "train",
+        usage="anymamba train [CONFIG] [--out DIR | --resume DIR] [--plan] [--FIELD VALUE ...]",
+        help="train a model, or resume a run",
+        description="Train a language model, or another kind of model with --task. Every field of the config can be "
+        "given as an option of the same name; a field that is a list takes several values: --data.sources books notes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file (default: all fields at their defaults)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="DIR", default="runs/train", help="directory of the run (default: %(default)s)")
+    where.add_argument("--resume", metavar="DIR", help="continue the run in a directory")
+    parser.add_argument(
+        "--plan", action="store_true", help="show which optimizer updates which parameters, and do not train"
+    )
+    parser.add_argument(
+        "--task",
+        **choice_of(("language", *KINDS)),
+        help="what to learn: to write text, or from tables, JSON lines and .npy files (default: language)",
+    )
+    _add_fields(parser.add_argument_group("fields of the config"), TrainingConfig, ())
+    others = parser.add_argument_group("further fields of the other tasks' config")
+    _add_fields(others, TabularConfig, (*TrainingConfig.fields_by_name(), "task"))
+
+
+def _add_fields(fields: Any, config: type[RunConfig], known: Sequence[str]) -> None:
+    """Add an option for every field of a config, except `known` ones."""
+    hints = config.hints()
+    for name, field in config.fields_by_name().items():
+        if name in known:
+            continue
+        allowed = ("true", "false") if bool in (hints[name], *get_args(hints[name])) else literal_choices(hints[name])
+        default = field.metadata.get("default") or _format_default(field.default)
+        text = field.metadata["help"] + (f" (default: {default})" if default else "")
+        several: dict[str, Any] = {"nargs": "+", "action": "extend"} if takes_list(hints[name]) else {}
+        fields.add_argument(
+            f"--{name}",
+            metavar=f"{{{','.join(allowed)}}}" if allowed else "VALUE",
+            dest=f"field:{name}",
+            help=text.replace("%", "%%"),
+            **several,
+        )
+
+
+def _format_default(value: Any) -> str:
+    """Return a default as the command line takes it; empty if there is none."""
+    if value is None or callable(value) or not isinstance(value, str | int | float | tuple):
+        return ""
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def add_predict(commands: Any) -> None:
+    """Add the options of `anymamba predict`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "predict",
+        help="predict classes, numbers, forecasts or embeddings for the sequences of a file",
+        description="Predict with a model of `anymamba train --task`: one line for each sequence of a file, or for "
+        "each step of a forecast.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="directory of the run, or of one of its checkpoints")
+    parser.add_argument(
+        "file", metavar="FILE", help=".csv, .jsonl or .npy file with the same inputs as the training files"
+    )
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: stdout)")
+    parser.add_argument(
+        "--format", **choice_of(("jsonl", "csv")), help="format to write (default: jsonl, or csv if --out ends in .csv)"
+    )
+    parser.add_argument("--steps", **integer(), default=1, help="steps of a forecast (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", **integer(), default=32, help="sequences computed together (default: %(default)s)"
+    )
+    _add_device(parser)

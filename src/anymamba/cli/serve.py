@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anymamba.cli.options import check_at_least
 from anymamba.cli.serve_options import KEY_VARIABLE
 
 if TYPE_CHECKING:
@@ -142,8 +143,6 @@ def _model_name(args: argparse.Namespace) -> str:
 
 
 def _check_serve(args: argparse.Namespace) -> None:
-    from anymamba.cli.common import check_at_least
-
     check_at_least(
         args, 1, "max_body", "max_prompt", "max_tokens", "max_n", "max_requests", "max_connections", "segment_len"
     )
@@ -156,11 +155,7 @@ def _check_serve(args: argparse.Namespace) -> None:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Check that the server will be able to listen, before the model is loaded.
-
-    Raises:
-        ValueError: The host is not an address of this machine, or the port is busy or reserved.
-    """
+    """Raise ValueError unless the server can listen there, before the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.getaddrinfo(host, port, family)
@@ -245,9 +240,7 @@ def _describe(plan: LoadPlan) -> str:
 
 
 def _check_bench_serve(args: argparse.Namespace) -> None:
-    for name in ("requests", "concurrency"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    check_at_least(args, 1, "requests", "concurrency")
     if args.warm_up < 0:
         raise ValueError(f"--warm-up must be 0 or more, got {args.warm_up}")
     for name in ("seconds", "rate", "timeout"):

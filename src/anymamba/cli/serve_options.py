@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from anymamba.cli.options import INTEGER, NUMBER, add_model, parse_name_value
+from anymamba.cli.options import add_model, integer, number, parse_name_value, repeatable
 
 KEY_VARIABLE = "ANYMAMBA_API_KEY"
 
@@ -24,11 +24,7 @@ def add_serve(commands: Any) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine)"
     )
     parser.add_argument(
-        "--port",
-        type=INTEGER,
-        default=8080,
-        metavar="N",
-        help="port to listen on; 0 for any free one (default: %(default)s)",
+        "--port", **integer(), default=8080, help="port to listen on; 0 for any free one (default: %(default)s)"
     )
     parser.add_argument("--name", help="model name that clients use (default: the directory's name)")
     parser.add_argument(
@@ -40,29 +36,21 @@ def add_serve(commands: Any) -> None:
         "--api-key", metavar="KEY", help=f"key that clients must send (default: ${KEY_VARIABLE}, or none)"
     )
     safety.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="additional host name that requests may be addressed to; repeatable",
+        "--allow-host", **repeatable("NAME"), help="additional host name that requests may be addressed to; repeatable"
     )
     safety.add_argument(
-        "--cors",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="site (https://...) whose pages may send requests; repeatable",
+        "--cors", **repeatable("ORIGIN"), help="site (https://...) whose pages may send requests; repeatable"
     )
     states = parser.add_argument_group("cached states")
     states.add_argument("--states", metavar="DIR", help="also keep states on disk, so that sessions survive a restart")
     states.add_argument(
-        "--state-memory", type=INTEGER, default=1024, metavar="MIB", help="memory for states (default: %(default)s)"
+        "--state-memory", **integer("MIB"), default=1024, help="memory for states (default: %(default)s)"
     )
     states.add_argument(
-        "--state-disk", type=INTEGER, default=8192, metavar="MIB", help="disk space for states (default: %(default)s)"
+        "--state-disk", **integer("MIB"), default=8192, help="disk space for states (default: %(default)s)"
     )
     work = parser.add_argument_group("scheduling")
-    work.add_argument("--rows", type=INTEGER, default=64, metavar="N", help="rows decoded together (default: 64)")
+    work.add_argument("--rows", **integer(), default=64, help="rows decoded together (default: 64)")
     work.add_argument(
         "--together",
         action="store_true",
@@ -70,14 +58,11 @@ def add_serve(commands: Any) -> None:
         help="decode rows together even without the compiled kernels: faster, but the last bits of a reply then depend "
         "on other requests",
     )
-    work.add_argument(
-        "--segment-len", type=INTEGER, default=256, metavar="N", help="prompt tokens computed at once (default: 256)"
-    )
+    work.add_argument("--segment-len", **integer(), default=256, help="prompt tokens computed at once (default: 256)")
     work.add_argument(
         "--stall",
-        type=NUMBER,
+        **number("SECONDS"),
         default=0.1,
-        metavar="SECONDS",
         help="how long reading prompts may delay running replies (default: %(default)s)",
     )
     _add_limits(parser)
@@ -85,24 +70,23 @@ def add_serve(commands: Any) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
-    for name, kind, default, unit, text in (
-        ("max-body", INTEGER, 4, "MIB", "largest body of a request"),
-        ("max-prompt", INTEGER, 131_072, "N", "largest number of tokens in a prompt"),
-        ("max-tokens", INTEGER, 4096, "N", "largest number of tokens in a reply"),
-        ("max-n", INTEGER, 16, "N", "largest number of replies to a request"),
+    for name, kind, default, text in (
+        ("max-body", integer("MIB"), 4, "largest body of a request"),
+        ("max-prompt", integer(), 131_072, "largest number of tokens in a prompt"),
+        ("max-tokens", integer(), 4096, "largest number of tokens in a reply"),
+        ("max-n", integer(), 16, "largest number of replies to a request"),
         (
             "max-requests",
-            INTEGER,
+            integer(),
             256,
-            "N",
             "largest number of open requests, waiting ones included; others get status 429",
         ),
-        ("max-connections", INTEGER, 1024, "N", "largest number of connections"),
-        ("request-seconds", NUMBER, 600.0, "S", "time limit for a request, after which its reply ends"),
-        ("body-seconds", NUMBER, 10.0, "S", "time limit for a request to arrive"),
-        ("grace", NUMBER, 10.0, "S", "time for running requests to finish when the server is stopped"),
+        ("max-connections", integer(), 1024, "largest number of connections"),
+        ("request-seconds", number("S"), 600.0, "time limit for a request, after which its reply ends"),
+        ("body-seconds", number("S"), 10.0, "time limit for a request to arrive"),
+        ("grace", number("S"), 10.0, "time for running requests to finish when the server is stopped"),
     ):
-        limits.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=f"{text} (default: {default})")
+        limits.add_argument(f"--{name}", **kind, default=default, help=f"{text} (default: {default})")
 
 
 def add_bench_serve(commands: Any) -> None:
@@ -118,13 +102,11 @@ def add_bench_serve(commands: Any) -> None:
     parser.add_argument("url", metavar="URL", help="address of the server, such as http://127.0.0.1:8080")
     load = parser.add_argument_group("the load")
     load.add_argument(
-        "--requests", type=INTEGER, metavar="N", help="number of requests (default: 64, or as many as --seconds allows)"
+        "--requests", **integer(), help="number of requests (default: 64, or as many as --seconds allows)"
     )
-    load.add_argument("--seconds", type=NUMBER, metavar="S", help="time after which no more requests are sent")
-    load.add_argument(
-        "--concurrency", type=INTEGER, default=8, metavar="N", help="requests open at a time (default: %(default)s)"
-    )
-    load.add_argument("--rate", type=NUMBER, metavar="R", help="requests per second, at random times")
+    load.add_argument("--seconds", **number("S"), help="time after which no more requests are sent")
+    load.add_argument("--concurrency", **integer(), default=8, help="requests open at a time (default: %(default)s)")
+    load.add_argument("--rate", **number("R"), help="requests per second, at random times")
     for name, default, text in (("prompt", 128, "prompt"), ("output", 64, "reply")):
         load.add_argument(
             f"--{name}-tokens",
@@ -133,22 +115,13 @@ def add_bench_serve(commands: Any) -> None:
             metavar="N or N-M",
             help=f"tokens in each {text} (default: {default})",
         )
-    load.add_argument(
-        "--seed", type=INTEGER, default=0, metavar="N", help="random seed for prompts and times (default: %(default)s)"
-    )
-    load.add_argument(
-        "--warm-up", type=INTEGER, default=2, metavar="N", help="requests sent first and not counted (default: 2)"
-    )
-    load.add_argument(
-        "--timeout", type=NUMBER, default=600.0, metavar="S", help="time limit of a request (default: 600)"
-    )
+    load.add_argument("--seed", **integer(), default=0, help="random seed for prompts and times (default: %(default)s)")
+    load.add_argument("--warm-up", **integer(), default=2, help="requests sent first and not counted (default: 2)")
+    load.add_argument("--timeout", **number("S"), default=600.0, help="time limit of a request (default: 600)")
     load.add_argument("--model", metavar="NAME", help="model to request (default: the server's first)")
     load.add_argument(
         "--field",
-        type=parse_name_value,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
+        **repeatable("NAME=VALUE", parse_name_value),
         help="extra field for every request, such as temperature=0; repeatable",
     )
     parser.add_argument("--api-key", metavar="KEY", help=f"the server's key (default: ${KEY_VARIABLE}, or none)")

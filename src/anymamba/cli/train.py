@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from anymamba.cli.common import Progress, check_at_least, set_threads
+from anymamba.cli.common import Progress, set_threads
+from anymamba.cli.options import check_at_least
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import atomic_write
 from anymamba.training.api import create_run, open_run, to_stderr
@@ -67,11 +68,7 @@ def _create_trainer(args: argparse.Namespace, overrides: dict[str, str | list[st
 
 
 def _read_config(args: argparse.Namespace, overrides: dict[str, str | list[str]]) -> Any:
-    """Return the config of a new run.
-
-    Raises:
-        ValueError: The config is not valid, or a list option before it has taken its file as a value.
-    """
+    """Return the config of a new run; raise ValueError if a list option before it has taken its file as a value."""
     for name, values in overrides.items():
         if isinstance(values, list) and values[-1].endswith(".toml"):
             raise ValueError(
