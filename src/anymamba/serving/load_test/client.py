@@ -26,31 +26,18 @@ class RequestError(Exception):
 
 
 class Target(NamedTuple):
-    """The server that requests are sent to.
+    """The server that requests are sent to."""
 
-    Attributes:
-        url: URL for display, without credentials.
-        is_secure: True for TLS.
-        host: Host name or address of the server.
-        port: TCP port of the server.
-        base: Prefix of all paths, such as "/v1".
-        key: API key that is sent with every request, or None.
-    """
-
-    url: str
-    is_secure: bool
+    url: str  # for display, without credentials
+    is_secure: bool  # by TLS
     host: str
     port: int
-    base: str
-    key: str | None
+    base: str  # prefix of all paths, such as "/v1"
+    key: str | None  # API key that is sent with every request
 
     @classmethod
     def from_url(cls, url: str, key: str | None = None) -> Target:
-        """Parse a URL that may or may not end in /v1.
-
-        Raises:
-            ValueError: The URL is invalid.
-        """
+        """Parse a URL that may or may not end in /v1; raise ValueError if it is invalid."""
         expected = f"expected a URL such as http://127.0.0.1:8080, got {url!r}"
         try:
             parts = urlsplit(url)

@@ -30,33 +30,19 @@ class IntRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """The load to put on a server.
+    """The load to put on a server."""
 
-    Attributes:
-        requests: Number of requests, or None for no bound.
-        seconds: Duration during which new requests are sent, or None for no bound.
-        concurrency: Number of open requests in a closed loop.
-        rate: Requests per second in an open loop, at random times, or None for a closed loop.
-        prompt_tokens: Range of the prompt length.
-        output_tokens: Range of the reply length.
-        warm_up: Number of requests before those that are measured.
-        seed: Seed of prompts, lengths and times.
-        timeout: Time limit of one request in seconds.
-        model: Name of the model, or None for the server's first one.
-        fields: Fields that are added to every request.
-    """
-
-    requests: int | None
-    seconds: float | None
-    concurrency: int
-    rate: float | None
+    requests: int | None  # None for no bound
+    seconds: float | None  # during which new requests are sent, or None for no bound
+    concurrency: int  # open requests in a closed loop
+    rate: float | None  # requests per second in an open loop, at random times, or None for a closed loop
     prompt_tokens: IntRange
     output_tokens: IntRange
-    warm_up: int
-    seed: int
-    timeout: float
-    model: str | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
+    warm_up: int  # requests before those that are measured
+    seed: int  # of prompts, lengths and times
+    timeout: float  # of one request in seconds
+    model: str | None = None  # its name, or None for the server's first one
+    fields: dict[str, Any] = field(default_factory=dict)  # that are added to every request
 
 
 class TargetModel(NamedTuple):
@@ -68,31 +54,18 @@ class TargetModel(NamedTuple):
 
 @dataclass
 class RequestResult:
-    """The outcome of a request; times are seconds since the first measured request was due.
+    """The outcome of a request; times are seconds since the first measured request was due."""
 
-    Attributes:
-        due: Time at which the request was to be sent; a delay in sending it counts as latency.
-        prompt_tokens: Length of the prompt, as counted by the server if it reports it.
-        token_times: Arrival time of each token.
-        end: Time at which the request ended.
-        error: Kind of the error, or None.
-        message: Error message of the server, or None.
-    """
-
-    due: float
-    prompt_tokens: int
-    token_times: list[float] = field(default_factory=list)
+    due: float  # when the request was to be sent; a delay in sending it counts as latency
+    prompt_tokens: int  # as counted by the server if it reports it
+    token_times: list[float] = field(default_factory=list)  # when each token arrived
     end: float = 0.0
-    error: str | None = None
-    message: str | None = None
+    error: str | None = None  # its kind
+    message: str | None = None  # the server's error message
 
 
 async def find_model(target: Target, name: str | None) -> TargetModel:
-    """Return the model that will respond.
-
-    Raises:
-        ValueError: The server cannot be reached, responds with an error, or has no such model.
-    """
+    """Return the model that will respond; raise ValueError if there is none, or the server does not list it."""
     try:
         listing = await asyncio.wait_for(get_json(target, "/models"), 30)
         entries = [entry for entry in listing["data"] if name in (None, entry["id"])]
@@ -125,20 +98,15 @@ def generate_bodies(plan: LoadPlan, model: TargetModel, seed: int) -> Iterator[t
 
 
 class LoadTest:
-    """A load test in progress.
-
-    Attributes:
-        results: Requests that have ended.
-        open: Number of open requests.
-    """
+    """A load test in progress."""
 
     def __init__(self, target: Target, plan: LoadPlan, model: TargetModel) -> None:
         """Prepare the test; no request is sent."""
         self._target = target
         self._plan = plan
         self._model = model
-        self.results: list[RequestResult] = []
-        self.open = 0
+        self.results: list[RequestResult] = []  # of the requests that have ended
+        self.open = 0  # number of open requests
         self._start_time = 0.0
 
     @property
@@ -148,9 +116,8 @@ class LoadTest:
 
     async def run(self, on_progress: Callable[[LoadTest], None] = lambda _: None) -> list[RequestResult]:
         """Send all requests and wait for the last response; `on_progress` is called about every second."""
-        for prompt_tokens, body in islice(
-            generate_bodies(self._plan, self._model, ~self._plan.seed), self._plan.warm_up
-        ):
+        bodies = generate_bodies(self._plan, self._model, ~self._plan.seed)
+        for prompt_tokens, body in islice(bodies, self._plan.warm_up):
             await self._send(RequestResult(0.0, prompt_tokens), body)
         self._start_time = time.perf_counter()
         reporter = asyncio.ensure_future(self._report_progress(on_progress))
