@@ -15,6 +15,7 @@ so that they survive a restart. Sessions are stored separately, in `sessions.py`
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 import time
@@ -39,31 +40,19 @@ _MAX_WRITES = 8  # states that may wait to be written; further ones are dropped
 
 
 class Key(NamedTuple):
-    """A digest of what a state has read.
-
-    Attributes:
-        kind: Kind of the key.
-        length: Length in bytes of what was read.
-        digest: Hexadecimal digest of what was read.
-    """
+    """A digest of what a state has read."""
 
     kind: Kind
-    length: int
-    digest: str
+    length: int  # in bytes, of what was read
+    digest: str  # hexadecimal
 
 
 class CachedState(NamedTuple):
-    """A state in the cache.
+    """A state in the cache."""
 
-    Attributes:
-        state: State of one row.
-        tokens: Number of tokens it has read.
-        keys: Keys under which it is found.
-    """
-
-    state: GenerationState
-    tokens: int
-    keys: tuple[Key, ...]
+    state: GenerationState  # of one row
+    tokens: int  # that the state has read
+    keys: tuple[Key, ...]  # under which it is found
 
 
 def ids_key(kind: Kind, ids: Sequence[int]) -> Key:
@@ -91,12 +80,6 @@ class StateCache:
         limit: Memory for states in bytes.
         directory: Directory for states that leave memory, or None to drop them. Each model has its own in it.
         disk_limit: Largest total size of the files in bytes.
-
-    Attributes:
-        nbytes: Memory of the cached states in bytes.
-        hits: Number of prompts that began with a cached state.
-        misses: Number of prompts that were read from the beginning.
-        evictions: Number of states that left memory.
     """
 
     def __init__(
@@ -105,10 +88,10 @@ class StateCache:
         """Open the directory, if one is given."""
         self._limit = limit
         self._reserved = 0
-        self.nbytes = 0
-        self.hits = 0
-        self.misses = 0
-        self.evictions = 0
+        self.nbytes = 0  # of the cached states
+        self.hits = 0  # prompts that began with a cached state
+        self.misses = 0  # prompts that were read from the beginning
+        self.evictions = 0  # states that left memory
         self._lock = threading.RLock()
         self._entries: OrderedDict[int, CachedState] = OrderedDict()  # by identity, the least recently used first
         self._by_key: dict[Key, CachedState] = {}
@@ -134,8 +117,6 @@ class StateCache:
             for previous in [self._by_key[key] for key in keys if key in self._by_key]:
                 self._drop(previous)
             self._add(cached)
-            evicted = self._evict()
-        self._write_later(evicted)
         return cached
 
     def get(self, key: Key) -> CachedState | None:
@@ -172,14 +153,12 @@ class StateCache:
         """Leave this much of the memory to the sessions."""
         with self._lock:
             self._reserved = nbytes
-            evicted = self._evict()
-        self._write_later(evicted)
+            self._evict()
 
     def close(self, seconds: float = float("inf")) -> None:
         """Write the states in memory to files, if there is a directory: the most recently used first.
 
-        Args:
-            seconds: Time limit. States that are not written by then are lost; their prompts can be read again.
+        States that are not written within `seconds` are lost; their prompts can be read again.
         """
         now = time.time()
         deadline = time.monotonic() + seconds
@@ -210,17 +189,17 @@ class StateCache:
                 return self._by_key[key]
             cached = cached._replace(keys=tuple(other for other in keys if other not in self._by_key))
             self._add(cached)
-            evicted = self._evict()
-        self._write_later(evicted)
         return cached
 
     def _add(self, cached: CachedState) -> None:
+        """Add a state; the least recently used ones, which may include it, leave memory."""
         self._entries[id(cached)] = cached
         self.nbytes += cached.state.nbytes
         for key in cached.keys:
             self._by_key[key] = cached
             if key.kind in self._lengths:
                 self._lengths[key.kind][key.length] += 1
+        self._evict()
 
     def _drop(self, cached: CachedState) -> None:
         if self._entries.pop(id(cached), None) is None:
@@ -231,26 +210,16 @@ class StateCache:
             if key.kind in self._lengths:
                 self._lengths[key.kind] -= Counter({key.length: 1})
 
-    def _evict(self) -> list[CachedState]:
-        """Drop the least recently used states until the rest fits; return those that were dropped."""
-        evicted = []
+    def _evict(self) -> None:
+        """Drop the least recently used states until the rest fits, and write them to files in a thread."""
         while self._entries and self.nbytes > max(0, self._limit - self._reserved):
             cached = next(iter(self._entries.values()))
             self._drop(cached)
             self.evictions += 1
-            evicted.append(cached)
-        return evicted
-
-    def _write_later(self, evicted: list[CachedState]) -> None:
-        """Write states to files in a thread; if it falls behind, some are dropped."""
-        if self.files is None:
-            return
-        for cached in evicted:
-            with self._lock:
-                if len({id(other) for other in self._being_written.values()}) >= _MAX_WRITES:
-                    continue
+            # If the thread falls behind, some states are lost: their prompts can be read again.
+            if self.files is not None and len({id(x) for x in self._being_written.values()}) < _MAX_WRITES:
                 self._being_written.update(dict.fromkeys(cached.keys, cached))
-            self._executor.submit(self._write_evicted, cached)
+                self._executor.submit(self._write_evicted, cached)
 
     def _write_evicted(self, cached: CachedState) -> None:
         try:
@@ -264,10 +233,7 @@ class StateCache:
     def _write(self, cached: CachedState, *, used: float | None = None) -> None:
         assert self.files is not None
         keys = sorted(cached.keys, key=lambda key: _NAMING_ORDER.index(key.kind))
-        metadata = {
-            "tokens": str(cached.tokens),
-            "keys": "[" + ",".join(f'["{k.kind}",{k.length},"{k.digest}"]' for k in keys) + "]",
-        }
+        metadata = {"tokens": str(cached.tokens), "keys": json.dumps(keys, separators=(",", ":"))}
         name = _file_name(keys[0])
         try:
             self.files.write(name, cached.state, metadata, used=used)

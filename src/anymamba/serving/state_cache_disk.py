@@ -29,9 +29,6 @@ class StateDirectory:
         limit: Largest total size of the files in bytes; the least recently used are removed first.
         fields: Names of the metadata fields of each file.
         durable: True if a change survives a power cut once it is made; False saves time for files that can be lost.
-
-    Attributes:
-        unfinished_files: Number of temporary files of killed servers that were removed.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class StateDirectory:
         self._durable = durable
         self._thread_lock = threading.RLock()
         self._lock_depth = 0
-        self.unfinished_files = 0
+        self.unfinished_files = 0  # temporary files of killed servers that were removed
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if durable:
             fsync(directory.parent)
@@ -84,17 +81,9 @@ class StateDirectory:
         return [file.name.removesuffix(_SUFFIX) for file in self._directory.iterdir() if file.suffix == _SUFFIX]
 
     def write(self, name: str, state: GenerationState, metadata: dict[str, str], *, used: float | None = None) -> None:
-        """Write a state, in place of the one with this name.
+        """Write a state of one row, in place of the one with this name; after an OSError that one is unchanged.
 
-        Args:
-            name: Name of the file, without its suffix.
-            state: State of one row.
-            metadata: Metadata fields.
-            used: Time of the last use on the clock of `time.time`, or None for now.
-
-        Raises:
-            OSError: The file cannot be written; the previous one is unchanged.
-            ValueError: The state has invalid values.
+        `used` is the time of its last use on the clock of `time.time`, by default now.
         """
         file = self._file(name)
         with self.lock():
@@ -109,9 +98,7 @@ class StateDirectory:
     def read(self, name: str) -> tuple[GenerationState, dict[str, str]] | None:
         """Return a state and its metadata, or None if there is no file with this name.
 
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: The file is damaged, or the state does not fit the model.
+        Raise ValueError if the file is damaged, or the state does not fit the model.
         """
         file = self._file(name)
         if not file.is_file():
@@ -125,11 +112,7 @@ class StateDirectory:
         return state, metadata
 
     def read_metadata(self, name: str) -> dict[str, str] | None:
-        """Return the metadata of a state without reading its tensors, or None if there is no file with this name.
-
-        Raises:
-            ValueError: The file is damaged.
-        """
+        """Return the metadata of a state without reading its tensors, or None if there is no file with this name."""
         file = self._file(name)
         if not file.is_file():
             return None
