@@ -191,9 +191,9 @@ def test_a_cancelled_job_leaves_and_has_no_further_events(running):
     assert engine.load == {"running": 0, "ready": 0, "waiting": 0}
     while not events.empty():
         events.get()
-    written = engine.tokens_written
+    written = engine.counters["written_tokens"]
     time.sleep(0.02)
-    assert (events.empty(), engine.tokens_written) == (True, written)
+    assert (events.empty(), engine.counters["written_tokens"]) == (True, written)
 
 
 def test_time_that_runs_out_ends_a_reply_and_refuses_a_prompt(running):
@@ -256,7 +256,7 @@ def test_closing_does_not_wait_for_a_long_prompt(running):
     engine.close()
     with pytest.raises(RuntimeError, match="shutting down"):
         tokens_of(events)
-    assert engine.tokens_read < 5000 * SEGMENT
+    assert engine.counters["read_tokens"] < 5000 * SEGMENT
 
 
 def test_an_unforeseen_error_fails_the_current_jobs_and_no_other(running, monkeypatch, capsys):

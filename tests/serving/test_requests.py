@@ -5,8 +5,8 @@ import threading
 import pytest
 from starlette.requests import Request
 
-from anymamba.serving.api.errors import ApiError
-from anymamba.serving.api.requests import Limits, parse_body, preview, read_chat, read_completion
+from anymamba.serving.api.fields import ApiError, parse_body, preview
+from anymamba.serving.api.requests import Limits, read_chat, read_completion
 from anymamba.serving.routes import read_request
 from tests.serving.bodies import bodies
 

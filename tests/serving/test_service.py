@@ -5,7 +5,7 @@ import pytest
 
 from anymamba.generation import ByteTokenizer
 from anymamba.generation.tokenizers import FileTokenizer
-from anymamba.serving.api.errors import ApiError
+from anymamba.serving.api.fields import ApiError
 from anymamba.serving.api.requests import Limits, read_chat, read_completion
 from anymamba.serving.scheduler.continuation import PromptDone
 from anymamba.serving.service import Service

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +18,26 @@ from torch import Tensor
 
 from anymamba.generation.tokenizers import Tokenizer
 from anymamba.models.sequence.masked_lm import MaskedLM
-from anymamba.serving.api.errors import ApiError, invalid_value, too_many_requests
-from anymamba.serving.api.requests import Limits, check_fields, is_valid_unicode, preview
+from anymamba.serving.api.fields import (
+    ApiError,
+    check_fields,
+    check_token_ids,
+    invalid_value,
+    list_texts,
+    preview,
+    too_many_requests,
+)
+from anymamba.serving.api.requests import Limits
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import tokenize_prompt
-from anymamba.serving.routes import PROMETHEUS, ModelRoutes, cancel_on_disconnect, json_response, read_request
+from anymamba.serving.routes import (
+    CLIENT_CLOSED,
+    PROMETHEUS,
+    ModelRoutes,
+    cancel_on_disconnect,
+    json_response,
+    read_request,
+)
 from anymamba.version import __version__
 
 _FIELDS = {"model", "input", "encoding_format", "dimensions"}
@@ -31,33 +45,27 @@ _MAX_TEXTS = 2048  # per request, as in OpenAI's API
 
 
 class EmbeddingRequest(NamedTuple):
-    """The checked fields of a request for embeddings.
+    """The checked fields of a request for embeddings."""
 
-    Attributes:
-        texts: Texts, or their lists of token ids.
-        encoding: Encoding of the vectors, "float" or "base64".
-    """
-
-    texts: list[str] | list[list[int]]
-    encoding: str
+    texts: list[str] | list[list[int]]  # texts, or their token ids
+    encoding: str  # of the vectors, "float" or "base64"
 
 
-class EmbeddingRoutes:
+class EmbeddingRoutes(ModelRoutes):
     """The HTTP routes of a server that embeds texts."""
 
     def __init__(self, service: EmbeddingService) -> None:
         """Serve this service; there is no page."""
-        self._service = service
-        description = {"id": service.name, "created": service.created}
         sizes = {"vocab_size": service.vocab_size, "dimensions": service.dimensions}
-        self._model_routes = ModelRoutes({**description, **sizes})
+        super().__init__(id=service.name, created=service.created, **sizes)
+        self._service = service
 
     def table(self) -> list[Route]:
         """Return the routes."""
         return [
+            *super().table(),
             Route("/health", self.get_health),
             Route("/metrics", self.get_metrics),
-            *self._model_routes.table(),
             Route("/v1/embeddings", self.create_embeddings, methods=["POST"]),
             *(Route(path, self.reject_text) for path in ("/", "/v1/completions", "/v1/chat/completions")),
             *(Route(path, self.reject_text, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
@@ -80,9 +88,8 @@ class EmbeddingRoutes:
         request = await read_request(http_request, service.limits, service.read_fields)
         body = await cancel_on_disconnect(http_request, service.handle(request), service.metrics)
         if body is None:
-            return Response(status_code=499)
-        content = await asyncio.to_thread(json.dumps, body)  # many numbers, which would block the event loop
-        return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
+            return Response(status_code=CLIENT_CLOSED)
+        return await asyncio.to_thread(json_response, body)  # many numbers, which would block the event loop
 
     async def reject_text(self, _: Request) -> Response:
         """Reject a request for text."""
@@ -90,18 +97,7 @@ class EmbeddingRoutes:
 
 
 class EmbeddingService:
-    """A model that embeds texts.
-
-    Args:
-        model: Bidirectional model.
-        tokenizer: Tokenizer of the model.
-        name: Name of the model for clients.
-        limits: Limits on requests.
-
-    Attributes:
-        open: Number of open requests.
-        tokens_read: Number of tokens that were read since the start.
-    """
+    """A bidirectional model that embeds texts; `name` is its name for clients."""
 
     def __init__(self, model: MaskedLM, tokenizer: Tokenizer, *, name: str, limits: Limits) -> None:
         """Prepare the service; its thread starts with the first request."""
@@ -114,8 +110,8 @@ class EmbeddingService:
         assert model.config.vocab_size is not None
         self.vocab_size: int = model.config.vocab_size
         self.dimensions = model.embedding.weight.shape[1]
-        self.open = 0
-        self.tokens_read = 0
+        self.open = 0  # number of open requests
+        self.tokens_read = 0  # since the start
         self._deadline = float("inf")
         threads = torch.get_num_threads()  # torch stores the number of threads per thread
         self._executor = ThreadPoolExecutor(1, "embeddings", lambda: torch.set_num_threads(threads))
@@ -133,11 +129,7 @@ class EmbeddingService:
         self._executor.shutdown(cancel_futures=True)
 
     def read_fields(self, body: dict[str, Any]) -> EmbeddingRequest:
-        """Read the fields of a body.
-
-        Raises:
-            ApiError: A field is invalid.
-        """
+        """Read the fields of a body."""
         check_fields(body, _FIELDS, self.name)
         encoding = body.get("encoding_format") or "float"
         if encoding not in ("float", "base64"):
@@ -147,30 +139,16 @@ class EmbeddingService:
             raise invalid_value("dimensions", message)
         return EmbeddingRequest(self._read_texts(body.get("input")), encoding)
 
-    def _read_texts(self, value: Any) -> Any:
-        is_single = isinstance(value, str) or (isinstance(value, list) and value and all(type(x) is int for x in value))
-        texts = [value] if is_single else value
-        is_valid = isinstance(texts, list) and 0 < len(texts) <= _MAX_TEXTS
-        is_valid = is_valid and (
-            all(isinstance(text, str) and text and is_valid_unicode(text) for text in texts)
-            or all(isinstance(ids, list) and ids and all(type(i) is int for i in ids) for ids in texts)
-        )
-        if not is_valid:
+    def _read_texts(self, value: Any) -> list[Any]:
+        texts = list_texts(value)
+        if not (0 < len(texts) <= _MAX_TEXTS and all(texts)):
             expected = f"a string, token ids, or a list of up to {_MAX_TEXTS:,} of either, none of them empty"
             raise invalid_value("input", f"input must be {expected}, got {preview(value)}")
-        ids = (i for text in texts if not isinstance(text, str) for i in text)
-        outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if outside is not None:
-            message = f"token ids must be between 0 and {self.vocab_size - 1}, got {preview(outside)}"
-            raise invalid_value("input", message)
+        check_token_ids("input", texts, self.vocab_size)
         return texts
 
     async def handle(self, request: EmbeddingRequest) -> dict[str, Any]:
-        """Return the response to a request; if the task is cancelled, the thread stops at the next text.
-
-        Raises:
-            ApiError: A text is too long, too many requests are open, or the time ran out.
-        """
+        """Return the response to a request; if the task is cancelled, the thread stops at the next text."""
         if self.open >= self.limits.max_requests:
             raise too_many_requests(self.open)
         self.open += 1

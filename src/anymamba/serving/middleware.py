@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anymamba.serving.api.errors import ApiError, internal_error
+from anymamba.serving.api.fields import ApiError, internal_error
 from anymamba.serving.metrics import Metrics
 
 # The page and its files, which hold no secrets, and the health check need no key.
@@ -32,15 +32,7 @@ _HEADERS = (
     ),
 )
 # Other paths are counted together: clients choose them, and each would be a metric of its own.
-_COUNTED_PATHS = (
-    "/",
-    "/health",
-    "/metrics",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/embeddings",
-)
+_COUNTED_PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 class AccessMiddleware:
@@ -125,8 +117,8 @@ class AccessMiddleware:
             return
         scheme, _, token = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
-            message = "expected the server's key, as in 'Authorization: Bearer KEY', got "
-            message += "a different one" if token else "none"
+            problem = "a different one" if token else "none"
+            message = f"expected the server's key, as in 'Authorization: Bearer KEY', got {problem}"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_own_host(self, host: str) -> bool:
@@ -161,17 +153,12 @@ def _preflight_headers(cors_headers: list[tuple[bytes, bytes]]) -> dict[str, str
 
 
 class _ResponseSender:
-    """Sends a response with the middleware's headers, or an error if no response has begun.
-
-    Attributes:
-        cors_headers: Headers that let the page of an allowed site read the response.
-        status: HTTP status that was sent, or 0 before that.
-    """
+    """Sends a response with the middleware's headers, or an error if no response has begun."""
 
     def __init__(self, send: Send, cors_headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
-        self.cors_headers = cors_headers
-        self.status = 0
+        self.cors_headers = cors_headers  # which let the page of an allowed site read the response
+        self.status = 0  # that was sent, or 0 before that
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -13,7 +13,7 @@ from typing import Any
 
 from anymamba.generation.state import GenerationState
 from anymamba.generation.tokenizers import Tokenizer, min_tokens
-from anymamba.serving.api.errors import ApiError, invalid_value
+from anymamba.serving.api.fields import ApiError, invalid_value
 from anymamba.serving.scheduler.continuation import Continuation, PrefillStart
 from anymamba.serving.sessions import SessionLease, SessionStore
 from anymamba.serving.state_cache import Key, StateCache, ids_key, text_key
@@ -22,17 +22,9 @@ from anymamba.serving.state_cache import Key, StateCache, ids_key, text_key
 def tokenize_prompt(
     tokenizer: Tokenizer, prompt: str | list[int], param: str, max_tokens: int, *, may_be_empty: bool = False
 ) -> list[int]:
-    """Return the tokens of a prompt.
+    """Return the tokens of a text or of token ids; `param` is the name of the field, for errors.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        prompt: Text, or token ids.
-        param: Name of the field, for errors.
-        max_tokens: Largest number of tokens. A text that cannot have so few is rejected without being tokenized.
-        may_be_empty: True if no tokens are valid.
-
-    Raises:
-        ApiError: There are too many tokens or none, or the tokenizer fails.
+    A text that cannot have as few as `max_tokens` is rejected without being tokenized.
     """
     if isinstance(prompt, str):
         if (at_least := min_tokens(tokenizer, prompt)) > max_tokens:
@@ -60,22 +52,11 @@ class Prompt:
     """The prompt of a completion, whose result never depends on what is cached.
 
     It continues only states that were read in the same segments, so its bits are those of a prefill from the beginning.
-
-    Args:
-        ids: Tokens of the prompt, at least one.
-        cache: Cache of states.
-        segment_len: Number of tokens that are read at once.
-
-    Attributes:
-        ids: Tokens of the prompt.
-        seeds_sampling_from_prompt: True if the sampling keys come from the prompt, and not from the state of a session.
-        feeds_final_token: True if the final state has read every token.
-        caches_final_state: True if the final state is stored.
     """
 
-    seeds_sampling_from_prompt = True
-    feeds_final_token = False
-    caches_final_state = False
+    seeds_sampling_from_prompt = True  # the sampling keys come from the prompt, not from the state of a session
+    feeds_final_token = False  # the final state has read every token
+    caches_final_state = False  # the final state is stored
 
     def __init__(self, ids: list[int], cache: StateCache, segment_len: int) -> None:
         """Prepare the prompt; the cache is not searched yet."""
@@ -94,7 +75,7 @@ class Prompt:
         }
 
     def find_start(self) -> PrefillStart:
-        """Return where the prefill begins."""
+        """Return where the prefill begins, and count a hit or a miss of the cache."""
         start = self._search()
         if start.cached_tokens:
             self._cache.hits += 1
@@ -158,13 +139,9 @@ class ChatPrompt(Prompt):
     """A rendered conversation: it can also continue from the end of its previous turn, and stores the end of this one.
 
     Args:
-        ids: Tokens of the rendered conversation.
-        cache: Cache of states.
-        segment_len: Number of tokens that are read at once.
+        ids: Tokens of the text.
         text: Conversation as the template renders it.
-        tokenizer: Tokenizer of the model.
         render_reply: Renders the conversation with a reply at its end.
-        sessions: Store of sessions.
         lease: Lease of the conversation's session, or None.
     """
 
@@ -284,12 +261,7 @@ class ChatPrompt(Prompt):
 class SessionPrompt(Prompt):
     """Text that is appended to a session, which then has read all of its text and replies.
 
-    Args:
-        ids: Tokens of the text; may be empty if the session has read some already.
-        cache: Cache of states.
-        segment_len: Number of tokens that are read at once.
-        sessions: Store of sessions.
-        lease: Lease of the session.
+    The text may have no tokens if the session has read some already.
     """
 
     feeds_final_token = True

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -16,11 +17,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from anymamba.serving.api.errors import ApiError, internal_error
-from anymamba.serving.api.requests import GenerationRequest, Limits, parse_body, read_chat, read_completion
+from anymamba.serving.api.fields import ApiError, internal_error, parse_body
+from anymamba.serving.api.requests import GenerationRequest, Limits, read_chat, read_completion
 from anymamba.serving.api.responses import ResponseBuilder
 from anymamba.serving.metrics import Metrics
-from anymamba.serving.service import Service, session_errors
+from anymamba.serving.service import Service
 from anymamba.version import __version__
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,7 +32,7 @@ _STATIC = {
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-_CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; nobody receives it
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; nobody receives it
 _NO_STORE = {"Cache-Control": "no-store"}
 # Bytes beyond the limit that are read and dropped: most clients read the response only after they have sent their body.
 _MAX_DRAINED = 2**24
@@ -40,40 +41,60 @@ _LONG_BODY = 2**16  # bytes from which a body is parsed in another thread, so th
 _T = TypeVar("_T")
 
 
-class Routes:
+class ModelRoutes:
+    """The routes that every server has: they describe its model, whose name is `id`."""
+
+    def __init__(self, **description: Any) -> None:
+        """Describe this model."""
+        self._name = description["id"]
+        self._description = {**description, "object": "model", "owned_by": "anymamba"}
+
+    def table(self) -> list[Route]:
+        """Return the routes."""
+        return [Route("/v1/models", self.list_models), Route("/v1/models/{name:path}", self.get_model)]
+
+    async def list_models(self, _: Request) -> Response:
+        """Return a list of this one model."""
+        return json_response({"object": "list", "data": [self._description]})
+
+    async def get_model(self, request: Request) -> Response:
+        """Return the model with this name."""
+        if (name := request.path_params["name"]) != self._name:
+            message = f"there is no model {name[:80]!r}; this server has {self._name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return json_response(self._description)
+
+
+class Routes(ModelRoutes):
     """The HTTP routes of a server that generates text."""
 
     def __init__(self, service: Service) -> None:
         """Load the files of the chat page."""
+        super().__init__(
+            id=service.name,
+            created=service.created,
+            vocab_size=service.model.config.vocab_size,
+            state_bytes=service.state_bytes,
+            max_tokens=service.limits.max_tokens,
+        )
         self._service = service
-        self._model_routes = ModelRoutes(self._describe_model())
         directory = files("anymamba.serving") / "static"
         self._static = {name: (directory / name).read_bytes() for name in _STATIC}
 
     def table(self) -> list[Route]:
         """Return the routes."""
         return [
+            *super().table(),
             Route("/", self.get_static),
             Route("/static/{name}", self.get_static),
             Route("/health", self.get_health),
             Route("/metrics", self.get_metrics),
-            *self._model_routes.table(),
-            Route("/v1/completions", self.create_completion, methods=["POST"]),
-            Route("/v1/chat/completions", self.create_chat_completion, methods=["POST"]),
+            Route("/v1/completions", partial(self.generate, read_completion), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.generate, read_chat), methods=["POST"]),
             Route("/v1/embeddings", self.reject_embeddings, methods=["POST"]),
             Route("/v1/sessions/{name:path}", self.get_session, methods=["GET"]),
             Route("/v1/sessions/{name:path}", self.delete_session, methods=["DELETE"]),
         ]
-
-    def _describe_model(self) -> dict[str, Any]:
-        service = self._service
-        return {
-            "id": service.name,
-            "created": service.created,
-            "vocab_size": service.model.config.vocab_size,
-            "state_bytes": service.state_bytes,
-            "max_tokens": service.limits.max_tokens,
-        }
 
     async def get_static(self, request: Request) -> Response:
         """Return the chat page, or one of its files."""
@@ -93,19 +114,17 @@ class Routes:
         engine = service.engine
         cache = service.cache
         counters = {
-            "anymamba_read_tokens_total": engine.tokens_read,
-            "anymamba_written_tokens_total": engine.tokens_written,
-            "anymamba_steps_total": engine.steps,
+            **{f"anymamba_{name}_total": value for name, value in engine.counters.items()},
             "anymamba_state_hits_total": cache.hits,
             "anymamba_state_misses_total": cache.misses,
             "anymamba_state_evictions_total": cache.evictions,
             "anymamba_unfinished_files_total": service.unfinished_files,
         }
-        gauges = {f"anymamba_rows_{name}": float(value) for name, value in engine.load.items()}
+        gauges = {f"anymamba_rows_{name}": value for name, value in engine.load.items()}
         gauges |= {
-            "anymamba_requests_open": float(service.open),
-            "anymamba_states": float(len(cache) + len(service.sessions)),
-            "anymamba_state_bytes": float(cache.nbytes + service.sessions.nbytes),
+            "anymamba_requests_open": service.open,
+            "anymamba_states": len(cache) + len(service.sessions),
+            "anymamba_state_bytes": cache.nbytes + service.sessions.nbytes,
         }
         return Response(service.metrics.format(counters, gauges), media_type=PROMETHEUS)
 
@@ -116,8 +135,7 @@ class Routes:
 
     async def get_session(self, request: Request) -> Response:
         """Return the size of a session."""
-        with session_errors():
-            session = await asyncio.to_thread(self._service.sessions.find, request.path_params["name"])
+        session = await asyncio.to_thread(self._service.sessions.find, request.path_params["name"])
         if session is None:
             raise ApiError(404, "there is no such session", code="not_found")
         return json_response({"object": "session", "tokens": session.tokens, "bytes": session.state.nbytes})
@@ -128,17 +146,10 @@ class Routes:
             raise ApiError(404, "there is no such session", code="not_found")
         return json_response({"object": "session", "deleted": True})
 
-    async def create_completion(self, request: Request) -> Response:
-        """Continue a text."""
-        return await self._generate(request, read_completion)
-
-    async def create_chat_completion(self, request: Request) -> Response:
-        """Write the next message of a conversation."""
-        return await self._generate(request, read_chat)
-
-    async def _generate(
-        self, http_request: Request, read: Callable[[dict[str, Any], Limits, int, str], GenerationRequest]
+    async def generate(
+        self, read: Callable[[dict[str, Any], Limits, int, str], GenerationRequest], http_request: Request
     ) -> Response:
+        """Continue a text, or write the next message of a conversation, for a request whose fields `read` reads."""
         service = self._service
         # 1) Read the body.
         limits = service.limits
@@ -153,7 +164,7 @@ class Routes:
         first = await cancel_on_disconnect(http_request, anext(events), service.metrics)
         if first is None:
             await events.aclose()
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
         return EventStreamResponse(
             self._stream_events(first, events, builder, request),
             media_type="text/event-stream",
@@ -171,8 +182,8 @@ class Routes:
             # Log-probabilities of a long prompt take a while to format, which would block the event loop.
             return await asyncio.to_thread(lambda: json_response(builder.complete()))
 
-        response: Response | None = await cancel_on_disconnect(http_request, collect(), self._service.metrics)
-        return Response(status_code=_CLIENT_CLOSED) if response is None else response
+        response = await cancel_on_disconnect(http_request, collect(), self._service.metrics)
+        return Response(status_code=CLIENT_CLOSED) if response is None else response
 
     async def _stream_events(
         self,
@@ -203,34 +214,6 @@ class Routes:
         finally:
             if is_disconnected:
                 self._service.metrics.count("anymamba_disconnects_total")
-
-
-class ModelRoutes:
-    """The routes that describe the model.
-
-    Args:
-        description: Fields of the model; `id` is its name.
-    """
-
-    def __init__(self, description: dict[str, Any]) -> None:
-        """Describe this model."""
-        self._name = description["id"]
-        self._description = {**description, "object": "model", "owned_by": "anymamba"}
-
-    def table(self) -> list[Route]:
-        """Return the routes."""
-        return [Route("/v1/models", self.list_models), Route("/v1/models/{name:path}", self.get_model)]
-
-    async def list_models(self, _: Request) -> Response:
-        """Return a list of this one model."""
-        return json_response({"object": "list", "data": [self._description]})
-
-    async def get_model(self, request: Request) -> Response:
-        """Return the model with this name."""
-        if (name := request.path_params["name"]) != self._name:
-            message = f"there is no model {name[:80]!r}; this server has {self._name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return json_response(self._description)
 
 
 def json_response(value: Any) -> Response:
@@ -284,16 +267,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def read_request(request: Request, limits: Limits, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Read a request from its body.
-
-    Args:
-        request: Request with a JSON body.
-        limits: Limits on the body.
-        read: Function that reads the fields of the JSON object.
-
-    Raises:
-        ApiError: The body is not JSON, too long, incomplete, takes too long to arrive, or has an invalid field.
-    """
+    """Receive the body of a request, and `read` the fields of its JSON object."""
     content = await _receive_body(request, limits)
 
     def parse() -> _T:

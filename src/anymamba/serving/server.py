@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import h11
 import uvicorn
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from anymamba.serving.api.errors import ApiError, internal_error
+from anymamba.serving.api.fields import ApiError, internal_error
 from anymamba.serving.embeddings import EmbeddingRoutes, EmbeddingService
 from anymamba.serving.middleware import AccessMiddleware
 from anymamba.serving.routes import Routes
@@ -36,15 +36,7 @@ def make_app(
     origins: tuple[str, ...] = (),
     verbose: bool = False,
 ) -> ASGIApp:
-    """Return the server as an ASGI application.
-
-    Args:
-        service: Service that handles requests; it must have been started.
-        key: Bearer token that clients must send, or None if no key is required.
-        hosts: Names of the server in addition to localhost and IP addresses.
-        origins: Sites whose pages may send requests.
-        verbose: True to print a line per request.
-    """
+    """Return the server as an ASGI application; `AccessMiddleware` describes the options."""
     routes = Routes(service) if isinstance(service, Service) else EmbeddingRoutes(service)
     app = Starlette(
         routes=routes.table(),
@@ -104,21 +96,15 @@ class Server(uvicorn.Server):
 
 
 class TimeoutProtocol(H11Protocol):
-    """HTTP/1.1 with limits on connections, on the time for headers to arrive, and on the time a client does not read.
+    """HTTP/1.1 with limits on connections, and on the time that headers take to arrive and a client does not read."""
 
-    Attributes:
-        seconds: Limit on both times.
-        max_connections: Largest number of connections; further ones are closed.
-    """
-
-    seconds = 10.0
-    max_connections = 1024
+    seconds = 10.0  # limit on both times
+    max_connections = 1024  # further ones are closed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start without timers."""
         super().__init__(*args, **kwargs)
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[Literal["headers", "writing"], asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start waiting for headers."""
@@ -135,41 +121,35 @@ class TimeoutProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
-        self._stop_header_timer()
-        self._stop_write_timer()
+        self._stop_timer("headers")
+        self._stop_timer("writing")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Limit the time that a full buffer keeps the connection of a client open that does not read."""
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
+        self._stop_timer("writing")
+        self._timers["writing"] = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Stop the timer: the client reads."""
-        self._stop_write_timer()
+        self._stop_timer("writing")
         super().resume_writing()
 
     def _update_header_timer(self) -> None:
         """Run the timer while headers are awaited; between requests, uvicorn has a timer of its own."""
         if self.conn.their_state is not h11.IDLE:
-            self._stop_header_timer()
-        elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.seconds, self._abort_if_idle)
+            self._stop_timer("headers")
+        elif "headers" not in self._timers:
+            self._timers["headers"] = self.loop.call_later(self.seconds, self._abort_if_idle)
 
     def _abort_if_idle(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             self.transport.abort()
 
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _stop_timer(self, name: Literal["headers", "writing"]) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
 
 def serve(
@@ -192,9 +172,6 @@ def serve(
         grace: Seconds for running requests to finish, and again to write cached states to disk.
         connections: Largest number of connections; further ones are closed.
         ready: Function that is called with the server's URL once it listens.
-
-    Raises:
-        OSError: The server cannot listen on the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=256) as listener:
@@ -206,43 +183,34 @@ def serve(
         stop_request = _StopRequest()
         previous = {number: signal.signal(number, stop_request) for number in (signal.SIGINT, signal.SIGTERM)}
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+        async def run() -> None:
+            service.start()
+            config = uvicorn.Config(
+                app(),
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=15,
+                timeout_graceful_shutdown=math.ceil(grace) + 2,
+            )
+            server = Server(config, service, grace)
+            stop_request.attach(server)
+            ready(url)
+            await server.serve(sockets=[listener])
+
         # 3) Run until a signal comes; then write what is cached.
         try:
-            asyncio.run(_run_server(service, app, listener, protocol, grace, url, ready, stop_request))
+            asyncio.run(run())
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             service.close(grace)
-
-
-async def _run_server(
-    service: Service | EmbeddingService,
-    app: Callable[[], ASGIApp],
-    listener: socket.socket,
-    protocol: type[asyncio.Protocol],
-    grace: float,
-    url: str,
-    ready: Callable[[str], None],
-    stop_request: _StopRequest,
-) -> None:
-    service.start()
-    config = uvicorn.Config(
-        app(),
-        http=protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=15,
-        timeout_graceful_shutdown=math.ceil(grace) + 2,
-    )
-    server = Server(config, service, grace)
-    stop_request.attach(server)
-    ready(url)
-    await server.serve(sockets=[listener])
 
 
 class _StopRequest:

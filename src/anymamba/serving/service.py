@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 from anymamba.generation.sampling import split_keys
 from anymamba.generation.tokenizers import Tokenizer, select_end_tokens
 from anymamba.models.lm import MambaLM
-from anymamba.serving.api.errors import ApiError, internal_error, invalid_value, too_many_requests
+from anymamba.serving.api.fields import ApiError, internal_error, invalid_value, too_many_requests
 from anymamba.serving.api.requests import GenerationRequest, Limits
 from anymamba.serving.metrics import Metrics
 from anymamba.serving.prompts import ChatPrompt, Prompt, ScoredPrompt, SessionPrompt, tokenize_prompt
@@ -28,7 +28,7 @@ from anymamba.serving.scheduler.continuation import (
     TokenEvent,
 )
 from anymamba.serving.scheduler.engine import Engine, prompt_key
-from anymamba.serving.sessions import SessionError, SessionLease, SessionStore
+from anymamba.serving.sessions import SessionLease, SessionStore
 from anymamba.serving.state_cache import StateCache
 
 _LONG_PROMPT = 2**16  # characters
@@ -46,19 +46,9 @@ class Service:
     """A model that generates text for requests.
 
     Args:
-        model: Language model.
-        tokenizer: Tokenizer of the model.
-        template: Chat template of the model.
         name: Name of the model for clients.
-        cache: Cache of states.
-        sessions: Store of sessions.
-        limits: Limits on requests.
         stop_texts: Texts that end a reply in a chat, unless the request sets others.
         engine: Options of `Engine`.
-
-    Attributes:
-        open: Number of open requests.
-        state_bytes: Memory of a conversation in bytes.
     """
 
     def __init__(
@@ -84,7 +74,7 @@ class Service:
         self.limits = limits
         self.metrics = Metrics()
         self.created = int(time.time())
-        self.open = 0
+        self.open = 0  # number of open requests
         self.state_bytes = model.init_cache(1).nbytes + model.config.padded_vocab_size * (model.dtype.itemsize + 1) + 16
         self._chat_stop_texts = stop_texts
         self._end_tokens = frozenset(select_end_tokens(tokenizer, model.config.vocab_size))
@@ -109,9 +99,13 @@ class Service:
         """Start the engine, whose events are delivered to the running event loop."""
         loop = asyncio.get_running_loop()
 
+        def emit(events: list[tuple[Job, Event]]) -> None:
+            for job, event in events:
+                job.emit(event)
+
         def deliver(events: list[tuple[Job, Event]]) -> None:
             with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._dispatch, events)
+                loop.call_soon_threadsafe(emit, events)
 
         self._engine = Engine(self.model, self.tokenizer, deliver, **self._engine_options)
 
@@ -127,17 +121,8 @@ class Service:
         self._long_executor.shutdown(cancel_futures=True)
         self.cache.close(seconds)
 
-    @staticmethod
-    def _dispatch(events: list[tuple[Job, Event]]) -> None:
-        for job, event in events:
-            job.emit(event)
-
     async def handle(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Event], None]:
-        """Yield the events of a request, each with the index of its prompt; closing the iterator cancels the request.
-
-        Raises:
-            ApiError: A prompt is invalid, a session cannot be used, too many requests are open, or the time ran out.
-        """
+        """Yield the events of a request, each with the index of its prompt; closing the iterator cancels it."""
         start_time = time.monotonic()
         if self.open >= self.limits.max_requests:
             raise too_many_requests(self.open)
@@ -146,17 +131,15 @@ class Service:
         jobs: list[Job] = []
         try:
             # 1) Lease the session, so that no other request of this server uses it.
-            with session_errors():
-                if request.session is not None:
-                    lease = self.sessions.acquire(request.session)
-                # 2) Tokenize the prompts and look up their states, outside of the event loop.
-                executor = self._long_executor if _count_chars(request) > _LONG_PROMPT else self._short_executor
-                loop = asyncio.get_running_loop()
-                prompts, lengths = await loop.run_in_executor(executor, self._prepare_prompts, request, lease)
+            if request.session is not None:
+                lease = self.sessions.acquire(request.session)
+            # 2) Tokenize the prompts and look up their states, outside of the event loop.
+            executor = self._long_executor if _count_chars(request) > _LONG_PROMPT else self._short_executor
+            loop = asyncio.get_running_loop()
+            prompts, lengths = await loop.run_in_executor(executor, self._prepare_prompts, request, lease)
             # 3) Submit one job per prompt.
             queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-            deadline = start_time + self.limits.request_seconds
-            jobs = self._make_jobs(request, prompts, lengths, queue, deadline)
+            jobs = self._make_jobs(request, prompts, lengths, queue, start_time + self.limits.request_seconds)
             for job in jobs:
                 self.engine.submit(job)
             # 4) Yield their events until every continuation has ended.
@@ -182,10 +165,9 @@ class Service:
                 event = event._replace(prompt_ids=prompts[i].ids)
             elif isinstance(event, TokenEvent):
                 now = time.monotonic()
-                previous = token_times.get((i, event.choice))
-                histogram = "first" if previous is None else "next"
-                self.metrics.observe(histogram, now - (start_time if previous is None else previous))  # type: ignore[arg-type]
-                token_times[i, event.choice] = now
+                row = (i, event.choice)
+                self.metrics.observe("next" if row in token_times else "first", now - token_times.get(row, start_time))
+                token_times[row] = now
             elif isinstance(event, SequenceDone):
                 unfinished -= 1
                 if prompts[i].caches_final_state:
@@ -196,29 +178,23 @@ class Service:
         self, request: GenerationRequest, lease: SessionLease | None
     ) -> tuple[list[Prompt], list[int]]:
         """Return the prompts of a request, and estimates of their lengths; this may take a while."""
-        prompts = self.make_prompts(request, lease)
+        prompts = self._make_prompts(request, lease)
         return prompts, [prompt.estimate_len() for prompt in prompts]
 
-    def make_prompts(self, request: GenerationRequest, lease: SessionLease | None) -> list[Prompt]:
-        """Tokenize the prompts of a request, and load its session.
-
-        Raises:
-            ApiError: A prompt is empty or too long.
-            SessionError: The session cannot be continued.
-        """
+    def _make_prompts(self, request: GenerationRequest, lease: SessionLease | None) -> list[Prompt]:
+        """Tokenize the prompts of a request, and load its session."""
         segment_len = self.engine.segment_len
         if lease is not None:
             # A chat carries the whole conversation, so a damaged session can be read again.
             self.sessions.load(lease, ignore_damage=request.messages is not None)
         if request.messages is not None:
             messages = request.messages
-            text = self.render(messages)
+            text = self._render(messages)
             ids = self._tokenize(text, "messages")
 
             def render_reply(reply: str) -> str:
-                return self.template.render(
-                    [*messages, {"role": "assistant", "content": reply}], add_generation_prompt=False
-                )
+                conversation = [*messages, {"role": "assistant", "content": reply}]
+                return self.template.render(conversation, add_generation_prompt=False)
 
             return [ChatPrompt(ids, self.cache, segment_len, text, self.tokenizer, render_reply, self.sessions, lease)]
         if lease is not None:
@@ -228,12 +204,7 @@ class Service:
         prompt_class = ScoredPrompt if request.echo and request.logprobs is not None else Prompt
         return [prompt_class(self._tokenize(p, "prompt"), self.cache, segment_len) for p in request.prompts]
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """Return a conversation as text.
-
-        Raises:
-            ApiError: The model's template does not accept it.
-        """
+    def _render(self, messages: list[dict[str, str]]) -> str:
         try:
             return self.template.render(messages, add_generation_prompt=True)
         except (ValueError, TypeError) as error:
@@ -254,10 +225,8 @@ class Service:
     ) -> list[Job]:
         """Return one job per prompt; continuations of equal prompts draw different tokens."""
         n = request.n
-        keys = [
-            prompt_key(prompt.ids) if prompt.seeds_sampling_from_prompt else 0 for prompt in prompts for _ in range(n)
-        ]
-        keys = split_keys(keys, [0] * len(keys))
+        prompt_keys = [prompt_key(prompt.ids) if prompt.seeds_sampling_from_prompt else 0 for prompt in prompts]
+        keys = split_keys([key for key in prompt_keys for _ in range(n)], [0] * (n * len(prompts)))
         stop_texts = request.stop_texts or (self._chat_stop_texts if request.messages is not None else ())
         jobs = []
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -293,22 +262,11 @@ def _emitter(queue: asyncio.Queue[tuple[int, Event]], prompt: int) -> Callable[[
 
 def _finalize(prompt: Prompt) -> None:
     try:
-        with session_errors():
-            prompt.finalize()
+        prompt.finalize()
     except OSError as error:
         print(f"anymamba: could not write a session: {error}", file=sys.stderr, flush=True)
         message = "the session's state could not be written to disk; the session is as it was before this request"
         raise ApiError(507, message, param="session", code="session_not_written") from error
-
-
-@contextmanager
-def session_errors() -> Iterator[None]:
-    """Raise the errors of sessions as errors of the API."""
-    try:
-        yield
-    except SessionError as error:
-        headers = {"Retry-After": "60"} if error.status == 429 else {}
-        raise ApiError(error.status, str(error), param="session", code=error.code, headers=headers) from error
 
 
 def _job_error(error: BaseException) -> BaseException:

@@ -11,16 +11,18 @@ changed is read again. Without one, sessions stay in memory until they are delet
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from anymamba.core.io import parse_json
 from anymamba.generation.state import GenerationState
 from anymamba.models.lm import MambaLM
+from anymamba.serving.api.fields import ApiError
 from anymamba.serving.state_cache import Key, StateCache, compact, digest
 from anymamba.serving.state_cache_disk import StateDirectory
 
@@ -28,71 +30,57 @@ _FIELDS = ("fingerprint", "revision", "tokens", "texts")
 _DAMAGED = "damaged"  # the revision of a file whose metadata cannot be read
 
 
-class SessionError(Exception):
-    """A session that cannot be continued or changed, and why.
+class SessionError(ApiError):
+    """A session that cannot be continued or changed, and why."""
 
-    Attributes:
-        status: HTTP status.
-        code: Short name for programs.
-    """
+    CODE: ClassVar[str]
 
-    status = 409
-    code = "session_error"
+    def __init__(self, message: str, status: int = 409, headers: dict[str, str] | None = None) -> None:
+        """Create an error with this HTTP status."""
+        super().__init__(status, message, param="session", code=self.CODE, headers=headers)
 
 
 class SessionInUseError(SessionError):
     """Another request is using the session."""
 
-    code = "session_in_use"
+    CODE = "session_in_use"
 
 
 class SessionConflictError(SessionError):
     """The session was changed or deleted by another server during the request."""
 
-    code = "session_conflict"
+    CODE = "session_conflict"
 
 
 class SessionModelError(SessionError):
     """The session was written by a model with other weights."""
 
-    code = "session_of_other_weights"
+    CODE = "session_of_other_weights"
 
 
 class SessionDamagedError(SessionError):
     """The file of the session is damaged."""
 
-    code = "session_damaged"
+    CODE = "session_damaged"
 
 
 class SessionLimitError(SessionError):
     """There is not enough memory for another session, and no directory to store it in."""
 
-    status = 429
-    code = "session_limit"
+    CODE = "session_limit"
 
 
 class Session(NamedTuple):
-    """A session at the end of a request.
+    """A session at the end of a request."""
 
-    Attributes:
-        state: State of one row.
-        tokens: Number of tokens it has read.
-        texts: Keys of the conversation that the state has read, as it was rendered; empty for a completion.
-        revision: Random name of this version of the session.
-    """
-
-    state: GenerationState
-    tokens: int
-    texts: tuple[Key, ...]
-    revision: str
+    state: GenerationState  # of one row
+    tokens: int  # that the state has read
+    texts: tuple[Key, ...]  # keys of the conversation that it has read, as it was rendered; empty for a completion
+    revision: str  # random name of this version of the session
 
 
 class SessionLease:
-    """The exclusive use of a session by one request of this server.
-
-    Attributes:
-        session: Session that the request continues, or None for a new one.
-    """
+    """The exclusive use of a session by one request of this server."""
 
     def __init__(self, name_digest: str) -> None:
         """Lease a session that is not loaded yet."""
@@ -100,15 +88,13 @@ class SessionLease:
         self._revision: str | None = None  # of the stored session that a commit replaces
         self._is_void = False  # the session was deleted, or the request has ended: nothing is committed any more
         self._reserved = 0  # bytes of memory for a new session
-        self.session: Session | None = None
+        self.session: Session | None = None  # that the request continues; None for a new one
 
 
 class SessionStore:
-    """A thread-safe store of sessions.
+    """A thread-safe store of sessions, which shares its memory with the cache.
 
     Args:
-        model: Model whose states are stored.
-        cache: Cache that shares its memory with the sessions.
         limit: Memory for sessions in bytes. Without a directory they stay in memory, and use all of it if necessary;
             with one, at most half of it saves reading files.
         directory: Directory for session files, which servers of any model may share, or None.
@@ -132,9 +118,8 @@ class SessionStore:
         if directory is not None:
             self.files = StateDirectory(directory / "sessions", model, disk_limit, _FIELDS, durable=True)
         self._lock = threading.RLock()  # protects the attributes below; never held while a file is read or written
-        self._sessions: OrderedDict[str, Session] = (
-            OrderedDict()
-        )  # by digest of the name, the least recently used first
+        # By digest of the name, the least recently used first.
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._leases: dict[str, SessionLease] = {}
         self._commit_lock = threading.Lock()  # without a directory; its lock excludes the threads of this server too
 
@@ -149,11 +134,7 @@ class SessionStore:
             return sum(session.state.nbytes for session in self._sessions.values())
 
     def acquire(self, name: str) -> SessionLease:
-        """Lease a session for a request; `load` it before use, and `release` it afterwards.
-
-        Raises:
-            SessionInUseError: Another request of this server has leased it.
-        """
+        """Lease a session for a request; `load` it before use, and `release` it afterwards."""
         lease = SessionLease(_name_digest(name))
         with self._lock:
             if lease._name_digest in self._leases:
@@ -171,15 +152,7 @@ class SessionStore:
     def load(self, lease: SessionLease, *, ignore_damage: bool = False) -> None:
         """Read the stored session of a lease, and reserve memory for a new one.
 
-        Args:
-            lease: Lease of this store.
-            ignore_damage: True to replace a damaged session; only for requests that carry the whole conversation.
-
-        Raises:
-            SessionModelError: The session was written by a model with other weights.
-            SessionDamagedError: The session's file is damaged.
-            SessionLimitError: There is not enough memory for a new session.
-            OSError: The session's file cannot be read.
+        With `ignore_damage`, for requests that carry the whole conversation, a damaged session is replaced.
         """
         with self._exclude_changes():
             lease._revision = self._stored_revision(lease._name_digest)
@@ -194,30 +167,15 @@ class SessionStore:
                 lease._reserved = self._state_bytes
 
     def find(self, name: str) -> Session | None:
-        """Return a session, or None if there is no session with this name.
-
-        Raises:
-            SessionModelError: The session was written by a model with other weights.
-            SessionDamagedError: The session's file is damaged.
-            OSError: The session's file cannot be read.
-        """
+        """Return a session, or None if there is no session with this name."""
         name_digest = _name_digest(name)
         with self._exclude_changes():
             return self._read(name_digest, self._stored_revision(name_digest))
 
     def commit(self, lease: SessionLease, state: GenerationState, tokens: int, texts: tuple[Key, ...] = ()) -> None:
-        """Replace the session of a lease; after an error it is unchanged. A deleted session stays deleted.
+        """Replace the session of a lease by a new state, which has read `tokens` tokens and the conversation `texts`.
 
-        Args:
-            lease: Lease under which the state was computed.
-            state: State of one row.
-            tokens: Number of tokens it has read.
-            texts: Keys of the conversation that it has read.
-
-        Raises:
-            SessionConflictError: The session was changed or deleted by another server.
-            SessionLimitError: There is not enough memory for a new session.
-            OSError: The session's file cannot be written.
+        After an error, such as an OSError while its file is written, it is unchanged. A deleted session stays deleted.
         """
         session = Session(compact(state), tokens, texts, secrets.token_hex(16))
         with self._exclude_changes():
@@ -242,7 +200,7 @@ class SessionStore:
                     "fingerprint": self._fingerprint,
                     "revision": session.revision,
                     "tokens": str(tokens),
-                    "texts": "[" + ",".join(f'[{key.length},"{key.digest}"]' for key in texts) + "]",
+                    "texts": json.dumps([[key.length, key.digest] for key in texts], separators=(",", ":")),
                 }
                 self.files.write(lease._name_digest, session.state, metadata)
             self._remember(lease._name_digest, session)
@@ -320,7 +278,8 @@ class SessionStore:
         """Raise unless sessions that stay in memory may use `nbytes` more bytes."""
         used = self.nbytes + sum(lease._reserved for lease in self._leases.values())
         if nbytes > 0 and used + nbytes > self._limit:
-            raise SessionLimitError("there is not enough memory for another session; delete one")
+            message = "there is not enough memory for another session; delete one"
+            raise SessionLimitError(message, 429, {"Retry-After": "60"})
 
     def _remember(self, name_digest: str, session: Session) -> None:
         with self._lock:
@@ -332,10 +291,11 @@ class SessionStore:
         self._cache.reserve(nbytes)
 
     def _forget(self, name_digest: str) -> bool:
-        was_stored = self._sessions.pop(name_digest, None) is not None
-        if was_stored:
+        """Drop a session from memory; return whether it was there."""
+        is_forgotten = self._sessions.pop(name_digest, None) is not None
+        if is_forgotten:
             self._cache.reserve(self.nbytes)
-        return was_stored
+        return is_forgotten
 
 
 def _name_digest(name: str) -> str:

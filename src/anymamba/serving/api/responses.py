@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.generation.sampling import TokenScore
@@ -14,25 +15,19 @@ from anymamba.serving.scheduler.continuation import Event, PromptDone, SequenceD
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
+@dataclass
 class _Choice:
     """One continuation so far."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.tokens: list[int] = []
-        self.scores: list[list[TokenScore]] = []
-        self.finish_reason: str | None = None
-        self.streamed_chars = 0  # characters of tokens whose log-probabilities a stream has sent
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    scores: list[list[TokenScore]] = field(default_factory=list)
+    finish_reason: str | None = None
+    streamed_chars: int = 0  # characters of tokens whose log-probabilities a stream has sent
 
 
 class ResponseBuilder:
-    """The response to a request: `add` takes its events and returns the chunks that a stream sends for them.
-
-    Args:
-        request: The request.
-        model: Name of the model.
-        tokenizer: Tokenizer of the model.
-    """
+    """The response to a request: `add` takes its events and returns the chunks that a stream sends for them."""
 
     def __init__(self, request: GenerationRequest, model: str, tokenizer: Tokenizer) -> None:
         """Begin with no events."""
@@ -94,23 +89,16 @@ class ResponseBuilder:
         finish_reason: str | None = None,
         has_role: bool = False,
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": i}
+        content: dict[str, Any] = {"text": text}
         if self._is_chat:
             role = {"role": "assistant"} if has_role else {}
-            choice["delta"] = role | ({"content": text} if text or has_role else {})
-        else:
-            choice["text"] = text
-        choice["logprobs"] = None
+            content = {"delta": role | ({"content": text} if text or has_role else {})}
+        logprobs = None
         if self._request.logprobs is not None and tokens:
             state = self._choices[i]
-            choice["logprobs"], state.streamed_chars = self._format_logprobs(tokens, scores, state.streamed_chars)
-        choice["finish_reason"] = finish_reason
-        if self._request.return_token_ids:
-            choice["token_ids"] = tokens
-        chunk = self._make_frame([choice], is_chunk=True)
-        if self._request.include_usage:
-            chunk["usage"] = None
-        return chunk
+            logprobs, state.streamed_chars = self._format_logprobs(tokens, scores, state.streamed_chars)
+        chunk = self._make_frame([self._make_choice(i, content, logprobs, finish_reason, tokens)], is_chunk=True)
+        return chunk | ({"usage": None} if self._request.include_usage else {})
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, with the token counts."""
@@ -120,19 +108,20 @@ class ResponseBuilder:
         """Return the complete response, once all continuations have ended."""
         choices = []
         for i, state in enumerate(self._choices):
-            choice: dict[str, Any] = {"index": i}
+            content: dict[str, Any] = {"text": state.text}
             if self._is_chat:
-                choice["message"] = {"role": "assistant", "content": state.text, "refusal": None}
-            else:
-                choice["text"] = state.text
-            choice["logprobs"] = None
+                content = {"message": {"role": "assistant", "content": state.text, "refusal": None}}
+            logprobs = None
             if self._request.logprobs is not None:
-                choice["logprobs"], _ = self._format_logprobs(state.tokens, state.scores, 0)
-            choice["finish_reason"] = state.finish_reason
-            if self._request.return_token_ids:
-                choice["token_ids"] = state.tokens
-            choices.append(choice)
+                logprobs, _ = self._format_logprobs(state.tokens, state.scores, 0)
+            choices.append(self._make_choice(i, content, logprobs, state.finish_reason, state.tokens))
         return {**self._make_frame(choices, is_chunk=False), "usage": self._count_usage()}
+
+    def _make_choice(
+        self, i: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None, tokens: list[int]
+    ) -> dict[str, Any]:
+        token_ids = {"token_ids": tokens} if self._request.return_token_ids else {}
+        return {"index": i, **content, "logprobs": logprobs, "finish_reason": finish_reason, **token_ids}
 
     def _make_frame(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self._is_chat else "text_completion"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,47 +19,28 @@ from anymamba.models.cache import LMCache
 
 
 class TokenText(NamedTuple):
-    """A token and what it adds to the text.
-
-    Attributes:
-        token: Token id.
-        text: Text that can no longer change, which may be empty.
-        scores: Log-probabilities of the token and then of the most likely ones, if requested.
-    """
+    """A token and what it adds to the text."""
 
     token: int
-    text: str
-    scores: list[TokenScore]
+    text: str  # that can no longer change; may be empty
+    scores: list[TokenScore]  # of the token and then of the most likely ones, if requested
 
 
 class PrefillStart(NamedTuple):
-    """The beginning of a prefill.
+    """The beginning of a prefill."""
 
-    Attributes:
-        state: Cached state to continue from, or None for an empty cache.
-        ids: Tokens that are still to be read.
-        cached_tokens: Number of tokens that the state has read.
-    """
-
-    state: GenerationState | None
-    ids: list[int]
-    cached_tokens: int
+    state: GenerationState | None  # to continue from, or None for an empty cache
+    ids: list[int]  # that are still to be read
+    cached_tokens: int  # that the state has read
 
 
 class PromptDone(NamedTuple):
-    """The prompt of a job has been read.
-
-    Attributes:
-        new_tokens: Number of tokens that were read.
-        cached_tokens: Number of tokens that a cached state had read before.
-        prompt_scores: Scores of each token of the prompt, if requested.
-        prompt_ids: Tokens of the prompt; filled in by the service.
-    """
+    """The prompt of a job has been read."""
 
     new_tokens: int
-    cached_tokens: int
-    prompt_scores: list[list[TokenScore]]
-    prompt_ids: Sequence[int] = ()
+    cached_tokens: int  # that a cached state had read before
+    prompt_scores: list[list[TokenScore]]  # of each token of the prompt, if requested
+    prompt_ids: Sequence[int] = ()  # filled in by the service
 
 
 class TokenEvent(NamedTuple):
@@ -92,68 +73,31 @@ Event = PromptDone | TokenEvent | SequenceDone | JobFailed
 
 @dataclass(frozen=True, kw_only=True)
 class ContinuationOptions:
-    """The options of a continuation.
+    """The options of a continuation."""
 
-    Attributes:
-        sampling: Rule by which tokens are chosen, with its seed set.
-        max_tokens: Largest number of tokens.
-        end_tokens: Tokens that end the continuation.
-        stop_texts: Texts before which the continuation ends.
-        logprobs: Number of most likely tokens to score for each token, or None for no scores.
-        feed_final_token: True if the final state has read every token, including one that ended the continuation.
-    """
-
-    sampling: Sampling
+    sampling: Sampling  # with its seed set
     max_tokens: int
-    end_tokens: frozenset[int] = frozenset()
-    stop_texts: tuple[str, ...] = ()
-    logprobs: int | None = None
-    feed_final_token: bool = False
+    end_tokens: frozenset[int] = frozenset()  # they end the continuation
+    stop_texts: tuple[str, ...] = ()  # the continuation ends before them
+    logprobs: int | None = None  # most likely tokens to score for each token, or None for no scores
+    feed_final_token: bool = False  # the final state has read every token, including one that ended the continuation
 
 
+@dataclass(eq=False, kw_only=True)
 class Job:
-    """One prompt and its continuations. The callbacks run in the engine's thread, except `emit`.
+    """One prompt and its continuations. The callbacks run in the engine's thread, except `emit`."""
 
-    Args:
-        find_start: Returns where the prefill begins; called when the job is scheduled, so that it sees the states that
-            other jobs have left until then.
-        continuations: Options of each continuation.
-        sampling_keys: Sampling key of each continuation, or None to continue with the key of the state.
-        emit: Takes the events, in the thread of the engine's `deliver`.
-        deadline: Time limit on the clock of `time.monotonic`.
-        should_cache_at: Returns whether to cache the state after a number of new tokens, before the end.
-        on_read: Takes those states and the one at the end of the prompt, each with its number of new tokens.
-        on_end: Takes each continuation with its final state.
-        prompt_logprobs: Number of most likely tokens to score for each token of the prompt, or None for no scores.
-        estimated_len: Estimate of the tokens to read, so that short prompts do not wait for long ones.
-    """
-
-    def __init__(
-        self,
-        *,
-        find_start: Callable[[], PrefillStart],
-        continuations: list[ContinuationOptions],
-        sampling_keys: list[int] | None,
-        emit: Callable[[Event], None],
-        deadline: float = float("inf"),
-        should_cache_at: Callable[[int], bool] = lambda _: False,
-        on_read: Callable[[int, GenerationState], None] | None = None,
-        on_end: Callable[[Continuation, GenerationState], None] | None = None,
-        prompt_logprobs: int | None = None,
-        estimated_len: int = 0,
-    ) -> None:
-        """Describe a job; it does not run before it is submitted."""
-        self.find_start = find_start
-        self.continuations = continuations
-        self.sampling_keys = sampling_keys
-        self.emit = emit
-        self.deadline = deadline
-        self.should_cache_at = should_cache_at
-        self.on_read = on_read
-        self.on_end = on_end
-        self.prompt_logprobs = prompt_logprobs
-        self.estimated_len = estimated_len
-        self._cancelled = threading.Event()
+    find_start: Callable[[], PrefillStart]  # called when the job is scheduled, so it sees what other jobs have left
+    continuations: list[ContinuationOptions]
+    sampling_keys: list[int] | None  # one per continuation, or None to continue with the key of the state
+    emit: Callable[[Event], None]  # called in the thread of the engine's `deliver`
+    deadline: float = float("inf")  # on the clock of `time.monotonic`
+    should_cache_at: Callable[[int], bool] = lambda _: False  # after a number of new tokens, before the end
+    on_read: Callable[[int, GenerationState], None] | None = None  # takes those states and that of the whole prompt
+    on_end: Callable[[Continuation, GenerationState], None] | None = None  # takes each final state
+    prompt_logprobs: int | None = None  # most likely tokens to score for each token of the prompt, or None
+    estimated_len: int = 0  # tokens to read, so that short prompts do not wait for long ones
+    _cancelled: threading.Event = field(default_factory=threading.Event, init=False)
 
     def cancel(self) -> None:
         """End the job before its next token, without further events."""
@@ -165,28 +109,17 @@ class Job:
         return self._cancelled.is_set()
 
 
+@dataclass(eq=False)
 class PrefilledJob:
-    """A job whose prompt was read.
+    """A job whose prompt was read."""
 
-    Attributes:
-        job: The job.
-        state: State at the end of the prompt.
-        next_index: Index of the next continuation to admit.
-    """
-
-    def __init__(self, job: Job, state: GenerationState) -> None:
-        """Begin with the first continuation."""
-        self.job = job
-        self.state = state
-        self.next_index = 0
+    job: Job
+    state: GenerationState  # at the end of the prompt
+    next_index: int = 0  # of the next continuation to admit
 
 
 class Outbox:
-    """The events of a round, until they are delivered. A cancelled job gets none.
-
-    Args:
-        deliver: Takes the events, in the engine's thread.
-    """
+    """The events of a round, until `deliver` takes them in the engine's thread. A cancelled job gets none."""
 
     def __init__(self, deliver: Callable[[list[tuple[Job, Event]]], None]) -> None:
         """Begin with no events."""
@@ -216,35 +149,21 @@ class Continuation:
 
     `add_token` takes a token that `choose_tokens` has chosen, the model reads that token, `mark_fed` notes it, and so
     on until `completion.reason` is set.
-
-    Attributes:
-        options: Options of the continuation.
-        completion: Text so far, and why it ended.
-        pending_token: Token that was chosen and not yet read by the model, or None.
-        sampling_group: Equal for continuations whose tokens are chosen by the same rule, apart from their seeds.
     """
 
     def __init__(
         self, options: ContinuationOptions, tokenizer: Tokenizer, vocab_size: int, state: GenerationState, key: int
     ) -> None:
-        """Begin at the end of a prompt.
-
-        Args:
-            options: Options of the continuation.
-            tokenizer: Tokenizer of the model.
-            vocab_size: Number of tokens that may be chosen.
-            state: State of one row.
-            key: Sampling key of the continuation.
-        """
+        """Begin with the state of one row at the end of a prompt, and a sampling key."""
         self.options = options
         self.completion = CompletionBuilder(
-            tokenizer,
-            end_tokens=options.end_tokens,
-            stop_texts=options.stop_texts,
-            max_tokens=options.max_tokens,
+            tokenizer, end_tokens=options.end_tokens, stop_texts=options.stop_texts, max_tokens=options.max_tokens
         )
-        self.pending_token: int | None = None
-        self.sampling_group = _sampling_group(options.sampling)
+        self.pending_token: int | None = None  # chosen, and not yet read by the model
+        # Equal for continuations whose tokens are chosen by the same rule, apart from their seeds.
+        logit_bias = tuple((options.sampling.logit_bias or {}).items())
+        rule = {**vars(options.sampling), "seed": None, "logit_bias": logit_bias}
+        self.sampling_group: Hashable = tuple(rule.items())
         self._vocab_size = vocab_size
         self._seen_v = state.seen[0].clone()
         self._key = key
@@ -287,33 +206,28 @@ class Continuation:
         return draw_uniform(sampling.seed, self._key, self._draws) if sampling.temperature else 0.0
 
 
-def _sampling_group(sampling: Sampling) -> Hashable:
-    fields = {**vars(sampling), "seed": None, "logit_bias": tuple((sampling.logit_bias or {}).items())}
-    return tuple(fields.items())
-
-
 def choose_tokens(rows: Sequence[Continuation], logits_bv: Tensor) -> list[int | ValueError]:
-    """Choose the next token of each row; one call chooses for all rows with the same rule.
+    """Return the next token of each row, or its error if its logits are not finite.
 
-    Args:
-        rows: Continuations that have not ended.
-        logits_bv: Logits of each row.
-
-    Returns:
-        A token for each row, or the error of a row whose logits are not finite.
+    One call of the sampler chooses for all rows with the same rule.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(row.sampling_group, []).append(i)
     tokens_by_row: dict[int, int | ValueError] = {}
     for group in groups.values():
-        group_logits_bv = logits_bv if len(group) == len(rows) else logits_bv[group]
+        group_logits_bv = select_rows(logits_bv, group)
         try:
             tokens: list[int | ValueError] = [*_choose_in_group([rows[i] for i in group], group_logits_bv)]
         except ValueError:  # caused by one row, which must not fail the others
             tokens = [_choose_alone(rows[i], logits_bv[i : i + 1]) for i in group]
         tokens_by_row.update(zip(group, tokens, strict=True))
     return [tokens_by_row[i] for i in range(len(rows))]
+
+
+def select_rows(x: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows of a tensor, without a copy if they are all of them."""
+    return x if len(rows) == x.shape[0] else x[rows]
 
 
 def _choose_in_group(rows: list[Continuation], logits_bv: Tensor) -> list[int]:

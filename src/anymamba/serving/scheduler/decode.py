@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from anymamba.serving.scheduler.continuation import (
     SequenceDone,
     TokenEvent,
     choose_tokens,
+    select_rows,
 )
 
 DEFAULT_ROWS = 64
@@ -39,14 +40,6 @@ class DecodeSlots:
         capacity: Largest number of rows.
         together: True to step all rows in one batch, False to step each alone, None for one batch where the compiled
             kernels run.
-
-    Attributes:
-        capacity: Largest number of rows.
-        used: Number of rows.
-        together: True if rows are stepped in one batch.
-
-    Raises:
-        ValueError: The capacity is out of range.
     """
 
     def __init__(self, model: MambaLM, capacity: int = DEFAULT_ROWS, together: bool | None = None) -> None:
@@ -86,14 +79,7 @@ class DecodeSlots:
         return self._cache.with_tensors(x[slot : slot + 1].clone() for x in self._cache.leaves())
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Feed one token to each row.
-
-        Args:
-            tokens: One token per used slot.
-
-        Returns:
-            The logits of the next token of each row, (b, v).
-        """
+        """Feed one token to the row in each used slot; return the logits of the next tokens, (b, v)."""
         ids_b = torch.tensor(tokens, device=self._model.device)
         if self.together:
             return self._step_range(ids_b, 0, self.used)
@@ -116,14 +102,12 @@ class DecodeSlots:
         self._cache = self._cache.with_tensors(map(enlarge, self._cache.leaves()))
 
 
-class ActiveRow:
+class ActiveRow(NamedTuple):
     """A continuation that is being decoded, its job, and its index among its continuations."""
 
-    def __init__(self, job: Job, choice: int, continuation: Continuation) -> None:
-        """Begin to decode a continuation."""
-        self.job = job
-        self.choice = choice
-        self.continuation = continuation
+    job: Job
+    choice: int
+    continuation: Continuation
 
     @property
     def is_done(self) -> bool:
@@ -136,17 +120,7 @@ class ActiveRow:
 class DecodeLoop:
     """Continues jobs whose prompts have been read, one token of every continuation at a time.
 
-    Args:
-        slots: Slots for the states of the rows.
-        tokenizer: Tokenizer of the model.
-        vocab_size: Number of tokens that may be chosen.
-        outbox: Outbox for events.
-        is_over: Returns whether the time of a job has run out.
-
-    Attributes:
-        slots: Slots for the states of the rows.
-        tokens_written: Number of tokens that were chosen since the start.
-        steps: Number of steps since the start.
+    `is_over` returns whether the time of a job has run out; its rows then end.
     """
 
     def __init__(
@@ -154,8 +128,8 @@ class DecodeLoop:
     ) -> None:
         """Begin with no rows."""
         self.slots = slots
-        self.tokens_written = 0
-        self.steps = 0
+        self.tokens_written = 0  # chosen since the start
+        self.steps = 0  # since the start
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._outbox = outbox
@@ -190,13 +164,11 @@ class DecodeLoop:
         self.slots.clear()
         return jobs
 
-    def admit_all(self) -> bool:
-        """Admit continuations to free slots; return whether none of them is left."""
-        self.admit()
-        return not self._prefilled
+    def admit(self) -> bool:
+        """Choose the first token of queued continuations, and admit those that need more to free slots.
 
-    def admit(self) -> None:
-        """Choose the first token of queued continuations, and admit those that need more to free slots."""
+        Return whether none is left in the queue.
+        """
         while self._prefilled and self.slots.used < self.slots.capacity:
             prefilled = self._prefilled[0]
             job = prefilled.job
@@ -209,6 +181,7 @@ class DecodeLoop:
                     self._begin(job, index, prefilled.state)
                 except BaseException as error:  # even one of a native library concerns only this job
                     self._outbox.fail(job, error)
+        return not self._prefilled
 
     def _begin(self, job: Job, index: int, state: GenerationState) -> None:
         # 1) Continuations of a prompt draw by keys of their own, those of a session by the key in its state.
@@ -253,7 +226,7 @@ class DecodeLoop:
         # 3) Rows that have not ended choose their next token.
         unfinished = [i for i, row in enumerate(self._rows) if row.continuation.completion.reason is None]
         continuations = [self._rows[i].continuation for i in unfinished]
-        tokens = choose_tokens(continuations, _select_rows(logits_bv, unfinished))
+        tokens = choose_tokens(continuations, select_rows(logits_bv, unfinished))
         token_by_row = dict(zip(unfinished, tokens, strict=True))
         # 4) Rows that are done leave.
         rows = range(len(self._rows))
@@ -280,20 +253,20 @@ class DecodeLoop:
         self._outbox.add(row.job, TokenEvent(row.choice, token_text))
 
     def _end(self, row: ActiveRow, rest: str, make_state: Callable[[], GenerationState]) -> None:
-        reason = row.continuation.completion.reason
-        assert reason is not None
         if row.job.on_end is not None and not row.job.is_cancelled:
             row.job.on_end(row.continuation, make_state())
+        self._emit_end(row, rest)
+
+    def _emit_end(self, row: ActiveRow, rest: str) -> None:
+        reason = row.continuation.completion.reason
+        assert reason is not None
         self._outbox.add(row.job, SequenceDone(row.choice, reason, rest))
 
     def _end_overdue(self) -> None:
         """End the rows whose time has run out; their states are not handed out."""
         overdue = [i for i, row in enumerate(self._rows) if self._is_over(row.job)]
         for row in (self._rows[i] for i in overdue):
-            rest = row.continuation.completion.finish()
-            reason = row.continuation.completion.reason
-            assert reason is not None
-            self._outbox.add(row.job, SequenceDone(row.choice, reason, rest))
+            self._emit_end(row, row.continuation.completion.finish())
         self._remove(overdue)
 
     def _remove(self, rows: Iterable[int]) -> None:
@@ -301,8 +274,3 @@ class DecodeLoop:
             self.slots.remove(i)
             self._rows[i] = self._rows[-1]
             self._rows.pop()
-
-
-def _select_rows(x: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of a tensor, without a copy if they are all of them."""
-    return x if len(rows) == x.shape[0] else x[rows]

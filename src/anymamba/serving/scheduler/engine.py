@@ -32,8 +32,6 @@ class Engine:
     """Reads prompts and continues them, in a thread of its own.
 
     Args:
-        model: Language model.
-        tokenizer: Tokenizer of the model.
         deliver: Takes the events of each round, in the engine's thread.
         rows: Largest number of rows that are decoded together.
         segment_len: Number of tokens of a prompt that are read at once.
@@ -60,9 +58,7 @@ class Engine:
         self._outbox = Outbox(deliver)
         slots = DecodeSlots(model, rows, together)
         self._decode_loop = DecodeLoop(slots, tokenizer, model.config.vocab_size, self._outbox, self._is_over)
-        self._prefill_queue = PrefillQueue(
-            model, segment_len, self._outbox, self._is_over, on_done=self._decode_loop.add
-        )
+        self._prefill_queue = PrefillQueue(model, segment_len, self._outbox, self._is_over, self._decode_loop.add)
         self._changed = threading.Condition(threading.RLock())
         self._new_jobs: deque[Job] = deque()  # shared with other threads, under the condition
         self._is_closing = False
@@ -72,11 +68,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job.
-
-        Raises:
-            RuntimeError: The engine was closed.
-        """
+        """Queue a job; raise RuntimeError if the engine was closed."""
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the engine was closed")
@@ -101,19 +93,14 @@ class Engine:
         return {"running": self._decode_loop.running, "ready": self._decode_loop.ready, "waiting": waiting}
 
     @property
-    def tokens_read(self) -> int:
-        """Number of tokens of prompts that were read since the start."""
-        return self._prefill_queue.tokens_read
-
-    @property
-    def tokens_written(self) -> int:
-        """Number of tokens that were chosen since the start."""
-        return self._decode_loop.tokens_written
-
-    @property
-    def steps(self) -> int:
-        """Number of steps since the start, each of which decodes one token of every row."""
-        return self._decode_loop.steps
+    def counters(self) -> dict[str, int]:
+        """Prompt tokens read, tokens chosen, and steps, each of which decodes one token of every row."""
+        loop = self._decode_loop
+        return {
+            "read_tokens": self._prefill_queue.tokens_read,
+            "written_tokens": loop.tokens_written,
+            "steps": loop.steps,
+        }
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -148,7 +135,7 @@ class Engine:
         """Run one round: some prefill, then one token of every row."""
         # 1) Read prompts while every row that is ready has a slot, but only for a while if replies are running.
         start_time = time.monotonic()
-        while not self._is_closing and self._decode_loop.admit_all() and self._prefill_queue.run_segment():
+        while not self._is_closing and self._decode_loop.admit() and self._prefill_queue.run_segment():
             self._take_new_jobs()
             if self._decode_loop.running and time.monotonic() - start_time >= self._stall:
                 break

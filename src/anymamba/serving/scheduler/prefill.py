@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from anymamba.generation.prefill import Prefill
 from anymamba.generation.state import GenerationState
@@ -12,13 +13,13 @@ from anymamba.serving.scheduler.continuation import Job, JobFailed, Outbox, Pref
 _MAX_STARTED = 8  # prompts that may be read in turns: each holds a state
 
 
+@dataclass(eq=False)
 class _QueuedPrompt:
     """A job whose prompt is being read or waits for it."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.start: PrefillStart | None = None  # not known before the job is scheduled
-        self.prefill: Prefill | None = None  # also None if a cached state has read the whole prompt
+    job: Job
+    start: PrefillStart | None = None  # not known before the job is scheduled
+    prefill: Prefill | None = None  # also None if a cached state has read the whole prompt
 
     @property
     def remaining(self) -> int:
@@ -29,17 +30,9 @@ class _QueuedPrompt:
 
 
 class PrefillQueue:
-    """Reads the prompts of jobs, one segment of one prompt at a time.
+    """Reads the prompts of jobs, one segment of one prompt at a time, and hands those that are done to `on_done`.
 
-    Args:
-        model: Language model.
-        segment_len: Number of tokens of a segment, at least 1.
-        outbox: Outbox for events.
-        is_over: Returns whether the time of a job has run out.
-        on_done: Takes each job whose prompt has been read.
-
-    Attributes:
-        tokens_read: Number of tokens that were read since the start.
+    `is_over` returns whether the time of a job has run out; it then fails.
     """
 
     def __init__(
@@ -60,7 +53,7 @@ class PrefillQueue:
         self._on_done = on_done
         self._prompts: list[_QueuedPrompt] = []
         self._is_oldest_next = True
-        self.tokens_read = 0
+        self.tokens_read = 0  # since the start
 
     def __len__(self) -> int:
         """Return the number of prompts that are being read or wait for it."""
