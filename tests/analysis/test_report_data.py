@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from anymamba.analysis import dual_matrix, half_lives, layers, rotation_angles, state_measures, step_sizes
-from anymamba.analysis.page import render_page
-from anymamba.analysis.report_data import report_data, token_texts
+from anymamba.analysis.report_data import render_page, report_data, token_texts
 from anymamba.cli.main import main
 from anymamba.generation.tokenizers import ByteTokenizer
 from tests.models.cases import FAMILIES, small_lm

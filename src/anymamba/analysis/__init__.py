@@ -6,11 +6,11 @@ and its input, `half_lives(block, x)`; `layers(model, ids)` returns the blocks o
 
 In reading order: `recurrence.py` (the inputs of a scan, in one form for all families), `dual.py` (the matrix that a
 scan applies to its values), `measures.py` (half-lives, norms, ranks), `layer_inputs.py` (blocks and inputs of a model,
-likelihoods of a text), `report_data.py` (all of this as JSON), `page/` (the page that draws the JSON).
+likelihoods of a text), `report_data.py` (all of this as JSON, in one HTML page), `page/` (the scripts that draw it).
 
 A text on its way to a page: `layer_inputs` runs the model once and keeps the input x of every block; `recurrence`
 lets each block compute v, k, q, log-decays and step sizes from x; `dual` turns them into a matrix per head and
-`measures` into numbers per token; `report_data` rounds and packs both; `page` embeds the result in one HTML file.
+`measures` into numbers per token; `report_data` rounds and packs both; `render_page` embeds them in one HTML file.
 """
 
 from anymamba.analysis.dual import dual_matrix as dual_matrix

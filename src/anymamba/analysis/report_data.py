@@ -1,4 +1,4 @@
-"""The data of a report about a model and a text, small enough for one page.
+"""The data of a report about a model and a text, and the HTML page, which needs no network and no other files.
 
 Series over time are stored in 16 bits and the cells of images in 8, so that a page of hundreds of heads stays within a
 few megabytes; each is encoded as base64, with the range of its values.
@@ -7,8 +7,11 @@ few megabytes; each is encoded as base64, with the range of its values.
 from __future__ import annotations
 
 import base64
+import html
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from anymamba.analysis.recurrence import Recurrence, recurrence
 from anymamba.generation.tokenizers import IncrementalDetokenizer, Tokenizer
 from anymamba.models.lm import MambaLM
 
+_PAGE = Path(__file__).parent / "page"
 _CHANNELS = 8  # shown of a block whose heads are single channels
 _DOTS = 64  # half-lives shown of a layer
 _IMAGE_BYTES = 1_500_000  # for all matrices together, and half of it for all rotations
@@ -62,6 +66,30 @@ def report_data(
             for layer, layer_terms, shown in zip(layers, terms, heads, strict=True)
         ],
     }
+
+
+def render_page(data: dict[str, Any]) -> str:
+    """Return the HTML page that draws the `data` of `report_data`.
+
+    Everything that comes from the model or the text is shown as text: in the page it is JSON in which no tag can begin,
+    and the content security policy of the page forbids every address.
+    """
+    names = ("page.html", "page.css", "draw.js", "page.js")
+    parts = {name: (_PAGE / name).read_text(encoding="utf-8") for name in names}
+    # Undecodable bytes have become lone surrogates, which UTF-8 cannot encode; ASCII JSON escapes them.
+    content = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    title = html.escape(data["name"].encode("utf-8", "replace").decode("utf-8"))
+    document = parts["page.html"]
+    for marker, text in (
+        ("<!-- style -->", f"<style>\n{parts['page.css']}</style>"),
+        ("<!-- code -->", f"<script>\n{parts['draw.js']}{parts['page.js']}</script>"),
+        ("<!-- title -->", f"<title>Inside {title}</title>"),
+        ("<!-- data -->", f'<script type="application/json" id="data">{content}</script>'),
+    ):
+        before, after = document.split(marker)
+        document = before + text + after
+    return document
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -19,11 +19,9 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.models.lm import MambaLM
 from anymamba.quantization.quantize import replace_linears
 
-_FILL_FUNCTIONS = frozenset(
-    {"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"}
-)
-_DRAW_FUNCTIONS = frozenset({"rand", "randn"})
-_FACTORIES = frozenset({"empty", "zeros", "ones", "full", *_DRAW_FUNCTIONS})
+_FILL_FUNCTIONS = {"uniform_", "normal_", "kaiming_uniform_", "zeros_", "ones_", "fill_", "constant_", "zero_"}
+_DRAW_FUNCTIONS = {"rand", "randn"}
+_FACTORIES = {"empty", "zeros", "ones", "full", *_DRAW_FUNCTIONS}
 _FIRST_LAYER = "backbone.layers.0."
 
 
@@ -31,11 +29,7 @@ class SkipInitialization(TorchFunctionMode):
     """A mode that skips operations which fill or draw a tensor, and limits the size of tensors before they exist."""
 
     def __init__(self, max_numel: int | None) -> None:
-        """Set the limit.
-
-        Args:
-            max_numel: Largest number of elements of a tensor; None: no limit.
-        """
+        """Set the largest number of elements of a tensor; None for no limit."""
         super().__init__()
         self._max_numel = max_numel
 
@@ -80,13 +74,7 @@ def expected_tensors(
 ) -> dict[str, ExpectedTensor]:
     """Return the tensors of `config`'s model by their names; one layer is built for all if they are alike.
 
-    Args:
-        config: Config of the model.
-        max_numel: Largest number of elements of a tensor; None: no limit.
-        weights: Format of quantized weights; None for plain ones.
-
-    Raises:
-        ValueError: A tensor with more elements.
+    Raise `ValueError` for a tensor with more than `max_numel` elements. `weights` is the format of quantized weights.
     """
     with SkipInitialization(max_numel):
         model = MambaLM(config if config.stack else dataclasses.replace(config, n_layer=1), device="cpu")

@@ -21,15 +21,9 @@ def check_repository_id(name: str) -> None:
 
 
 def fetch(name: str, *patterns: str, instead: str) -> Path:
-    """Return a directory with those files of a repository that match the patterns.
+    """Return a directory with those files of a repository that match the patterns; raise `ValueError` if it fails.
 
-    Args:
-        name: Repository, "owner/name".
-        patterns: Patterns of file names.
-        instead: Description of what the user may pass instead, for the error.
-
-    Raises:
-        ValueError: The library is missing, or the files cannot be fetched.
+    `instead` says in the error what the user may pass instead.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -45,21 +39,16 @@ def fetch(name: str, *patterns: str, instead: str) -> Path:
 
 
 def upload(directory: Path, name: str, *, private: bool | None = None, token: str | None = None) -> str:
-    """Write the files of a directory to a repository in one commit; the repository is created if it does not exist.
+    """Write the files of a directory to a repository in one commit, and return the address of the commit.
+
+    The repository is created if it does not exist. If the hub does not accept the files, nothing is written.
 
     Args:
         directory: Directory of the files.
         name: Repository, "owner/name".
         private: Whether a new repository is private; None: the owner's default.
         token: Access token; None: the one of `hf auth login`.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        ValueError: The library is missing, or the hub does not accept the files; then nothing is written.
     """
-    check_repository_id(name)
     try:
         from huggingface_hub import HfApi
     except ImportError as error:

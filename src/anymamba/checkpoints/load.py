@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from anymamba.checkpoints.empty_model import empty_model
-from anymamba.checkpoints.open import (
-    Checkpoint,
-    iter_tensors,
-    open_checkpoint,
-    open_sequence_checkpoint,
-    read_tensors_by_name,
-)
+from anymamba.checkpoints.open import Checkpoint, iter_tensors, open_checkpoint, open_sequence_checkpoint
 from anymamba.checkpoints.weight_files import describe_mismatch, describe_non_finite
 from anymamba.core.weight_formats import WeightFormat, check_format
 from anymamba.models.lm import MambaLM
@@ -74,14 +68,7 @@ def load_sequence_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> _SequenceModel:
-    """Build a sequence model and read its weights (`SequenceModel.from_pretrained` has the contract).
-
-    Args:
-        source: Directory with config.json and model.safetensors.
-        base: Class that the model must be of.
-        dtype: Dtype of the parameters; None: the stored one.
-        device: Device of the parameters.
-    """
+    """Build a sequence model of a class and read its weights (`SequenceModel.from_pretrained` has the contract)."""
     checkpoint, model = open_sequence_checkpoint(Path(source), base, dtype)
     dtypes = {name: x.dtype for name, x in model.state_dict().items()}
     state = dict(iter_tensors(checkpoint, dtypes, mapped=False, device=torch.device(device)))
@@ -93,11 +80,7 @@ def load_sequence_model(
 def resolve_weight_format(
     checkpoint: Checkpoint, requested: str | None, dtype: torch.dtype | None
 ) -> WeightFormat | None:
-    """Return the format of the weights to load: the requested one, or else the stored one; None for plain weights.
-
-    Raises:
-        ValueError: Unknown format, or weights that cannot be loaded in it.
-    """
+    """Return the format of the weights to load: the requested one, or else the stored one; None for plain weights."""
     stored = checkpoint.weights
     format = stored if requested is None else check_format("from_pretrained", requested)
     if stored is not None and format != stored:
@@ -133,7 +116,7 @@ def _check_tied(checkpoint: Checkpoint) -> None:
     """Raise `ValueError` if a model whose head is its embedding was stored with a different head."""
     named = [name for head, embedding in PARTS.items() if head in checkpoint.tensors for name in (head, embedding)]
     dtypes = {name: checkpoint.tensors[name][2].dtype for name in named}
-    if has_another_head(read_tensors_by_name(checkpoint, dtypes, mapped=True)):
+    if has_another_head(dict(iter_tensors(checkpoint, dtypes, mapped=True))):
         raise ValueError(
             f"{checkpoint.directory}: the config says that head and embedding are one (tied), "
             "but the weights hold two different ones"

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from anymamba.checkpoints.empty_model import ExpectedTensor, SkipInitialization, expected_tensors
 from anymamba.checkpoints.formats import FORMATS, AnymambaFormat, Format, gguf
+from anymamba.checkpoints.formats.base import StoredTensor
 from anymamba.checkpoints.hub import fetch, is_repository_id
 from anymamba.checkpoints.weight_files import (
     FLOAT_DTYPES,
-    StoredTensor,
     describe_mismatch,
     describe_non_finite,
     find_weights,
@@ -67,9 +68,8 @@ class Checkpoint(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the activations: that of the stored embedding, unless the weights are quantized."""
-        dtype: torch.dtype = (
-            getattr(torch, self.activation_dtype) if self.activation_dtype else self.tensors[EMBEDDING][2].dtype
-        )
+        name = self.activation_dtype
+        dtype: torch.dtype = getattr(torch, name) if name else self.tensors[EMBEDDING][2].dtype
         return dtype
 
 
@@ -87,14 +87,10 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
     directory = resolve_source(source)
     adapter, config = _read_config(directory)
     if ssm_cfg:
-        try:
+        with _name_errors(f"{directory}, with ssm_cfg = {ssm_cfg}", ValueError, TypeError):
             config = with_block_options(config, ssm_cfg)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{directory}, with ssm_cfg = {ssm_cfg}: {error}") from error
-    try:
+    with _name_errors(str(directory), ValueError):
         weights, activation_dtype, extra = parse_quantization_config(config.extra)
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
     config = dataclasses.replace(config, extra=extra)
     # 2) The tensors that are stored.
     files = [directory] if gguf.is_gguf(directory) else find_weights(directory, adapter.weight_files)
@@ -102,29 +98,19 @@ def open_checkpoint(source: str | os.PathLike[str], ssm_cfg: dict[str, Any] | No
         raise ValueError(f"{directory}: expected weights in one of {', '.join(adapter.weight_files)}, found none")
     entries = list(list_tensors(files))
     # 3) The tensors that the config asks for, matched one to one.
-    max_numel = _limit_size(directory, config.n_layer, entries)
-    try:
-        expected = expected_tensors(config, max_numel, weights)
-    except ValueError as error:
-        raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
-    tensors, problems = match_tensors(adapter, expected, entries, is_tied=config.tie_embeddings)
-    if problems:
-        raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
+    with _name_errors(f"{directory}: the weights do not fit the config", ValueError):
+        expected = expected_tensors(config, _limit_size(config.n_layer, entries), weights)
+        tensors = match_tensors(adapter, expected, entries, is_tied=config.tie_embeddings)
     return Checkpoint(directory, adapter, config, files, tensors, weights, activation_dtype)
 
 
 def open_sequence_checkpoint(
     directory: Path, base: type[_SequenceModel], dtype: torch.dtype | None
 ) -> tuple[Checkpoint, _SequenceModel]:
-    """Open the checkpoint of a sequence model; return it with a model that has no values yet.
+    """Open the checkpoint of a sequence model of class `base`; return it with a model that has no values yet.
 
-    Args:
-        directory: Directory with config.json and model.safetensors.
-        base: Class that the model must be of.
-        dtype: Dtype of the parameters; None: the stored one.
-
-    Raises:
-        ValueError: No such model, one of another class, or tensors that do not fit the config.
+    A `dtype` of None is the stored one. Raise `ValueError` for no such model, one of another class, or tensors that do
+    not fit the config.
     """
     # 1) The class, and the config.
     adapter = AnymambaFormat()
@@ -136,34 +122,24 @@ def open_sequence_checkpoint(
     if kind is None or not issubclass(kind, base):
         names = [name for name, other in SequenceModel.BY_MODEL_TYPE.items() if issubclass(other, base)]
         raise ValueError(f"{directory}: expected a model of type {' or '.join(names)}, got {model_type!r}")
-    try:
+    with _name_errors(str(directory), ValueError, TypeError):
         config = SequenceConfig.from_dict(raw)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{directory}: {error}") from error
     # 2) The tensors that are stored.
     files = find_weights(directory, adapter.weight_files) or [directory / adapter.weight_files[0]]
     entries = list(list_tensors(files))
     stored_dtype = next((stored.dtype for _, name, stored in entries if name.endswith("norm.weight")), None)
     # 3) The tensors that the config asks for, matched one to one.
-    max_numel = _limit_size(directory, config.stack_config().n_layer, entries)
-    try:
-        with SkipInitialization(max_numel):
+    num_layers = config.stack_config().n_layer
+    with _name_errors(f"{directory}: the weights do not fit the config", ValueError):
+        with SkipInitialization(_limit_size(num_layers, entries)):
             model: _SequenceModel = kind(config, device="cpu", dtype=dtype or stored_dtype)
-    except ValueError as error:
-        raise ValueError(f"{directory}: the weights do not fit the config: {error}") from error
-    expected = {name: ExpectedTensor(tuple(x.shape), None) for name, x in model.state_dict().items()}
-    tensors, problems = match_tensors(adapter, expected, entries, is_tied=False)
-    if problems:
-        raise ValueError(f"{directory}: the weights do not fit the config: {problems}")
+        expected = {name: ExpectedTensor(tuple(x.shape), None) for name, x in model.state_dict().items()}
+        tensors = match_tensors(adapter, expected, entries, is_tied=False)
     return Checkpoint(directory, adapter, config, files, tensors), model
 
 
 def read_config(directory: Path) -> MambaLMConfig:
-    """Return the config of a language model in a directory, whether or not its weights are there.
-
-    Raises:
-        ValueError: No config, or one of an unknown format.
-    """
+    """Return the config of a language model in a directory, whether or not its weights are there."""
     config = _read_config(directory)[1]
     return dataclasses.replace(config, extra=parse_quantization_config(config.extra)[2])
 
@@ -194,8 +170,8 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
 
 def match_tensors(
     adapter: Format, expected: dict[str, ExpectedTensor], entries: Iterable[Entry], *, is_tied: bool
-) -> tuple[dict[str, Entry], str]:
-    """Match stored tensors with the expected ones of a model, one to one, by name, shape and dtype.
+) -> dict[str, Entry]:
+    """Return the stored tensors by our names, matched with the expected ones by name, shape and dtype.
 
     Args:
         adapter: Format of the stored names.
@@ -203,8 +179,8 @@ def match_tensors(
         entries: Stored tensors.
         is_tied: Whether the head is the embedding, so that it need not be stored.
 
-    Returns:
-        The stored tensors by our names, and a description of what does not fit, empty if all do.
+    Raises:
+        ValueError: Not all of them match one to one.
     """
     tensors: dict[str, Entry] = {}
     unexpected, duplicate, wrong_shape, wrong_dtype = [], [], [], []
@@ -224,14 +200,16 @@ def match_tensors(
             elif dtype is not None and stored.dtype != dtype:
                 wrong_dtype.append(f"{key} (expected {dtype}, got {stored.dtype})")
     optional = set(PARTS) if is_tied else set()
-    problems = {
+    names_by_problem = {
         "missing": [adapter.foreign_key(name) for name in expected if name not in tensors and name not in optional],
         "unexpected": unexpected,
         "present twice": duplicate,
         "of the wrong shape": wrong_shape,
         "of a dtype that weights cannot have": wrong_dtype,
     }
-    return tensors, describe_mismatch(problems)
+    if problems := describe_mismatch(names_by_problem):
+        raise ValueError(problems)
+    return tensors
 
 
 def iter_tensors(
@@ -239,18 +217,12 @@ def iter_tensors(
     dtypes: dict[str, torch.dtype],
     *,
     mapped: bool,
-    device: torch.device | None,
+    device: torch.device | None = None,
     to_quantize: Mapping[str, WeightFormat] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by our names, file by file.
+    """Yield the tensors that `dtypes` names, by our names and in its dtypes, file by file; views of it if `mapped`.
 
-    Args:
-        checkpoint: Checkpoint to read.
-        dtypes: Dtype to read each tensor in, by our names.
-        mapped: Whether tensors may be views of the mapped file.
-        device: Device of the tensors; None: the CPU.
-        to_quantize: Format of the tensors to quantize; they are yielded as codes and scales, and read some rows at a
-            time.
+    Those to quantize are read some rows at a time, and yielded as codes and scales in the formats of `to_quantize`.
     """
     to_quantize = to_quantize or {}
     for path in checkpoint.files:
@@ -266,30 +238,25 @@ def iter_tensors(
                     yield name, file.read(key, dtype, device, mapped=mapped)
 
 
-def read_tensors_by_name(
-    checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], *, mapped: bool, device: torch.device | None = None
-) -> dict[str, Tensor]:
-    """Return the tensors that `dtypes` names, by our names and in its dtypes."""
-    return dict(iter_tensors(checkpoint, dtypes, mapped=mapped, device=device))
-
-
 def describe_non_finite_tensors(checkpoint: Checkpoint) -> str:
     """Return which stored tensors hold values that are not finite, empty if none does; each is read and dropped."""
     dtypes = {name: stored.dtype for name, (_, _, stored) in checkpoint.tensors.items()}
-    return describe_non_finite(iter_tensors(checkpoint, dtypes, mapped=True, device=None))
+    return describe_non_finite(iter_tensors(checkpoint, dtypes, mapped=True))
 
 
-def _limit_size(directory: Path, n_layer: int, entries: list[Entry]) -> int:
-    """Return the most elements that one tensor of the model may have, given what is stored.
+@contextmanager
+def _name_errors(where: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of these kinds as `ValueError`, with `where` before the message."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{where}: {error}") from error
 
-    Raises:
-        ValueError: More layers than there are tensors.
-    """
+
+def _limit_size(n_layer: int, entries: list[Entry]) -> int:
+    """Return the most elements of a tensor of the model; raise `ValueError` for more layers than stored tensors."""
     if n_layer > max(_MIN_ALLOWED_LAYERS, len(entries)):
-        raise ValueError(
-            f"{directory}: the weights do not fit the config: it asks for {n_layer} layers, "
-            f"and there are {len(entries)} tensors in all"
-        )
+        raise ValueError(f"it asks for {n_layer} layers, and there are {len(entries)} tensors in all")
     # A stored byte may hold two numbers of four bits.
     return max(_MIN_ALLOWED_NUMEL, 2 * sum(math.prod(stored.shape) for _, _, stored in entries))
 
@@ -299,11 +266,8 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
     if gguf.is_gguf(directory):
         config = gguf.read_config(directory)
         return gguf.GgufFormat(config.layer), config
-    raws = {
-        name: read_json(directory / name)
-        for name in {name for adapter in FORMATS.values() for name in adapter.config_files}
-        if (directory / name).is_file()
-    }
+    names = {name for adapter in FORMATS.values() for name in adapter.config_files}
+    raws = {name: read_json(directory / name) for name in names if (directory / name).is_file()}
     candidates = [
         (adapter, raws[name])
         for adapter in FORMATS.values()
@@ -317,10 +281,8 @@ def _read_config(directory: Path) -> tuple[Format, MambaLMConfig]:
         )
     with_weights = [pair for pair in candidates if find_weights(directory, pair[0].weight_files)]
     adapter, raw = (with_weights or candidates)[0]
-    try:
+    with _name_errors(str(directory), ValueError, TypeError, KeyError, OverflowError):
         return adapter, adapter.read_config(raw)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"{directory}: {error}") from error
 
 
 def _describe_other_content(directory: Path, raws: dict[str, Any]) -> str:

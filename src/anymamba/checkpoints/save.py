@@ -13,9 +13,9 @@ from torch import Tensor
 
 from anymamba.checkpoints.empty_model import expected_tensors
 from anymamba.checkpoints.formats import FORMATS, Format, default_format, get_format, gguf
+from anymamba.checkpoints.formats.base import StoredTensor
 from anymamba.checkpoints.hub import check_repository_id, upload
 from anymamba.checkpoints.open import match_tensors
-from anymamba.checkpoints.weight_files import StoredTensor
 from anymamba.core.io import atomic_write, write_json, write_tensors
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceModel
@@ -141,11 +141,7 @@ def _raw_config(model: MambaLM, adapter: Format) -> dict[str, Any]:
 
 
 def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
-    """Return the tensors of a model's checkpoint by our names: exactly those that the model of its config has.
-
-    Raises:
-        ValueError: Tensors that could not be loaded with that config.
-    """
+    """Return the tensors of a model's checkpoint by our names; raise `ValueError` if they do not fit its config."""
     state, weights = model.state_dict(), weight_format(model)
     # 1) Quantized weights, if the format can name them.
     if weights is not None and adapter.name not in _QUANTIZED_FORMATS:
@@ -170,10 +166,11 @@ def _stored_state(model: MambaLM, adapter: Format) -> dict[str, Tensor]:
     # 3) What is written must load again.
     entries = [(Path(), adapter.foreign_key(name), StoredTensor(tuple(x.shape), x.dtype)) for name, x in state.items()]
     expected = expected_tensors(model.config, None, weights)
-    _, problems = match_tensors(adapter, expected, entries, is_tied=model.config.tie_embeddings)
-    if problems:
+    try:
+        match_tensors(adapter, expected, entries, is_tied=model.config.tie_embeddings)
+    except ValueError as error:
         raise ValueError(
-            f"save_pretrained: the weights do not fit the config, so they could not be loaded: {problems}; merge "
-            "adapters and parametrizations into the weights, and give a resized model a config that says so"
-        )
+            f"save_pretrained: the weights do not fit the config, so they could not be loaded: {error}; merge adapters "
+            "and parametrizations into the weights, and give a resized model a config that says so"
+        ) from error
     return state

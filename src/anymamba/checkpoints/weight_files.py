@@ -14,25 +14,19 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymamba.checkpoints.formats import gguf
+from anymamba.checkpoints.formats.base import StoredTensor
 from anymamba.core.io import TensorFileReader, check_size, open_tensors, read_json
 
 _BLOCK = 2**18  # values that are examined together: they fit in a core's second-level cache
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODE_DTYPES = {"I8": torch.int8, "U8": torch.uint8}  # of quantized weights
 _DTYPES = {**FLOAT_DTYPES, **_CODE_DTYPES}
-
-
-class StoredTensor(NamedTuple):
-    """Shape and dtype of a tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class SafetensorsFile:
@@ -57,11 +51,7 @@ class SafetensorsFile:
         self._stack.close()
 
     def entries(self) -> dict[str, StoredTensor]:
-        """Return shape and dtype of each tensor by name, from the header alone.
-
-        Raises:
-            ValueError: A tensor has a dtype that weights cannot have.
-        """
+        """Return shape and dtype of each tensor by name; raise `ValueError` for a dtype that weights cannot have."""
         entries = {}
         for name, entry in self._reader.entries.items():
             if entry["dtype"] not in _DTYPES:
@@ -70,11 +60,7 @@ class SafetensorsFile:
         return entries
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
-        """Return a tensor: a copy, or if `mapped` a view of the file where it has that dtype and device already.
-
-        Raises:
-            ValueError: The file was cut short.
-        """
+        """Return a tensor: a copy, or if `mapped` a view of the file where it has that dtype and device already."""
         if mapped:
             self._reader.check_complete()
             view: Tensor = self._mapped.get_tensor(name).to(device, dtype)
@@ -87,11 +73,7 @@ class SafetensorsFile:
         return raw.view(stored).view(entry["shape"]).to(device, dtype)
 
     def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
-        """Yield a tensor some rows at a time; each chunk may reuse the memory of the one before.
-
-        Raises:
-            ValueError: The file was cut short.
-        """
+        """Yield a tensor some rows at a time; each chunk may reuse the memory of the one before."""
         entry = self._reader.entries[name]
         (begin, end), shape, stored = entry["data_offsets"], entry["shape"], _DTYPES[entry["dtype"]]
         row_bytes = (end - begin) // max(1, shape[0])
@@ -110,27 +92,13 @@ class SafetensorsFile:
         return self._scratch_bytes[:size]
 
 
-class _ReadBudget:
-    """A count of the bytes that were read: pages of a mapped file stay in memory until the file is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._limit = max(2**22, path.stat().st_size // 40) if path.is_file() else 0
-        self._bytes = 0
-
-    def is_exceeded_by(self, size: int) -> bool:
-        """Add to the count; return whether it is time to close the file, and then count again."""
-        is_exceeded = self._bytes + size > self._limit
-        self._bytes = 0 if is_exceeded else self._bytes + size
-        return is_exceeded
-
-
 class PickleFile:
     """A file of `torch.save`, read without running code."""
 
     def __init__(self, path: Path) -> None:
         """Remember the path."""
         self.path = path
-        self._budget = _ReadBudget(path)
+        self._bytes_read = 0
 
     def __enter__(self) -> PickleFile:
         """Read the table of tensors; their values stay in the file if its form allows that."""
@@ -149,7 +117,9 @@ class PickleFile:
         except Exception as error:  # a damaged pickle can fail in any way
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{self.path}: not a readable torch file ({reason})") from error
-        if not isinstance(self._tensors, dict) or not all(map(_is_named_tensor, self._tensors.items())):
+        if not isinstance(self._tensors, dict) or not all(
+            isinstance(name, str) and isinstance(x, Tensor) for name, x in self._tensors.items()
+        ):
             raise ValueError(f"{self.path}: expected a table of tensors by name")
         for name, x in self._tensors.items():
             if kind := _describe_unreadable(x):
@@ -175,13 +145,11 @@ class PickleFile:
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None, *, mapped: bool) -> Tensor:
         """Return a tensor: a copy, or if `mapped` a view of the file where it has that dtype and device already."""
         self._check_complete()
-        view: Tensor = self._tensors[name].detach()
-        tensor = view.to(device, dtype, copy=not mapped).contiguous()
+        tensor: Tensor = self._tensors[name].detach().to(device, dtype, copy=not mapped).contiguous()
         if not self._is_mapped:
             del self._tensors[name]
-        elif not mapped and self._budget.is_exceeded_by(view.nbytes):
-            del view
-            self._map_again()
+        elif not mapped:
+            self._release_pages(self._tensors[name].nbytes)
         return tensor
 
     def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
@@ -190,9 +158,10 @@ class PickleFile:
             self._check_complete()
             view = self._tensors[name].detach()[start : start + rows]
             yield view.to(device, dtype).contiguous()
-            if self._is_mapped and self._budget.is_exceeded_by(view.nbytes):
+            if self._is_mapped:
+                size = view.nbytes
                 del view
-                self._map_again()
+                self._release_pages(size)
         if not self._is_mapped:
             del self._tensors[name]
 
@@ -201,65 +170,47 @@ class PickleFile:
         if self._is_mapped:
             check_size(self.path, self.path.stat().st_size, self._size)
 
-    def _map_again(self) -> None:
-        """Release the pages that were read."""
-        self.__exit__()
-        self.__enter__()
-
-
-def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
-    return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
+    def _release_pages(self, size: int) -> None:
+        """Count bytes that were read. Their pages stay in memory until the file is mapped again: after a fortieth."""
+        self._bytes_read += size
+        if self._bytes_read > max(2**22, self._size // 40):
+            self._bytes_read = 0
+            self.__exit__()
+            self.__enter__()
 
 
 def _describe_unreadable(x: Tensor) -> str:
     """Return why a tensor cannot be read as plain rows of numbers; empty if it can."""
-    kinds = {
-        "one on the meta device, without values": x.is_meta,
-        "a quantized one": x.is_quantized,
-        "a nested one": x.is_nested,
-        f"a sparse one ({x.layout})": x.layout != torch.strided,
-    }
-    if kind := next((description for description, is_kind in kinds.items() if is_kind), ""):
-        return kind
+    if x.is_meta:
+        return "one on the meta device, without values"
+    if x.is_quantized:
+        return "a quantized one"
+    if x.is_nested:
+        return "a nested one"
+    if x.layout != torch.strided:
+        return f"a sparse one ({x.layout})"
     return "one that repeats its values" if x.untyped_storage().nbytes() < x.numel() * x.element_size() else ""
 
 
-class GgufWeights(gguf.GgufFile):
-    """A GGUF file as weights."""
-
-    def __enter__(self) -> GgufWeights:
-        """Map the file and read its header."""
-        super().__enter__()
-        return self
-
-    def entries(self) -> dict[str, StoredTensor]:
-        """Return shape and dtype of each tensor by name."""
-        return {name: StoredTensor(*described) for name, described in self.shapes().items()}
-
-
-def open_weight_file(path: Path) -> SafetensorsFile | PickleFile | GgufWeights:
+def open_weight_file(path: Path) -> SafetensorsFile | PickleFile | gguf.GgufFile:
     """Return the reader for a file, by its suffix."""
     if path.suffix == gguf.SUFFIX:
-        return GgufWeights(path)
+        return gguf.GgufFile(path)
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickleFile(path)
 
 
 def find_weights(directory: Path, names: tuple[str, ...]) -> list[Path]:
-    """Return the weight files of a directory: one of `names`, or the shards that `<name>.index.json` lists, or none.
-
-    Raises:
-        ValueError: An index is damaged, or a shard is missing.
-    """
+    """Return the weight files of a directory: one of `names`, or the shards that `<name>.index.json` lists, or none."""
     for name in names:
         if (directory / name).is_file():
             return [directory / name]
-        index = directory / f"{name}.index.json"
-        if index.is_file():
+        if (index := directory / f"{name}.index.json").is_file():
             return _list_shards(index)
     return []
 
 
 def _list_shards(index: Path) -> list[Path]:
+    """Return the shards of an index; raise `ValueError` if it is damaged, or a shard is missing."""
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ValueError(f'{index}: expected a table "weight_map" of file names, got {reprlib.repr(table)}')
@@ -283,11 +234,10 @@ def count_non_finite(x: Tensor) -> int:
     if x.device.type != "cpu":
         return int((~torch.isfinite(x)).sum())
     flat = x.detach().reshape(-1)
-    infinity = torch.tensor(float("inf"), dtype=x.dtype)
     signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     unsigned = f"u{x.element_size()}"
     bits = flat.view(signed).numpy()
-    infinity_bits = int(infinity.view(signed))
+    infinity_bits = int(torch.tensor(float("inf"), dtype=x.dtype).view(signed))
     sign_bit = 1 << (8 * x.element_size() - 1)
     count = 0
     for begin in range(0, len(bits), _BLOCK):

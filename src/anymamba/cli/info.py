@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from anymamba.analysis.page import render_page
-from anymamba.analysis.report_data import report_data
+from anymamba.analysis.report_data import render_page, report_data
 from anymamba.checkpoints.empty_model import empty_model, parameter_count
 from anymamba.checkpoints.load import resolve_weight_format
 from anymamba.checkpoints.open import describe_non_finite_tensors, open_checkpoint

@@ -10,11 +10,11 @@ special-cased by `gguf.is_gguf` and `gguf.SUFFIX` in `checkpoints/open.py` (conf
 it).
 """
 
-from anymamba.checkpoints.formats.anymamba import AnymambaFormat as AnymambaFormat
 from anymamba.checkpoints.formats.base import Format as Format
 from anymamba.checkpoints.formats.codestral import CodestralFormat
 from anymamba.checkpoints.formats.fla import FlaFormat
 from anymamba.checkpoints.formats.hf import TransformersFormat
+from anymamba.checkpoints.formats.official import AnymambaFormat as AnymambaFormat
 from anymamba.checkpoints.formats.official import OfficialFormat
 from anymamba.models.config import MambaLMConfig
 
@@ -31,11 +31,7 @@ def default_format(config: MambaLMConfig) -> str:
 
 
 def get_format(name: str) -> Format:
-    """Return the format of that name.
-
-    Raises:
-        ValueError: Unknown name.
-    """
+    """Return the format of that name; raise `ValueError` for an unknown one."""
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS[name]

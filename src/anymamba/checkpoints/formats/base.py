@@ -1,12 +1,22 @@
-"""The protocol of a checkpoint format: a config file, weight files, and a renaming of tensors."""
+"""The protocol of a checkpoint format: a config file, weight files, and a renaming of tensors.
+
+Formats are registered in `FORMATS` of `formats/__init__.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from anymamba.models.config import MambaLMConfig
+
+
+class StoredTensor(NamedTuple):
+    """Shape and dtype of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @runtime_checkable

@@ -13,14 +13,7 @@ import torch
 from anymamba.checkpoints.formats.base import check_fixed_fields
 from anymamba.models.config import INITIALIZATION_FIELDS, MambaLMConfig
 
-_SAME = (
-    "vocab_size",
-    "rms_norm",
-    "residual_in_fp32",
-    "fused_add_norm",
-    "pad_vocab_size_multiple",
-    "tie_embeddings",
-)
+_SAME = ("vocab_size", "rms_norm", "residual_in_fp32", "fused_add_norm", "pad_vocab_size_multiple", "tie_embeddings")
 _PREFIX = "model."
 
 
@@ -52,13 +45,9 @@ class CodestralFormat:
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Invert `read_config`, for models that the format can hold."""
         check_fixed_fields("the Codestral format", config, {"layer": "Mamba2", "d_intermediate": 0})
-        kind = config.family.CONFIG
-        stored = {"d_model", "ngroups"}
-        check_fixed_fields(
-            "the Codestral format",
-            config,
-            {f.name: f.default for f in dataclasses.fields(kind) if f.name not in INITIALIZATION_FIELDS | stored},
-        )
+        free = INITIALIZATION_FIELDS | {"d_model", "ngroups"}
+        defaults = {f.name: f.default for f in dataclasses.fields(config.family.CONFIG) if f.name not in free}
+        check_fixed_fields("the Codestral format", config, defaults)
         return {
             "dim": config.d_model,
             "n_layers": config.n_layer,

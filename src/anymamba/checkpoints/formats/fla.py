@@ -1,6 +1,7 @@
 """The format of `fla` (flash-linear-attention): `mamba`, `mamba2` and `mamba3` models; read only.
 
-Its configs look like those of transformers but have other fields and defaults. Its Mamba-3 uses softplus.
+Its files and names of tensors are those of transformers; its configs have other fields and defaults. Its Mamba-3 uses
+softplus.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from anymamba.checkpoints.formats.base import read_float
+from anymamba.checkpoints.formats.hf import TransformersFormat
 from anymamba.models.config import MambaLMConfig
 
 # Name in fla, our name, and the default in fla.
@@ -68,12 +70,10 @@ _RESIDUAL_IN_FP32 = {"mamba": False, "mamba2": True, "mamba3": True}  # the defa
 _FIXED = {"norm_eps": 1e-5, "hidden_act": "silu"}
 
 
-class FlaFormat:
+class FlaFormat(TransformersFormat):
     """The format of fla's `MambaForCausalLM`, `Mamba2ForCausalLM` and `Mamba3ForCausalLM`."""
 
     name: ClassVar[str] = "fla"
-    config_files: ClassVar[tuple[str, ...]] = ("config.json",)
-    weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
         """Return whether there is a field `norm_eps`, which transformers names differently, or the type is `mamba3`."""
@@ -106,11 +106,3 @@ class FlaFormat:
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Raise `ValueError`: the format can only be read."""
         raise ValueError("the fla format can be read but not written; pass official or transformers")
-
-    def our_key(self, key: str) -> str:
-        """Return our name: `backbone.embeddings` becomes `backbone.embedding`."""
-        return key.replace("backbone.embeddings.", "backbone.embedding.", 1)
-
-    def foreign_key(self, key: str) -> str:
-        """Invert `our_key`."""
-        return key.replace("backbone.embedding.", "backbone.embeddings.", 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anymamba.checkpoints.formats import gguf_tokenizer
+from anymamba.checkpoints.formats.base import StoredTensor
 from anymamba.checkpoints.formats.gguf_header import check_header
 from anymamba.core.io import check_size
 from anymamba.models.config import MambaLMConfig
@@ -93,11 +94,7 @@ class GgufFile:
         self.path = path
 
     def __enter__(self) -> GgufFile:
-        """Map the file and read its header.
-
-        Raises:
-            ValueError: The file is damaged, or the `gguf` package is missing.
-        """
+        """Map the file and read its header; raise `ValueError` if it is damaged, or the `gguf` package is missing."""
         try:
             gguf: Any = import_module("gguf")
         except ImportError as error:
@@ -123,14 +120,16 @@ class GgufFile:
         entry = self._reader.get_field(name)
         return default if entry is None else entry.contents()
 
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def entries(self) -> dict[str, StoredTensor]:
         """Return our shape and the dtype of each tensor, float32 for quantized ones, by its name in the file."""
         return {
-            name: (self._shape(name, tuple(int(n) for n in reversed(x.shape))), _PLAIN.get(_kind(x), torch.float32))
+            name: StoredTensor(self._shape(name), _PLAIN.get(_kind(x), torch.float32))
             for name, x in self._tensors.items()
         }
 
-    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return our shape of a tensor; the file's is reversed, and axes of length one are dropped or added."""
+        shape = tuple(int(n) for n in reversed(self._tensors[name].shape))
         part = name.rpartition("blk.")[2].partition(".")[2]
         if part == "ssm_conv1d.weight":
             return (shape[0], 1, *shape[1:])
@@ -142,7 +141,7 @@ class GgufFile:
         """Return a tensor, copied."""
         check_size(self.path, self.path.stat().st_size, self._size)
         tensor = self._tensors[name]
-        kind, shape = _kind(tensor), tuple(int(n) for n in reversed(tensor.shape))
+        kind = _kind(tensor)
         try:
             if kind == "BF16":
                 x = torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
@@ -151,7 +150,7 @@ class GgufFile:
                 x = torch.from_numpy(plain.copy())
         except (NotImplementedError, ValueError) as error:
             raise ValueError(f"{self.path}: {name} is stored as {kind}, which cannot be read") from error
-        x = x.reshape(self._shape(name, shape))
+        x = x.reshape(self._shape(name))
         return (torch.log(-x.double()) if name.endswith(".ssm_a") else x).to(device, dtype)
 
     def read_rows(self, name: str, dtype: torch.dtype, device: torch.device | None, rows: int) -> Iterator[Tensor]:
@@ -164,11 +163,7 @@ def _kind(tensor: Any) -> str:
 
 
 def read_config(path: Path) -> MambaLMConfig:
-    """Return the config of a model in a GGUF file.
-
-    Raises:
-        ValueError: The file holds another kind of model, or one that cannot be computed.
-    """
+    """Return the config of a model in a GGUF file; raise `ValueError` for one that cannot be computed."""
     with GgufFile(path) as file:
         kind = file.field("general.architecture")
         if kind not in ("mamba", "mamba2"):
@@ -183,12 +178,12 @@ def read_config(path: Path) -> MambaLMConfig:
         eps = number("attention.layer_norm_rms_epsilon")
         if abs(eps - 1e-5) > 1e-9:
             raise ValueError(f"{path}: the norms of the residual stream must have eps = 1e-05, got {eps:g}")
-        shapes = file.shapes()
-        if "token_embd.weight" not in shapes:
+        tensors = file.entries()
+        if "token_embd.weight" not in tensors:
             raise ValueError(f"{path}: expected a tensor token_embd.weight, found none")
         width, inner, rank = number("embedding_length"), number("ssm.inner_size"), number("ssm.time_step_rank")
         block = {"d_state": number("ssm.state_size"), "d_conv": number("ssm.conv_kernel"), "expand": inner / width}
-        block["conv_bias"] = "blk.0.ssm_conv1d.bias" in shapes
+        block["conv_bias"] = "blk.0.ssm_conv1d.bias" in tensors
         if kind == "mamba":
             norms = "plain" if number("ssm.dt_b_c_rms", False) else "none"
             block |= {"layer": "Mamba1", "dt_rank": rank, "inner_norms": norms}
@@ -197,18 +192,17 @@ def read_config(path: Path) -> MambaLMConfig:
         return MambaLMConfig(
             d_model=width,
             n_layer=number("block_count"),
-            vocab_size=shapes["token_embd.weight"][0][0],
+            vocab_size=tensors["token_embd.weight"].shape[0],
             ssm_cfg={name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in block.items()},
             pad_vocab_size_multiple=1,
-            tie_embeddings="output.weight" not in shapes,
+            tie_embeddings="output.weight" not in tensors,
         )
 
 
 def tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
     """Return the tokenizer of a GGUF file as the files that other formats have next to their weights: names, contents.
 
-    Raises:
-        ValueError: No tokenizer, or one of a kind that cannot be written that way.
+    Raise `ValueError` if there is none, or it is of a kind that cannot be written that way.
     """
     with GgufFile(path) as file:
         return gguf_tokenizer.tokenizer_files(str(path), file.field)

@@ -29,10 +29,7 @@ _MAX_WEIGHTS_PER_BYTE = 8  # of any quantization
 
 
 def check_header(path: Path) -> None:
-    """Raise `ValueError` unless all counts and lengths in the header of a GGUF file are within the file.
-
-    What is damaged in other ways is left to the reader.
-    """
+    """Raise `ValueError` unless all counts and lengths in the header are within the file; check nothing else."""
     size = path.stat().st_size
     with path.open("rb") as file:
         walk = _Walk(path, file, size)
@@ -60,7 +57,6 @@ class _Walk:
         self._order = "<"
 
     def read_bytes(self, count: int, what: str) -> bytes:
-        """Read some bytes of the header."""
         content = self._file.read(count)
         if len(content) != count:
             raise ValueError(f"{self._path}: not a readable GGUF file (it ends within {what})")
@@ -77,7 +73,6 @@ class _Walk:
         return int(struct.unpack(self._order + kind, self.read_bytes(struct.calcsize(f"={kind}"), what))[0])
 
     def check_count(self, count: int, element_bytes: int, what: str) -> None:
-        """Raise unless so many elements fit into the rest of the file."""
         left = self._size - self._file.tell()
         if count * element_bytes > left:
             raise ValueError(
@@ -85,13 +80,11 @@ class _Walk:
             )
 
     def skip_string(self, what: str) -> None:
-        """Skip a string."""
         length = self.read_integer("Q", what)
         self.check_count(length, 1, f"bytes of {what}")
         self._file.seek(length, os.SEEK_CUR)
 
     def skip_value(self, kind: int) -> None:
-        """Skip the value of a field."""
         if kind in _SCALAR_BYTES:
             self.read_bytes(_SCALAR_BYTES[kind], "a value")
         elif kind == _STRING:

@@ -32,14 +32,9 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 
 def tokenizer_files(where: str, field: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """Return the tokenizer as files: names and contents.
+    """Return the tokenizer as files, names and contents; `field` gives a value of the header by its name, or a default.
 
-    Args:
-        where: Name of the GGUF file, for errors.
-        field: Returns a value of the header by its name, or a default.
-
-    Raises:
-        ValueError: No tokenizer, a damaged one, or one of a kind that cannot be written that way.
+    Raise `ValueError` for no tokenizer, a damaged one, or one of a kind that cannot be written that way.
     """
     tokens, kind = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.model")
     if (whole := field("tokenizer.huggingface.json")) is not None:
@@ -50,8 +45,7 @@ def tokenizer_files(where: str, field: Callable[..., Any]) -> dict[str, dict[str
         tokenizer = _tokenizer(where, kind, tokens, field)
     config: dict[str, Any] = {}
     for name in ("bos", "eos"):
-        token = _token(tokens or [], field(f"tokenizer.ggml.{name}_token_id"))
-        if token is not None:
+        if (token := _token(tokens or [], field(f"tokenizer.ggml.{name}_token_id"))) is not None:
             config[f"{name}_token"] = token
     if (template := field("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
@@ -71,15 +65,16 @@ def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., An
         unknown = field("tokenizer.ggml.unknown_token_id", 0)
         parts = _scored_tokens(tokens, kinds, scores, unknown, bool(field("tokenizer.ggml.add_space_prefix", True)))
     elif kind == "gpt2" and (splitter := _splitter(split)) is not None:
-        parts = _byte_pairs(tokens, kinds, field("tokenizer.ggml.merges", []))
-        parts |= {"pre_tokenizer": splitter, "decoder": _BYTES}
-        parts["model"]["ignore_merges"] = split in _LIKE_LLAMA3
+        merges = [merge.split(" ") for merge in field("tokenizer.ggml.merges", [])]
+        model: dict[str, Any] = {"type": "BPE", "vocab": _vocabulary(tokens, kinds), "merges": merges}
+        model["ignore_merges"] = split in _LIKE_LLAMA3
+        parts = {"model": model, "pre_tokenizer": splitter, "decoder": _BYTES}
     else:
         name = kind if kind != "gpt2" else split
         raise ValueError(f"{where}: its tokenizer is of a kind that cannot be read ({name}); pass one with --tokenizer")
+    begins_with_bos = field("tokenizer.ggml.add_bos_token", kind == "llama" or split == "llama-bpe")
     bos_id = field("tokenizer.ggml.bos_token_id")
-    bos = _token(tokens, bos_id)
-    if field("tokenizer.ggml.add_bos_token", kind == "llama" or split == "llama-bpe") and bos is not None:
+    if begins_with_bos and (bos := _token(tokens, bos_id)) is not None:
         parts["post_processor"] = _prepend_token(bos, bos_id)
     return {"version": "1.0", "added_tokens": _added(tokens, kinds), **parts}
 
@@ -105,7 +100,7 @@ def _isolated(expression: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
 
-def _prepend_token(token: str, number: int) -> dict[str, Any]:
+def _prepend_token(token: str, token_id: int) -> dict[str, Any]:
     """Return a post-processor that puts a token before the first text of a sequence."""
     special, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
@@ -113,7 +108,7 @@ def _prepend_token(token: str, number: int) -> dict[str, Any]:
         "type": "TemplateProcessing",
         "single": [special, text],
         "pair": [special, text, second],
-        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
     }
 
 
@@ -129,11 +124,6 @@ def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
 
 def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
     return {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
-
-
-def _byte_pairs(tokens: list[str], kinds: list[int], merges: list[str]) -> dict[str, Any]:
-    pairs = [merge.split(" ") for merge in merges]
-    return {"model": {"type": "BPE", "vocab": _vocabulary(tokens, kinds), "merges": pairs}}
 
 
 def _scored_tokens(
@@ -156,11 +146,7 @@ def _scored_tokens(
         "byte_fallback": kinds.count(_BYTE) == 256,
     }
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    back = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
+    back = [{**spaces, "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if not prefixed:
         return {"model": model, "normalizer": spaces, "decoder": {"type": "Sequence", "decoders": back}}
     before = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, spaces]}

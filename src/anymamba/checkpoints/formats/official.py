@@ -1,4 +1,4 @@
-"""The official format (`mamba_ssm`): our own names, so nothing is renamed.
+"""The official format (`mamba_ssm`), whose names of tensors are ours, and our own, which adds a table `stack` to it.
 
 config.json has the fields of `MambaConfig`; the weights are model.safetensors (a tied head is left out) or
 pytorch_model.bin. The official Mamba-3 takes any further option and ignores it, so such entries of `ssm_cfg` are stored
@@ -20,6 +20,7 @@ from anymamba.models.config import MambaLMConfig
 from anymamba.models.mamba3_activation import AMBIGUOUS, FIELD
 
 _UNKNOWN = "unknown_ssm_cfg"  # where unknown entries of `ssm_cfg` are kept
+_OUR_TYPE = "anymamba_lm"
 
 
 class OfficialFormat:
@@ -31,7 +32,7 @@ class OfficialFormat:
 
     def recognizes(self, raw: dict[str, Any]) -> bool:
         """Return whether there is a field `d_model`, and the model type is not ours."""
-        return "d_model" in raw and raw.get("model_type") != "anymamba_lm"
+        return "d_model" in raw and raw.get("model_type") != _OUR_TYPE
 
     def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
         """Return our config: the fields are ours, and infinities may be spelled in two ways."""
@@ -45,9 +46,9 @@ class OfficialFormat:
     def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return all fields, without those of `extra` that other formats own: the official reader accepts no others."""
         check_plain_stack("the official format", config)
-        return self._written(config)
+        return self._all_fields(config)
 
-    def _written(self, config: MambaLMConfig) -> dict[str, Any]:
+    def _all_fields(self, config: MambaLMConfig) -> dict[str, Any]:
         raw = config.to_dict()
         is_ambiguous, unknown = raw.pop(AMBIGUOUS, False), raw.pop(_UNKNOWN, {})
         raw["ssm_cfg"] = {**unknown, **raw["ssm_cfg"]}
@@ -64,6 +65,25 @@ class OfficialFormat:
     def foreign_key(self, key: str) -> str:
         """Return the name unchanged."""
         return key
+
+
+class AnymambaFormat(OfficialFormat):
+    """Our own format, for every stack: the official one with `"model_type": "anymamba_lm"`."""
+
+    name: ClassVar[str] = "anymamba"
+    weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
+
+    def recognizes(self, raw: dict[str, Any]) -> bool:
+        """Return whether the model type is ours."""
+        return raw.get("model_type") == _OUR_TYPE
+
+    def read_config(self, raw: dict[str, Any]) -> MambaLMConfig:
+        """Return the config: all fields are ours."""
+        return super().read_config({name: value for name, value in raw.items() if name != "model_type"})
+
+    def write_config(self, config: MambaLMConfig, dtype: torch.dtype) -> dict[str, Any]:
+        """Return all fields."""
+        return {"model_type": _OUR_TYPE, **self._all_fields(config)}
 
 
 def _read_mamba3(raw: dict[str, Any]) -> dict[str, Any]:
