@@ -102,7 +102,7 @@ class ChatTemplate:
         """
         variables = {
             **self.tokens,
-            "messages": [_normalize_message(message) for message in check_messages(messages)],
+            "messages": [_normalize_message(message) for message in _check_messages(messages)],
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": bool(add_generation_prompt),
@@ -112,26 +112,17 @@ class ChatTemplate:
             json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"messages and values must be plain data, as JSON has it ({error})") from error
+        name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise ValueError(f"{self.where}: expected one named {name!r}, found {', '.join(self.sources)}")
         try:
-            return shared_renderer().render(self._select_source(tools), variables)
+            return shared_renderer().render(self.sources[name], variables)
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from error
 
-    def _select_source(self, tools: Sequence[Any] | None) -> str:
-        """Return the template for a conversation with these tools."""
-        name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
-        if name not in self.sources:
-            raise ValueError(f"expected one named {name!r}, found {', '.join(self.sources)}")
-        return self.sources[name]
 
-
-def check_messages(messages: Any) -> Sequence[Message]:
-    """Check that messages can be rendered, and return them.
-
-    Raises:
-        TypeError: They are not a list of mappings with a text "role".
-        ValueError: There are none.
-    """
+def _check_messages(messages: Any) -> Sequence[Message]:
+    """Return messages; raise `TypeError` unless they are mappings with a text "role", `ValueError` for none."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TypeError(f'messages must be a list of {{"role": ..., "content": ...}}, got {_preview(messages)}')
     for message in messages:

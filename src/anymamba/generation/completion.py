@@ -68,14 +68,7 @@ class CompletionBuilder:
         stop_texts: Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> None:
-        """Begin with no tokens.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            end_tokens: Tokens that end the text and are not part of it.
-            stop_texts: Texts before which the text ends.
-            max_tokens: Number of tokens at which the text ends; unlimited if None.
-        """
+        """Begin with no tokens; the text excludes end tokens and stop texts, and `max_tokens` of None is no limit."""
         self.tokens: list[int] = []
         self.text = ""
         self.reason: Reason | None = None
@@ -89,11 +82,7 @@ class CompletionBuilder:
         self._logprobs: list[Sequence[TokenScore]] = []
 
     def add(self, token: int, logprobs: Sequence[TokenScore] = ()) -> str:
-        """Add a token.
-
-        Args:
-            token: Token id.
-            logprobs: Log-probabilities of this token and then of the most likely ones, for `build`.
+        """Add a token, with the log-probabilities of this token and then of the most likely ones for `build`.
 
         Returns:
             The text that can no longer change; empty while a character or a possible stop text is incomplete.
@@ -131,37 +120,23 @@ class CompletionBuilder:
         return rest
 
     def build(self, logprobs: int | None = None) -> Completion:
-        """Finish the text and return it.
-
-        Args:
-            logprobs: None for tokens without log-probabilities, 0 for the tokens' own, above 0 for alternatives too.
-        """
+        """Finish the text and return it; `logprobs` of 0 is for the tokens' own, above 0 for alternatives too."""
         self.finish()
         assert self.reason is not None
         choices = alternatives = None
         if logprobs is not None:
-            described = [[self._describe(scored) for scored in scores] for scores in self._logprobs]
+            decode = self._tokenizer.decode
+            described = [[Choice(x, decode([x]), logprob) for x, logprob in scores] for scores in self._logprobs]
             choices = [row[0] for row in described]
             alternatives = [row[1:] for row in described] if logprobs else None
         return Completion(self.text, self.tokens, self.reason, choices, alternatives)
 
-    def _describe(self, scored: TokenScore) -> Choice:
-        return Choice(scored.token, self._tokenizer.decode([scored.token]), scored.logprob)
-
 
 class StopFilter:
-    """Passes text on up to the first stop text, and holds back what may be the beginning of one.
-
-    Attributes:
-        stopped: True after a stop text was found.
-    """
+    """Passes text on up to the first stop text, after which `stopped` is True, and holds back what may begin one."""
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
-        """Begin with no text.
-
-        Args:
-            stop_texts: Texts to stop before, none of them empty.
-        """
+        """Begin with no text; no stop text may be empty."""
         self.stopped = False
         self._stop_texts = stop_texts
         self._held_back = ""
@@ -174,7 +149,10 @@ class StopFilter:
             self.stopped = True
             self._held_back = ""
             return text[: min(starts)]
-        cut = len(text) - self._count_held_back(text)
+        # What may be the beginning of a stop text is held back.
+        longest = min(len(text), max((len(stop) - 1 for stop in self._stop_texts), default=0))
+        beginnings = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop_texts))
+        cut = len(text) - next(beginnings, 0)
         self._held_back = text[cut:]
         return text[:cut]
 
@@ -183,11 +161,3 @@ class StopFilter:
         rest = self._held_back
         self._held_back = ""
         return rest
-
-    def _count_held_back(self, text: str) -> int:
-        """Return the length of the longest end of `text` with which a stop text begins."""
-        longest = max((len(stop) - 1 for stop in self._stop_texts), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop_texts):
-                return length
-        return 0

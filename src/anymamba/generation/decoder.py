@@ -1,4 +1,7 @@
-"""One token per row through a whole model, in one call to the compiled kernels where they cover it."""
+"""The logits after one more token per row, in one call to the compiled kernels where they cover the model.
+
+Tokens become text elsewhere: in completion.py and tokenizers.py.
+"""
 
 from __future__ import annotations
 

@@ -66,12 +66,9 @@ class DetectionResult(NamedTuple):
 
 
 def detect_activation(model: MambaLM, tokenizer: Tokenizer) -> DetectionResult | None:
-    """Detect and set the activation of a model whose config does not name it.
+    """Detect and set the activation of a model; return None if its config names one.
 
     If the sample texts are inconclusive, the model gets the official activation, and its config still names none.
-
-    Returns:
-        The result; None for a model whose config names the activation.
     """
     if not is_ambiguous(model.config):
         return None
@@ -81,7 +78,7 @@ def detect_activation(model: MambaLM, tokenizer: Tokenizer) -> DetectionResult |
         set_activation(model, activation)
         scores[activation] = [_count_bits(model, tokenizer.encode(text)) for text in PROBE_TEXTS]
     size = sum(len(text.encode()) for text in PROBE_TEXTS)
-    bits = {activation: sum(scores_of) / size for activation, scores_of in scores.items()}
+    bits = {activation: sum(bits_by_text) / size for activation, bits_by_text in scores.items()}
     best, other = sorted(CHOICES, key=bits.__getitem__)
     agree = all(better < worse for better, worse in zip(scores[best], scores[other], strict=True))
     is_clear = agree and bits[other] - bits[best] > _MIN_DIFFERENCE * bits[best]

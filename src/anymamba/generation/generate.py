@@ -45,17 +45,11 @@ class Generation(NamedTuple):
 
 
 class _StoppedRows(NamedTuple):
-    """Rows that have stopped.
-
-    Attributes:
-        rows: Their numbers in the batch.
-        state: Their state before `pending`.
-        pending: Their last tokens, which the model has not read; None once it has.
-    """
+    """Rows that have stopped, by their numbers in the batch."""
 
     rows: list[int]
     state: GenerationState
-    pending: Tensor | None
+    pending: Tensor | None  # their last tokens, which the model has not read after `state`; None once it has
 
 
 class TokenStream:
@@ -77,16 +71,7 @@ class TokenStream:
         stop: list[tuple[int, ...]],
         owns_state: bool = False,
     ) -> None:
-        """Start from a state.
-
-        Args:
-            model: Language model.
-            state: State of the rows.
-            max_new_tokens: Largest number of steps.
-            sampling: How tokens are chosen.
-            stop: Sequences of tokens after which a row stops.
-            owns_state: Whether nothing else uses the state, so that steps may overwrite it.
-        """
+        """Start from a state, which steps may overwrite if nothing else uses it (`owns_state`)."""
         self._model = model
         self._decoder = Decoder(model)
         self._sampling = sampling
@@ -144,13 +129,11 @@ class TokenStream:
         # 2) It reads the last tokens of the rows that have stopped since the last call, all of them in one step.
         self._feed_stopped()
         # 3) All rows together, in the order of the batch.
-        parts = [(part.rows, part.state) for part in self._stopped]
-        if self._rows:
-            parts.append((self._rows, self._state))
         state = self._state
         if self._stopped:
-            order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
-            state = GenerationState.cat([state for _, state in parts]).rows(order.to(self._model.device))
+            parts = self._stopped + ([_StoppedRows(self._rows, state, None)] if self._rows else [])
+            order = torch.tensor([row for part in parts for row in part.rows]).argsort()
+            state = GenerationState.cat([part.state for part in parts]).rows(order.to(self._model.device))
         self._is_intact = True
         return state
 
@@ -171,13 +154,12 @@ class TokenStream:
     def _feed_stopped(self) -> None:
         """Let the model read the last tokens of rows that have stopped."""
         unread = [part for part in self._stopped if part.pending is not None]
-        if not unread:
-            return
-        rows = [row for part in unread for row in part.rows]
-        state = GenerationState.cat([part.state for part in unread])
-        pending = torch.cat([part.pending for part in unread if part.pending is not None])
-        read = [part for part in self._stopped if part.pending is None]
-        self._stopped = [*read, _StoppedRows(rows, _advance(self._decoder, state, pending), None)]
+        if unread:
+            rows = [row for part in unread for row in part.rows]
+            state = GenerationState.cat([part.state for part in unread])
+            pending = torch.cat([part.pending for part in unread if part.pending is not None])
+            read = [part for part in self._stopped if part.pending is None]
+            self._stopped = [*read, _StoppedRows(rows, _advance(self._decoder, state, pending), None)]
 
     def _choose_tokens(self) -> list[int | None]:
         """Choose the next token of each row, which becomes pending."""
@@ -271,25 +253,23 @@ def stream(
     keys = split_keys(state.keys.tolist(), state.counts.tolist())
     state = state._replace(keys=torch.tensor(keys, dtype=torch.int64))
     # 4) No one else holds the cache of a new prefill, so the first step may update it in place.
-    owns_state = input_ids is not None and _is_unshared(model, state.cache) and not _shares_memory(state.cache, cache)
+    owns_state = input_ids is not None and _is_unshared(model, state.cache, cache)
     return TokenStream(
         model, state, max_new_tokens=max_new_tokens, sampling=options, stop=sequences, owns_state=owns_state
     )
 
 
-def _is_unshared(model: MambaLM, cache: LMCache) -> bool:
-    """Return whether no hook or subclass can have kept a cache that the model returned, and steps may overwrite it."""
+def _is_unshared(model: MambaLM, cache: LMCache, earlier: LMCache | GenerationState | None) -> bool:
+    """Return whether steps may overwrite a cache that a model returned.
+
+    No hook or subclass can have kept it, no tensor is of inference mode, and none is stored in the earlier cache.
+    """
     is_plain = type(model) is MambaLM and all(map(has_no_hooks, model.modules()))
-    return is_plain and not any(x.is_inference() for x in cache.leaves())
-
-
-def _shares_memory(new: LMCache, earlier: LMCache | GenerationState | None) -> bool:
-    """Return whether a tensor of a new cache is stored in the memory of an earlier one."""
-    if earlier is None:
+    if not is_plain or any(x.is_inference() for x in cache.leaves()):
         return False
-    cache = earlier.cache if isinstance(earlier, GenerationState) else earlier
-    storages = {x.untyped_storage().data_ptr() for x in cache.leaves()}
-    return any(x.untyped_storage().data_ptr() in storages for x in new.leaves())
+    before = earlier.cache if isinstance(earlier, GenerationState) else earlier
+    storages = {x.untyped_storage().data_ptr() for x in (before.leaves() if before is not None else [])}
+    return not any(x.untyped_storage().data_ptr() in storages for x in cache.leaves())
 
 
 def generate(
@@ -307,13 +287,10 @@ def generate(
         input_ids: Prompts (b, t); None to continue from a `GenerationState`.
         max_new_tokens: Largest number of tokens for each row.
         return_state: Also return the state of the rows, which costs one more step of the model.
-        options: Options of `stream`: stop, mask, cache, segment_len, temperature, top_k, top_p, min_p, penalties,
-            logit_bias and seed.
+        options: Further options of `stream`: stop, mask, cache, segment_len, and those of `Sampling`.
 
     Returns:
-        `tokens` (b, n), 0 after the end of rows that stopped early; `lengths` (b,), how many of them count, including
-        the stop token; `state`, a `GenerationState` to continue from, if requested; and `rows()`, the tokens that count
-        as lists.
+        The tokens (b, n), how many of each row count (b,), and the state of the rows if requested.
     """
     tokens = stream(model, input_ids, max_new_tokens, **options)
     rows: list[list[int]] = [[] for _ in range(tokens._batch_size)]

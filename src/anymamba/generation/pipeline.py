@@ -171,7 +171,7 @@ class Pipeline:
             # 3) Turn tokens into text until every sample has ended.
             builders = [CompletionBuilder(self.tokenizer, end_tokens=end_tokens, stop_texts=stop_texts) for _ in copies]
             self._complete(tokens, builders, logprobs)
-            completions = iter([builder.build(logprobs) for builder in builders])
+            completions = (builder.build(logprobs) for builder in builders)
             yield [(i, [next(completions) for _ in range(n)]) for indices in batch.values() for i in indices]
 
     def stream(
@@ -217,8 +217,7 @@ class Pipeline:
         vocab_size = self.model.config.vocab_size
         while any(builder.reason is None for builder in builders):
             logits_bv = tokens.state.logits if logprobs is not None else None
-            step = next(tokens, None)
-            if step is None:
+            if (step := next(tokens, None)) is None:
                 return
             for row, (builder, token) in enumerate(zip(builders, step, strict=True)):
                 if token is not None and builder.reason is None:
@@ -240,12 +239,7 @@ def _group_prompts(prompts: list[tuple[int, ...]], size: int) -> Iterator[dict[t
 
 
 def check_texts(name: str, texts: Sequence[str]) -> list[str]:
-    """Return texts as a list.
-
-    Raises:
-        TypeError: One of them is not a text.
-        ValueError: One of them is empty.
-    """
+    """Return texts as a list; raise `TypeError` for one that is not a text, `ValueError` for an empty one."""
     for text in texts:
         if not isinstance(text, str):
             raise TypeError(f"{name} must be a text or a list of strings, got {text!r}")

@@ -102,18 +102,10 @@ class Prefill:
         keeps_state_at: Callable[[int], bool] | None = None,
         logprobs: int | None = None,
     ) -> None:
-        """Prepare to read.
+        """Prepare to read prompts of at least one token each, from `earlier` on; from the zero state if it is None.
 
-        Args:
-            model: Language model.
-            prompts: Token ids of each row, at least one token each.
-            earlier: What the rows continue from; the zero state if None.
-            segment_len: Number of tokens computed at once, at least 1.
-            keeps_state_at: Returns whether the state at a position before the end is needed too.
-            logprobs: Number of most likely tokens to score for each token of a single prompt; None for no scores.
-
-        Raises:
-            ValueError: A prompt without tokens, or a segment length below 1.
+        `keeps_state_at` returns whether the state at a position before the end is needed too. `logprobs` is the number
+        of most likely tokens to score for each token of a single prompt; None for no scores.
         """
         if segment_len < 1:
             raise ValueError(f"segment_len must be at least 1, got {segment_len}")
@@ -165,50 +157,47 @@ class Prefill:
         if ending:
             assert logits_bv is not None
             rows = [self._active[i] for i in ending]
-            self._finished.append(
-                _FinishedRows(rows, logits_bv[ending], cache.rows(ending))
-                if staying
-                else _FinishedRows(rows, logits_bv, cache)
-            )
-            if staying:
-                cache = cache.rows(staying)
-                logits_bv = logits_bv[staying]
             self._active = [self._active[i] for i in staying]
+            if staying:
+                self._finished.append(_FinishedRows(rows, logits_bv[ending], cache.rows(ending)))
+                logits_bv = logits_bv[staying]
+                cache = cache.rows(staying)
+            else:
+                self._finished.append(_FinishedRows(rows, logits_bv, cache))
         self._cache = cache
         self.position = end
         # 4) Put the rows together again where their state is asked for.
         if staying and not is_kept:
             return None
-        active = []
+        parts = list(self._finished)
         if staying:
             assert logits_bv is not None
-            active = [_FinishedRows(self._active, logits_bv, cache)]
-        return self._make_state([*self._finished, *active])
+            parts.append(_FinishedRows(self._active, logits_bv, cache))
+        return self._make_state(parts)
 
     def _run(self, segments: list[Tensor], with_logits: bool) -> tuple[Tensor | None, LMCache]:
         """Run the model over a segment of each active row; return the last logits (b, v) and the cache after it."""
-        ids_bt, lengths_b = _stack_rows(segments)
+        lengths = [len(segment) for segment in segments]
+        ids_bt = pad_sequence(segments, batch_first=True)
         if self._logprobs is not None:
-            return self._run_scored(ids_bt)
+            return self._run_scored(ids_bt, self._logprobs)
+        lengths_b = None if len(set(lengths)) == 1 else torch.tensor(lengths, device=ids_bt.device)
         output = self._model(ids_bt, self._cache, mask=lengths_b, logits="last" if with_logits else "none")
         return (output.logits[:, 0] if with_logits else None), output.cache
 
-    def _run_scored(self, ids_1t: Tensor) -> tuple[Tensor, LMCache]:
+    def _run_scored(self, ids_1t: Tensor, alternatives: int) -> tuple[Tensor, LMCache]:
         """Run the model over a segment of one row, and score each token with the logits before it."""
-        model = self._model
+        model, vocab_size = self._model, self._model.config.vocab_size
         hidden_1td, cache = model.backbone(ids_1t, self._cache)
         # A head rounds one row differently from many, so the last logits are computed as they are without scores.
         last_1v = apply_linear(model.lm_head, hidden_1td[:, -1:])[:, 0]
         logits_tv = apply_linear(model.lm_head, hidden_1td)[0]
         before = [self._last_logits_1v, *logits_tv[:-1].split(1)]
         for logits_1v, token in zip(before, ids_1t[0].tolist(), strict=True):
-            self.prompt_scores.append([] if logits_1v is None else self._score(logits_1v[0], token))
+            scores = [] if logits_1v is None else score_token(logits_1v[0, :vocab_size], token, alternatives)
+            self.prompt_scores.append(scores)
         self._last_logits_1v = logits_tv[-1:].clone()
         return last_1v, cache
-
-    def _score(self, logits_v: Tensor, token: int) -> list[TokenScore]:
-        assert self._logprobs is not None
-        return score_token(logits_v[: self._model.config.vocab_size], token, self._logprobs)
 
     def _make_state(self, parts: list[_FinishedRows]) -> GenerationState:
         """Return the state of all rows, in their order, after the tokens read so far."""
@@ -216,9 +205,9 @@ class Prefill:
             logits_bv = parts[0].logits_bv
             cache = parts[0].cache
         else:
-            order = torch.tensor([row for part in parts for row in part.rows], device=parts[0].logits_bv.device)
-            order = order.argsort()
-            logits_bv = torch.cat([part.logits_bv for part in parts])[order]
+            logits_bv = torch.cat([part.logits_bv for part in parts])
+            order = torch.tensor([row for part in parts for row in part.rows], device=logits_bv.device).argsort()
+            logits_bv = logits_bv[order]
             cache = LMCache.cat([part.cache for part in parts]).rows(order)
         earlier = self._earlier
         tokens = [prompt[: self.position].cpu() for prompt in self._prompts]
@@ -240,14 +229,6 @@ def _check_cache(cache: object) -> None:
         return
     hints = [f"; pass its .{name}" for name in ("state", "cache") if getattr(cache, name, None) is not None]
     raise TypeError(f"cache must be a GenerationState or an LMCache, got {type(cache).__name__}{''.join(hints[:1])}")
-
-
-def _stack_rows(segments: list[Tensor]) -> tuple[Int[Tensor, "b t"], Int[Tensor, " b"] | None]:
-    """Return rows as one batch (b, t), with their lengths (b,) if these differ."""
-    lengths = [len(segment) for segment in segments]
-    if len(set(lengths)) == 1:
-        return torch.stack(segments), None
-    return pad_sequence(segments, batch_first=True), torch.tensor(lengths, device=segments[0].device)
 
 
 def _split_rows(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
@@ -275,8 +256,7 @@ def _split_rows(model: MambaLM, input_ids: Tensor, mask: Tensor | None) -> list[
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"a prompt must have at least one token, got none in row {i}")
-        low = int(prompt.min())
-        high = int(prompt.max())
+        low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high > largest:
             raise ValueError(f"token ids must be between 0 and {largest}, got {low} to {high} in row {i}")
     return prompts

@@ -97,11 +97,7 @@ class Sampling:
 
     @staticmethod
     def from_options(options: dict[str, Any]) -> Sampling:
-        """Return the sampling that keyword arguments ask for.
-
-        Raises:
-            TypeError: An unknown option.
-        """
+        """Return the sampling that keyword arguments ask for; raise `TypeError` for an unknown one."""
         known = [field.name for field in dataclasses.fields(Sampling)]
         for name in options:
             if name not in known:
@@ -161,9 +157,6 @@ def sample_tokens(
 
     Returns:
         Token ids (b,), on the CPU.
-
-    Raises:
-        ValueError: A row's logits are not finite, or a bias is for a token that does not exist.
     """
     # 1) Penalties and biases, in float32 on the CPU whatever the model computes in.
     logits = logits.to("cpu", torch.float32)
@@ -220,10 +213,9 @@ def _draw(p_v: _Numbers, sampling: Sampling, uniform: float) -> int:
 
 
 def _candidates(p_v: _Numbers, sampling: Sampling) -> tuple[_Numbers, Callable[[int], int]]:
-    """Return the candidates that top-k and top-p leave.
+    """Return the candidates that top-k and top-p leave: their probabilities, and the token at each index.
 
-    Returns:
-        Probabilities, most likely first (in the vocabulary's order if all are left), and the token at each index.
+    The most likely comes first; if all are left, they stay in the vocabulary's order.
     """
     size = p_v.shape[0]
     if sampling.top_k is None and sampling.top_p == 1:

@@ -6,6 +6,7 @@ Letters: t time, v vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ def score_text(
     total, predicted, read = 0.0, 0, 0
     last_logits_1v, cache = None, None
     segment_len *= 1 if cp_group is None else cp_group.size
-    for chunk, is_end in _mark_end(tokens):
+    chunks: Iterable[tuple[list[int], bool]] = chain(((chunk, False) for chunk in tokens), [([], True)])
+    for chunk, is_end in chunks:
         # 1) Collect chunks until there is a segment, or the text has ended.
         waiting += chunk
         while len(waiting) >= segment_len or (is_end and waiting):
@@ -77,16 +79,10 @@ def score_text(
 def _score_segment(
     model: MambaLM, ids_t: Tensor, last_logits_1v: Tensor | None, cache: LMCache | None
 ) -> tuple[float, Tensor, LMCache]:
-    """Score one segment.
-
-    Args:
-        model: Language model.
-        ids_t: Token ids of the segment.
-        last_logits_1v: Logits after the segment before it.
-        cache: Cache after the segment before it.
+    """Score one segment, from the logits and cache after the segment before it.
 
     Returns:
-        The negative log-likelihood, and the logits and cache after the segment.
+        The negative log-likelihood, and the logits and cache after this segment.
     """
     output = model(ids_t.unsqueeze(0), cache, labels=ids_t.unsqueeze(0), logits="last")
     assert output.logits is not None
@@ -97,11 +93,7 @@ def _score_segment(
 
 @torch.no_grad()
 def _score_shared_segment(
-    model: MambaLM,
-    ids_t: Tensor,
-    last_logits_1v: Tensor | None,
-    cache: LMCache | None,
-    cp_group: ContextParallelGroup,
+    model: MambaLM, ids_t: Tensor, last_logits_1v: Tensor | None, cache: LMCache | None, cp_group: ContextParallelGroup
 ) -> tuple[float, Tensor, LMCache]:
     """Score one segment, a part of it on each rank; arguments and results are those of `_score_segment`.
 
@@ -137,10 +129,3 @@ def _min_part_len(model: MambaLM) -> int:
     """Return the least number of tokens of a segment that a rank can compute: those of a convolution's window."""
     layers: Any = model.backbone.layers
     return max(getattr(layer.mixer.config, "d_conv", 1) for layer in layers)
-
-
-def _mark_end(chunks: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
-    """Yield chunks with False, and then an empty one with True."""
-    for chunk in chunks:
-        yield chunk, False
-    yield [], True

@@ -41,22 +41,16 @@ class TemplateRenderer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, values: dict[str, Any]) -> str:
-        """Return the text of a template.
+        """Return the text of a template for variables of plain data, as JSON has it.
 
-        Args:
-            template: Source of the template.
-            values: Variables of the template by name: plain data, as JSON has it.
-
-        Raises:
-            ValueError: It is not a template, rejects the values, fails, or needs too much time or memory.
+        Raise `ValueError` if it is not a template, rejects the values, fails, or needs too much time or memory.
         """
         request = json.dumps({"template": template, "values": values}).encode() + b"\n"
         with self._lock:
             line = self._send(request)
             reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"ended": True}
             if reply.get("ended"):
-                code = self._end(patience=5.0)
-                reply.setdefault("problem", self._explain_exit(code))
+                reply.setdefault("problem", self._explain_exit(self._end(patience=5.0)))
         if "problem" in reply:
             raise ValueError(reply["problem"])
         return str(reply["text"])

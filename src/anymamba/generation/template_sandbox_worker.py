@@ -56,11 +56,6 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def format_now(format: str) -> str:
-    """Return the date and time in a format of the template."""
-    return datetime.datetime.now().strftime(format)
-
-
 @functools.lru_cache(maxsize=16)
 def compile_template(template: str) -> Any:
     """Return a compiled template, with everything that templates of transformers expect."""
@@ -68,17 +63,14 @@ def compile_template(template: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=reject, strftime_now=format_now)
+    environment.globals["raise_exception"] = reject
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     environment.globals.pop("lipsum")  # text of any length
     return environment.from_string(template)
 
 
 def render(template: str, values: dict[str, Any], max_characters: int) -> str:
-    """Return the text of a template.
-
-    Raises:
-        TooLongError: The text is longer than `max_characters`.
-    """
+    """Return the text of a template; raise `TooLongError` if it is longer than `max_characters`."""
     parts = []
     length = 0
     for part in compile_template(template).generate(values):
@@ -115,9 +107,8 @@ def limit_memory(max_bytes: int) -> None:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(
-            resource.RLIMIT_AS, (max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard), hard)
-        )
+        soft = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def limit_time(seconds: float) -> None:

@@ -16,15 +16,8 @@ from typing import Any
 MAX_GROWTH = 1000.0
 
 # The most bytes that a byte of text may become; Unicode's own figures for its normalization forms.
-_GROWTH = {
-    "NFC": 3.0,
-    "NFD": 3.0,
-    "NFKC": 11.0,
-    "NFKD": 11.0,
-    "Lowercase": 1.5,
-    "BertNormalizer": 5.0,
-    "ByteLevel": 2.0,
-}
+_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5, "ByteLevel": 2.0}
+_GROWTH["BertNormalizer"] = 5.0
 # Unicode's composition shortens a text to no less than this fraction of its bytes.
 _NFC_SHRINKAGE = 3
 # Steps that neither drop text nor shorten it, other than NFC.
@@ -32,15 +25,7 @@ _PRESERVING = ("NFC", "NFD", "Prepend", "ByteLevel", "Metaspace", "Digits", "Uni
 
 
 def check_growth(where: str, tokenizer: Any) -> None:
-    """Check that neither the normalizer nor the decoder can make a text very much longer.
-
-    Args:
-        where: Name of the file, for the error.
-        tokenizer: A `tokenizers.Tokenizer`.
-
-    Raises:
-        ValueError: A step, or all of them together, may make a text more than `MAX_GROWTH` times longer.
-    """
+    """Raise `ValueError` if the normalizer or decoder may make a text more than `MAX_GROWTH` times longer."""
     for part in ("normalizer", "decoder"):
         growth = math.prod(map(growth_of, _steps(getattr(tokenizer, part))))
         if growth > MAX_GROWTH:
@@ -53,12 +38,8 @@ def check_growth(where: str, tokenizer: Any) -> None:
 def max_bytes_per_token(tokenizer: Any) -> int | None:
     """Return the most bytes of a text that one token can stand for.
 
-    Args:
-        tokenizer: A `tokenizers.Tokenizer`.
-
-    Returns:
-        The number of bytes; None if any amount of text may become one token or none, as with words that are replaced by
-        an unknown token, or spaces that are dropped.
+    None if any amount of text may become one token or none, as with words that are replaced by an unknown token, or
+    spaces that are dropped.
     """
     model = tokenizer.model
     steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
@@ -97,18 +78,15 @@ def growth_of(step: dict[str, Any]) -> float:
     if step["type"] == "Prepend":
         return 1.0 + len(step["prepend"].encode())
     if step["type"] == "Precompiled":
-        return float(max(1, _longest_replacement(base64.b64decode(step["precompiled_charsmap"]))))
+        # A sentencepiece map: the size of a trie, the trie, and replacements that end with 0.
+        charsmap = base64.b64decode(step["precompiled_charsmap"])
+        replacements = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        return float(max(1, *map(len, replacements)))
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String", "").encode()  # a regular expression may match nothing
         content = step["content"].encode()
         return max(1.0, len(content) / len(pattern)) if pattern else 1.0 + len(content)
-    return _GROWTH.get(step["type"], 2.0 if step["type"] == "ByteLevel" else 1.0)
-
-
-def _longest_replacement(charsmap: bytes) -> int:
-    """Return the length of the longest text in a sentencepiece map: a size, a trie, and texts that end with 0."""
-    trie_size = int.from_bytes(charsmap[:4], "little")
-    return max(map(len, charsmap[4 + trie_size :].split(b"\0")))
+    return _GROWTH.get(step["type"], 1.0)
 
 
 def _preserves_text(step: dict[str, Any]) -> bool:

@@ -143,9 +143,8 @@ class FileTokenizer:
 
     def min_tokens(self, text: str) -> int:
         """Return a number of tokens that a text has at least, without tokenizing it; 0 if nothing is known."""
-        if self._max_bytes_per_token is None:
-            return 0
-        return -(-len(text.encode("utf-8", errors="surrogatepass")) // self._max_bytes_per_token)
+        size = len(text.encode("utf-8", errors="surrogatepass"))
+        return -(-size // self._max_bytes_per_token) if self._max_bytes_per_token is not None else 0
 
     @cached_property
     def _max_bytes_per_token(self) -> int | None:
@@ -164,10 +163,7 @@ class FileTokenizer:
 
 @contextmanager
 def _library_errors(message: str) -> Iterator[None]:
-    """Turn an error of the `tokenizers` library into a ValueError.
-
-    The library raises bare exceptions, and panics, which derive from BaseException.
-    """
+    """Raise errors of the `tokenizers` library as ValueError: bare exceptions, and panics, which are BaseExceptions."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UnicodeError):
@@ -177,12 +173,7 @@ def _library_errors(message: str) -> Iterator[None]:
 
 
 def min_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Return a number of tokens that a text has at least, so that one that is too long is rejected at once.
-
-    Args:
-        tokenizer: Tokenizer; one without a method `min_tokens` gives 0.
-        text: Text, which is not tokenized.
-    """
+    """Return a number of tokens that a text has at least, without tokenizing it; 0 if the tokenizer cannot tell."""
     count: int = getattr(tokenizer, "min_tokens", lambda _: 0)(text)
     return count
 
@@ -237,7 +228,7 @@ def load_tokenizer(
         ValueError: There is no tokenizer, or it has more tokens than the model.
     """
     tokenizer: Tokenizer
-    if name is None and directory is not None and Path(directory).suffix == gguf.SUFFIX and Path(directory).is_file():
+    if name is None and directory is not None and gguf.is_gguf(Path(directory)):
         with TemporaryDirectory() as extracted:
             for file, content in gguf.tokenizer_files(Path(directory)).items():
                 write_json(Path(extracted) / file, content)
