@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from anymamba.blocks.base import Block
+from anymamba.core.dtypes import state_dtype
 from anymamba.models.lm import MambaLM
 
 
@@ -84,8 +84,7 @@ def layers_and_scores(
 
 
 def _score_tokens(logits_btv: Tensor, targets_bt: Tensor, likeliest: int) -> TokenScores:
-    acc_dtype = torch.float64 if logits_btv.dtype == torch.float64 else torch.float32
-    logprobs_btv = logits_btv.to(acc_dtype).log_softmax(-1)
+    logprobs_btv = logits_btv.to(state_dtype(logits_btv.dtype)).log_softmax(-1)
     logprob_bt1 = logprobs_btv.gather(-1, targets_bt.long().unsqueeze(-1))
     best = logprobs_btv.topk(min(likeliest, logprobs_btv.shape[-1]))
     return TokenScores(

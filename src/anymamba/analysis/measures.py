@@ -95,9 +95,7 @@ def state_measures(block: Block, x: Float[Tensor, "b t d"], cache: Any = None) -
     Same arguments as `half_lives`.
     """
     terms = recurrence(block, x, cache)
-    norms: list[Tensor] = []
-    ranks: list[Tensor] = []
-    reads: list[Tensor] = []
+    norms, ranks, reads = [], [], []
     for t, cache_after in enumerate(step_caches(block, x, cache)):
         state_bhpn = state_of(block, cache_after)
         norms.append(state_bhpn.flatten(2).norm(dim=-1))

@@ -38,15 +38,7 @@ def report_data(
 ) -> dict[str, Any]:
     """Return everything that the page draws, as a tree for JSON.
 
-    Args:
-        model: Language model.
-        tokenizer: Tokenizer that shows tokens as text.
-        ids: Token ids of the text, at least one.
-        name: Name of the model.
-        text_tokens: Number of tokens of the text before it was cut to `ids`.
-
-    Raises:
-        ValueError: The recurrence of a block family is unknown.
+    There is at least one of `ids`; `text_tokens` is the number of tokens of the text before it was cut to them.
     """
     layers, scores = layers_and_scores(model, torch.tensor([list(ids)], device=model.device))
     terms = [recurrence(*layer) for layer in layers]
@@ -61,10 +53,7 @@ def report_data(
         "whole": text_tokens,
         "tokens": token_texts(tokenizer, ids),
         "scores": _score_data(scores, tokenizer),
-        "layers": [
-            _layer_data(layer, layer_terms, shown, side=side, rows=rows)
-            for layer, layer_terms, shown in zip(layers, terms, heads, strict=True)
-        ],
+        "layers": [_layer_data(*part, side=side, rows=rows) for part in zip(layers, terms, heads, strict=True)],
     }
 
 
@@ -141,7 +130,7 @@ def _layer_data(layer: Layer, terms: Recurrence, heads: list[int], *, side: int,
     measures = state_measures(*layer)
     has_channels = _has_channels(terms)
     horizons = _horizons(terms)
-    half_lives = _slowest_half_lives(terms)[0]
+    half_lives = _slowest_half_lives(terms.log_decay[0], terms)
     read, skip = measures.read[0].square().mean(0), measures.skip[0].square().mean(0)
     state_fraction = (read / (read + skip).clamp(min=torch.finfo(read.dtype).tiny))[heads]
     count, width, states = terms.v.shape[3], terms.v.shape[4], terms.k.shape[4]
@@ -170,16 +159,15 @@ def _layer_data(layer: Layer, terms: Recurrence, heads: list[int], *, side: int,
     }
 
 
-def _slowest_half_lives(terms: Recurrence) -> Tensor:
-    """Return half-lives (b, t, h), of the slowest state if each has its own decay."""
-    log_decay = terms.log_decay if terms.log_decay.ndim == 3 else terms.log_decay.amax(-1)
-    return (math.log(2) / -log_decay).clamp(max=_MAX_HALF_LIFE)
-
-
 def _horizons(terms: Recurrence) -> Tensor:
-    """Return half-lives (h,) over the whole text, of the slowest state if each has its own decay."""
-    mean = terms.log_decay[0].mean(0)
-    return (math.log(2) / -(mean if mean.ndim == 1 else mean.amax(-1))).clamp(max=_MAX_HALF_LIFE)
+    """Return half-lives (h,) over the whole text."""
+    return _slowest_half_lives(terms.log_decay[0].mean(0), terms)
+
+
+def _slowest_half_lives(log_decay: Tensor, terms: Recurrence) -> Tensor:
+    """Return half-lives (..., h), of the slowest state if each has its own decay (..., h, n)."""
+    slowest = log_decay if terms.log_decay.ndim == 3 else log_decay.amax(-1)
+    return (math.log(2) / -slowest).clamp(max=_MAX_HALF_LIFE)
 
 
 def _matrix_data(terms: Recurrence, head: int, side: int) -> dict[str, Any]:
@@ -210,9 +198,8 @@ def _largest_in_groups(x: Tensor, group: int, dim: int) -> Tensor:
     """Return the number with the largest absolute value in every `group` along `dim`."""
     if group == 1:
         return x
-    missing = -x.shape[dim] % group
     shape = list(x.shape)
-    shape[dim] = missing
+    shape[dim] = -shape[dim] % group
     grouped = torch.cat([x, x.new_zeros(shape)], dim).unflatten(dim, (-1, group))
     return grouped.gather(dim + 1, grouped.abs().argmax(dim + 1, keepdim=True)).squeeze(dim + 1)
 

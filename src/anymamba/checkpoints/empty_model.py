@@ -91,9 +91,11 @@ def expected_tensors(
         return built
     tensors: dict[str, ExpectedTensor] = {}
     for name, expected in built.items():
-        rest = name.removeprefix(_FIRST_LAYER)
-        layers = range(config.n_layer) if rest != name else [None]
-        tensors |= {name if i is None else f"backbone.layers.{i}.{rest}": expected for i in layers}
+        if name.startswith(_FIRST_LAYER):
+            rest = name.removeprefix(_FIRST_LAYER)
+            tensors |= {f"backbone.layers.{i}.{rest}": expected for i in range(config.n_layer)}
+        else:
+            tensors[name] = expected
     return tensors
 
 

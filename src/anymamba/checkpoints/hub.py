@@ -14,12 +14,6 @@ def is_repository_id(name: str | os.PathLike[str]) -> bool:
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith("/")
 
 
-def check_repository_id(name: str) -> None:
-    """Raise `ValueError` for a name that does not read as "owner/name"."""
-    if not is_repository_id(name):
-        raise ValueError(f'{name}: expected the id of a hub repository ("owner/name")')
-
-
 def fetch(name: str, *patterns: str, instead: str) -> Path:
     """Return a directory with those files of a repository that match the patterns; raise `ValueError` if it fails.
 
@@ -41,13 +35,8 @@ def fetch(name: str, *patterns: str, instead: str) -> Path:
 def upload(directory: Path, name: str, *, private: bool | None = None, token: str | None = None) -> str:
     """Write the files of a directory to a repository in one commit, and return the address of the commit.
 
-    The repository is created if it does not exist. If the hub does not accept the files, nothing is written.
-
-    Args:
-        directory: Directory of the files.
-        name: Repository, "owner/name".
-        private: Whether a new repository is private; None: the owner's default.
-        token: Access token; None: the one of `hf auth login`.
+    The repository is created if it does not exist, with the owner's default if `private` is None. A `token` of None is
+    that of `hf auth login`. If the hub does not accept the files, nothing is written.
     """
     try:
         from huggingface_hub import HfApi

@@ -171,16 +171,9 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
 def match_tensors(
     adapter: Format, expected: dict[str, ExpectedTensor], entries: Iterable[Entry], *, is_tied: bool
 ) -> dict[str, Entry]:
-    """Return the stored tensors by our names, matched with the expected ones by name, shape and dtype.
+    """Return the stored tensors by our names; raise `ValueError` unless they match `expected` one to one.
 
-    Args:
-        adapter: Format of the stored names.
-        expected: Expected tensors by our names.
-        entries: Stored tensors.
-        is_tied: Whether the head is the embedding, so that it need not be stored.
-
-    Raises:
-        ValueError: Not all of them match one to one.
+    Names, shapes and dtypes must match. A tied head, which is the embedding, need not be stored.
     """
     tensors: dict[str, Entry] = {}
     unexpected, duplicate, wrong_shape, wrong_dtype = [], [], [], []

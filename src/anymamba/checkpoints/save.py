@@ -14,7 +14,7 @@ from torch import Tensor
 from anymamba.checkpoints.empty_model import expected_tensors
 from anymamba.checkpoints.formats import FORMATS, Format, default_format, get_format, gguf
 from anymamba.checkpoints.formats.base import StoredTensor
-from anymamba.checkpoints.hub import check_repository_id, upload
+from anymamba.checkpoints.hub import is_repository_id, upload
 from anymamba.checkpoints.open import match_tensors
 from anymamba.core.io import atomic_write, write_json, write_tensors
 from anymamba.models.lm import MambaLM
@@ -88,7 +88,8 @@ def push_model(
     token: str | None = None,
 ) -> str:
     """Write a model to a repository of the hub (`MambaLM.push_to_hub` has the contract)."""
-    check_repository_id(name)
+    if not is_repository_id(name):
+        raise ValueError(f'{name}: expected the id of a hub repository ("owner/name")')
     parameters, format = sum(p.numel() for p in model.parameters()), format or default_format(model.config)
     with TemporaryDirectory() as temporary:
         directory = Path(temporary)

@@ -171,7 +171,7 @@ class PickleFile:
             check_size(self.path, self.path.stat().st_size, self._size)
 
     def _release_pages(self, size: int) -> None:
-        """Count bytes that were read. Their pages stay in memory until the file is mapped again: after a fortieth."""
+        """Count the bytes read, and map the file again after a fortieth of it, which releases the pages read so far."""
         self._bytes_read += size
         if self._bytes_read > max(2**22, self._size // 40):
             self._bytes_read = 0

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from anymamba.checkpoints.formats.base import read_float
-from anymamba.checkpoints.formats.hf import TransformersFormat
+from anymamba.checkpoints.formats.hf import MAMBA1_FIELDS, TransformersFormat
 from anymamba.models.config import MambaLMConfig
 
 # Name in fla, our name, and the default in fla.
@@ -22,31 +22,18 @@ _MODEL = (
     ("tie_word_embeddings", "tie_embeddings", False),
 )
 _SHARED = (("expand", "expand", 2), ("use_bias", "bias", False))
-_CONV = (("conv_kernel", "d_conv", 4), ("use_conv_bias", "conv_bias", True))
 _STEPS = (("dt_min", "dt_min", 0.001), ("dt_max", "dt_max", 0.1), ("dt_init_floor", "dt_init_floor", 1e-4))
 _HEADS = (("state_size", "d_state", 128), ("head_dim", "headdim", 64), ("n_groups", "ngroups", 1))
 _BLOCKS: dict[str, tuple[str, tuple[tuple[str, str, Any], ...]]] = {
-    "mamba": (
-        "Mamba1",
-        (
-            ("state_size", "d_state", 16),
-            ("time_step_rank", "dt_rank", "auto"),
-            ("time_step_scale", "dt_scale", 1.0),
-            ("time_step_init_scheme", "dt_init", "random"),
-            ("time_step_min", "dt_min", 0.001),
-            ("time_step_max", "dt_max", 0.1),
-            ("time_step_floor", "dt_init_floor", 1e-4),
-            *_SHARED,
-            *_CONV,
-        ),
-    ),
+    "mamba": ("Mamba1", MAMBA1_FIELDS),
     "mamba2": (
         "Mamba2",
         (
             *_HEADS,
             *_SHARED,
-            *_CONV,
             *_STEPS,
+            ("conv_kernel", "d_conv", 4),
+            ("use_conv_bias", "conv_bias", True),
             ("D_has_hdim", "D_has_hdim", False),
             ("rmsnorm", "rmsnorm", True),
             ("norm_before_gate", "norm_before_gate", False),

@@ -53,7 +53,6 @@ def tokenizer_files(where: str, field: Callable[..., Any]) -> dict[str, dict[str
 
 
 def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., Any]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json."""
     kinds, split = field("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)), field("tokenizer.ggml.pre", "default")
     if len(kinds) != len(tokens):
         raise ValueError(f"{where}: expected a type for each of the {len(tokens)} tokens, got {len(kinds)}")
@@ -80,7 +79,6 @@ def _tokenizer(where: str, kind: str, tokens: list[str], field: Callable[..., An
 
 
 def _token(tokens: list[str], token_id: Any) -> str | None:
-    """Return a token by its id; None if there is no such token."""
     return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
 
@@ -113,7 +111,7 @@ def _prepend_token(token: str, token_id: int) -> dict[str, Any]:
 
 
 def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
-    """Return the tokens that are found in a text before it is split."""
+    """Return the tokens that are recognized in a text before it is split."""
     return [
         {"id": i, "content": token, "special": kind != _USER_DEFINED, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)

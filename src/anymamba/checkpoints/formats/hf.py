@@ -20,25 +20,15 @@ _Field = tuple[str, str, Any]
 
 
 class _Kind(NamedTuple):
-    """A `model_type` of transformers.
+    """A `model_type` of transformers."""
 
-    Attributes:
-        layer: Our block family.
-        architecture: Class in transformers.
-        model: Fields of the model.
-        block: Fields of the blocks.
-        fixed: Fields of the file with the only values that transformers computes with.
-        block_fixed: Fields of our block with the only values that transformers knows.
-        implied: Fields of our block that follow from the model type.
-    """
-
-    layer: str
-    architecture: str
+    layer: str  # our block family
+    architecture: str  # its class
     model: tuple[_Field, ...]
     block: tuple[_Field, ...]
-    fixed: dict[str, Any]
-    block_fixed: dict[str, Any]
-    implied: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    fixed: dict[str, Any]  # fields of the file with the only values that transformers computes with
+    block_fixed: dict[str, Any]  # fields of our block with the only values that transformers knows
+    implied: dict[str, Any] = {}  # noqa: RUF012 (fields of our block that follow from the model type; never changed)
 
 
 def _model_fields(width: int, layers: int, vocabulary: int, tied: bool) -> tuple[_Field, ...]:
@@ -61,7 +51,7 @@ _BLOCK_FIELDS: tuple[_Field, ...] = (
     ("time_step_floor", "dt_init_floor", 1e-4),
 )
 _FIXED = {"layer_norm_epsilon": 1e-5, "hidden_act": "silu"}
-_MAMBA1_FIELDS: tuple[_Field, ...] = (
+MAMBA1_FIELDS: tuple[_Field, ...] = (
     ("state_size", "d_state", 16),
     ("time_step_rank", "dt_rank", "auto"),
     ("time_step_scale", "dt_scale", 1.0),
@@ -73,7 +63,7 @@ _KINDS = {
         "Mamba1",
         "MambaForCausalLM",
         _model_fields(768, 32, 50280, tied=True),
-        _MAMBA1_FIELDS,
+        MAMBA1_FIELDS,
         _FIXED,
         {"inner_norms": "none"},
     ),
@@ -81,7 +71,7 @@ _KINDS = {
         "Mamba1",
         "FalconMambaForCausalLM",
         _model_fields(768, 32, 50280, tied=True),
-        (*_MAMBA1_FIELDS, ("mixer_rms_eps", "inner_norm_eps", 1e-6)),
+        (*MAMBA1_FIELDS, ("mixer_rms_eps", "inner_norm_eps", 1e-6)),
         _FIXED,
         {"inner_norms": "plain"},
         {"inner_norms": "plain"},
@@ -102,10 +92,6 @@ _KINDS = {
         },
     ),
 }
-
-
-def _has(block: Any, values: dict[str, Any]) -> bool:
-    return all(getattr(block, name) == value for name, value in values.items())
 
 
 def _warn_of_groups(groups: int) -> None:
@@ -173,7 +159,8 @@ class TransformersFormat:
             raise ValueError(f"{where} cannot hold this model: it knows {', '.join(names)} blocks, got {config.layer}")
         block, name = config.block_config(), names[config.layer]
         for other, kind in _KINDS.items():
-            if kind.implied and kind.layer == config.layer and _has(block, kind.implied):
+            has_implied = kind.layer == config.layer and all(getattr(block, k) == v for k, v in kind.implied.items())
+            if kind.implied and has_implied:
                 name = other
         kind = _KINDS[name]
         fixed = {"d_intermediate": 0, "rms_norm": True, **kind.block_fixed, "expand": int(block.expand)}
