@@ -62,7 +62,7 @@ def test_step_sizes_keep_their_digits(how):
         ({"dt_rank": True}, "dt_rank must be .auto. or an integer, at least 1, got True"),
         ({"dt_scale": -1}, "dt_scale must be a positive number, got -1"),
         ({"dt_scale": "x"}, "dt_scale must be a positive number, got .x"),
-        ({"dt_init": "zero"}, "dt_init must be .random. or .constant., got .zero"),
+        ({"dt_init": "zero"}, "dt_init must be random or constant, got 'zero"),
         ({"dt_min": 0.2}, "0 < dt_min <= dt_max must hold, got 0.2 and 0.1"),
         ({"expand": 1.3}, "expand · d_model must be an integer"),
         ({"d_state": 0}, "d_state must be at least 1, got 0"),

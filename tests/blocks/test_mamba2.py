@@ -55,7 +55,7 @@ def test_a_config_a_number_or_fields_build_the_same_block():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"headdim": 7}, "headdim must divide the SSM's 32 channels, got headdim = 7"),
+        ({"headdim": 7}, "headdim must divide the 32 channels of the SSM, got headdim = 7"),
         ({"ngroups": 3}, "ngroups must divide the 4 heads, got ngroups = 3"),
         ({"expand": 1.3}, "must be an integer, got 1.3"),
         ({"d_ssm": 64}, "d_ssm must be between 1 and d_inner = 32, got 64"),
@@ -121,7 +121,7 @@ def test_bad_input_says_what_was_expected_and_what_came():
         block.step(x[:, 0], cache)
     with pytest.raises(TypeError, match=r"cache.ssm must be torch.float32, got torch.float64"):
         block.step(x[:, 0], Mamba2Cache(cache.conv[:2], cache.ssm[:2].double()))
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cu_seqlens cannot be combined with mask"):
         block(x[:1], mask=torch.ones(1, 5).bool(), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match=r"boolean mask must have shape \(b=2, t=5\), got \(2, 4\)"):
         block(x, mask=torch.ones(2, 4).bool())

@@ -323,7 +323,7 @@ def test_initialization_is_the_official_one():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"headdim": 7}, "headdim must divide the 32 inner channels, got headdim = 7"),
+        ({"headdim": 7}, "headdim must divide the 32 channels of the SSM, got headdim = 7"),
         ({"ngroups": 3}, "ngroups must divide the 4 heads, got ngroups = 3"),
         ({"expand": 1.3}, "must be an integer, got 1.3"),
         ({"rope_fraction": 1.5}, "rope_fraction must be between 0 and 1, got 1.5"),
@@ -361,7 +361,7 @@ def test_bad_input_says_what_was_expected_and_what_came():
         block.step(x[:, 0], block.init_cache(2)._replace(rotation=torch.zeros(2, 4, 1)))
     with pytest.raises(TypeError, match=r"cache.rotation must be torch.float32, got torch.float64"):
         block.step(x[:, 0], block.init_cache(2)._replace(rotation=torch.zeros(2, 4, 2, dtype=D)))
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cu_seqlens cannot be combined with mask"):
         block(x[:1], mask=torch.ones(1, 5).bool(), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="strictly increasing"):
         block(x[:1], cu_seqlens=torch.tensor([0, 3, 3, 5]))

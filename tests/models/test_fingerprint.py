@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anymamba import MambaLM, MambaLMConfig
-from anymamba.models import fingerprint as module
+from anymamba.models import cache as module
 from tests.models.cases import FAMILIES, small_lm
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

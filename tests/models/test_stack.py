@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anymamba import Stack, StackCache, StackConfig
-from anymamba.models.stack.residual_gates import EPS
+from anymamba.models.stack.residual_layer import EPS
 from anymamba.models.stack.stack_config import PAIR_SCHEDULES, layer_order
 from tests.support import assert_all_near, assert_near
 

@@ -3,11 +3,11 @@
 They are a package of their own because a block has one contract whatever its family: `prefill` from any cache, `step`
 unrolled from it, and any split of the sequence are the same function. Reading order:
 
-1. `base.py`: `Block`, the entry points with their checks.
+1. `inputs.py`, `base.py`: checks of inputs, and `Block`, whose entry points make them.
 2. `block_config.py`: how configs are given and checked.
 3. `layers.py`: convolution and norms as modules with the official names.
 4. `mamba2.py`, `mamba1.py`: two families, from projection to projection.
-5. `mamba3_config.py`, `mamba3_inputs.py`, `mamba3.py`: the third.
+5. `mamba3_config.py`, `mamba3.py`: the third.
 
 A token: `Mamba2.step` runs the compiled step if one covers the block. Otherwise it checks the token and the cache and
 calls `mix` on a sequence of length one: projection, convolution, `ssd` from the cached state, gated norm, projection.
@@ -15,11 +15,11 @@ calls `mix` on a sequence of length one: projection, convolution, `ssd` from the
 """
 
 from anymamba.blocks.base import Block as Block
-from anymamba.blocks.base import prefill_with_states_at as prefill_with_states_at
 from anymamba.blocks.block_config import BlockConfig as BlockConfig
 from anymamba.blocks.block_config import check_sizes as check_sizes
 from anymamba.blocks.block_config import ignored_options as ignored_options
 from anymamba.blocks.block_config import make_config as make_config
+from anymamba.blocks.inputs import prefill_with_states_at as prefill_with_states_at
 from anymamba.blocks.layers import CausalConv as CausalConv
 from anymamba.blocks.layers import GatedRMSNorm as GatedRMSNorm
 from anymamba.blocks.layers import ProjectionPart as ProjectionPart

@@ -1,9 +1,8 @@
-"""`Block`: the entry points that every family shares, with their checks, and caches at chosen positions."""
+"""`Block`: the entry points that every family shares, with their checks."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,50 +10,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.inputs import check_batch, check_input, flatten_packed_rows, prefill_with_states_at
 from anymamba.blocks.layers import ProjectionPart
 from anymamba.core import anomaly
-from anymamba.core.checks import (
-    check_cu_seqlens,
-    check_dtype_and_device,
-    check_memory,
-    check_mutually_exclusive,
-    check_shape,
-    check_time_steps,
-)
+from anymamba.core.checks import check_dtype_and_device, check_memory, check_mutually_exclusive
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import is_autocast, state_dtype
-from anymamba.core.layout import Padding, cu_seqlens_from_seq_idx
+from anymamba.core.layout import Padding
 from anymamba.core.operators import is_tracing
 from anymamba.kernels.compiled_step import StepSource, usable_step
 from anymamba.kernels.step import OUTPUT, StepBuilder
 from anymamba.scan import SsdPath
-
-Prefill = Callable[[Tensor, Any], tuple[Tensor, Any]]  # part of a sequence and the cache before it -> y, new cache
-
-
-def prefill_with_states_at(
-    where: str, prefill: Prefill, x: Tensor, positions: Iterable[Any], cache: Any
-) -> tuple[Tensor, list[Any]]:
-    """Return the outputs of x (b, t, ...), and the caches after its first p steps for every p of `positions`.
-
-    Raises:
-        TypeError: A position is not an integer.
-        ValueError: A position is not between 1 and t.
-    """
-    t, raw_positions = x.shape[1], list(positions)
-    try:
-        cuts = [operator.index(p) for p in raw_positions]
-    except TypeError:
-        raise TypeError(f"{where}: positions must be integers, 1 to t = {t}, got {raw_positions}") from None
-    if invalid := [p for p in cuts if not 1 <= p <= t]:
-        raise ValueError(f"{where}: positions must be 1 to t = {t}, got {invalid[0]}")
-    outputs, caches, start = [], {}, 0
-    for stop in sorted({*cuts, t}):
-        y, cache = prefill(x[:, start:stop], cache)
-        outputs.append(y)
-        caches[stop] = cache
-        start = stop
-    return torch.cat(outputs, 1), [caches[p] for p in cuts]
 
 
 class Block(nn.Module):
@@ -79,6 +45,7 @@ class Block(nn.Module):
     d_state: int
     headdim: int = 1
     rank: int = 1
+    init_states: Tensor  # state of an empty cache, with `learnable_init_states` in the config
 
     def __init__(self, config: Any) -> None:
         """Mirror the sizes; the family adds the parameters."""
@@ -167,21 +134,16 @@ class Block(nn.Module):
         b, t, _ = x.shape
         if context is not None:
             check_mutually_exclusive(where, "context", seq_idx=seq_idx, mask=mask)
-            self._check_part(where, t)
+            if t < (min_len := getattr(self.config, "d_conv", 1)):  # the next part starts from a window of this one
+                raise ValueError(f"{where}: each rank's part of a sequence must have {min_len} tokens or more, got {t}")
         if seq_idx is not None:
-            check_mutually_exclusive(where, "seq_idx", cu_seqlens=cu_seqlens, mask=mask)
-            bounds = cu_seqlens_from_seq_idx(where, seq_idx, b, t, x.device)
-            y, new = self.prefill(x.reshape(1, b * t, -1), cache, path=path, cu_seqlens=bounds)
+            row, bounds = flatten_packed_rows(where, x, seq_idx, cu_seqlens, mask)
+            y, new = self.prefill(row, cache, path=path, cu_seqlens=bounds)
             return y.view(b, t, -1), new
-        rows, padding = b, None
-        if cu_seqlens is not None:
-            if mask is not None:
-                raise ValueError(f"{where}: mask and cu_seqlens exclude each other, got both")
-            check_cu_seqlens(where, cu_seqlens, b, t, x.device)
-            rows = cu_seqlens.shape[0] - 1
-        elif mask is not None:
-            padding = Padding.from_mask(where, mask, b, t, x.device)
+        padding = check_batch(where, x, cu_seqlens, mask)
+        if padding is not None:
             x = padding.compact(x)
+        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         cache = self._check_cache(where, cache, rows, x)
         return self._run(where, x, cache, path, padding, cu_seqlens, context)
 
@@ -254,7 +216,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Any:
-        """Return an empty cache.
+        """Return an empty cache: zeros, or the learnable initial state if the block has one.
 
         Args:
             batch_size: Number of rows or packed sequences.
@@ -262,25 +224,20 @@ class Block(nn.Module):
         """
         like = self.reference_tensor()
         dtype, device = dtype or like.dtype, like.device  # not `new_zeros`: a weight may be sharded
-        return self.CACHE(
-            **{
-                name: torch.zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype), device=device)
-                for name, shape in self.cache_shapes().items()
-            }
-        )
+        fields = {
+            name: torch.zeros((batch_size, *shape), dtype=self._field_dtype(name, dtype), device=device)
+            for name, shape in self.cache_shapes().items()
+        }
+        if getattr(self.config, "learnable_init_states", False):
+            fields["ssm"] = self.init_states.to(fields["ssm"].dtype).repeat(batch_size, 1, 1, 1)
+        return self.CACHE(**fields)
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """Return the parts of each fused projection, from its first row to its last, by the projection's name."""
         return {}
 
     def describe_step(self, builder: StepBuilder, x: int, *, to: int, add: bool = False) -> None:
-        """Describe `step` to a builder.
-
-        Args:
-            builder: Takes the description.
-            x: Slot of the input, (b, d).
-            to: Slot of the output, (b, d).
-            add: Add to what is in that slot.
+        """Describe `step` from slot `x` (b, d) to slot `to` (b, d), or add its result to what is in that slot.
 
         Raises:
             NotCoveredError: The family has no compiled step, or the block was modified.
@@ -293,12 +250,7 @@ class Block(nn.Module):
         builder.linear(inner, self, "out_proj", self.d_inner, self.d_model, to=to, add=add)
 
     def describe_core(self, builder: StepBuilder, projected: int) -> int:
-        """Describe the computation between the projections; return the slot of its result.
-
-        Args:
-            builder: Takes the description.
-            projected: Slot of the projected input.
-        """
+        """Describe the computation between the projections, from slot `projected`; return the slot of its result."""
         raise NotImplementedError
 
     def _step_source(self) -> StepSource:
@@ -317,11 +269,7 @@ class Block(nn.Module):
         return state_dtype(dtype) if field in self.CACHE.FP32_FIELDS else dtype
 
     def _check_input(self, where: str, x: Any, letters: str) -> None:
-        sizes = {"d": self.d_model}
-        check_shape(where, "x", x, letters, sizes)
-        check_time_steps(where, sizes.get("t", 1))
-        like = self.reference_tensor()
-        check_dtype_and_device(where, "x", x, x.dtype if is_autocast(x.device) else like.dtype, like.device)
+        check_input(where, x, letters, self.d_model, self.reference_tensor())
         if not is_tracing():
             self._check_memory(where)
 
@@ -359,11 +307,6 @@ class Block(nn.Module):
                 f"path={positional[0]!r}"
             )
 
-    def _check_part(self, where: str, t: int) -> None:
-        """Raise if a part of a sequence is shorter than the window that the next part starts from."""
-        if t < (min_len := getattr(self.config, "d_conv", 1)):
-            raise ValueError(f"{where}: each rank's part of a sequence must have {min_len} tokens or more, got {t}")
-
     def _check_memory(self, where: str) -> None:
         """Raise unless the parameters of the block, and of the modules that it made itself, have memory.
 
@@ -389,11 +332,6 @@ class Block(nn.Module):
                 raise ValueError(f"{where}: cache.{name} must have shape {(rows, *shape)}, got {actual}")
             # Under autocast, activations have the dtype that the projection gives, which the operators check.
             has_any_dtype = is_autocast(x.device) and name not in self.CACHE.FP32_FIELDS
-            check_dtype_and_device(
-                where,
-                f"cache.{name}",
-                field,
-                field.dtype if has_any_dtype else self._field_dtype(name, x.dtype),
-                x.device,
-            )
+            dtype = field.dtype if has_any_dtype else self._field_dtype(name, x.dtype)
+            check_dtype_and_device(where, f"cache.{name}", field, dtype, x.device)
         return cache

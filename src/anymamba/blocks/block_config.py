@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from anymamba.core.config_fields import suggest
+from anymamba.core.config_fields import field_types, suggest
 
 # Options of the official blocks that tune kernels or distribute them over devices; they do not change results.
 IGNORED_OPTIONS = frozenset({"use_mem_eff_path", "use_fast_path", "process_group", "sequence_parallel", "layer_idx"})
@@ -58,13 +58,28 @@ class BlockConfig:
         return int(self.expand * self.d_model)
 
     def check_common_fields(self) -> None:
-        """Raise unless the sizes are valid, and the fields that all families have work together."""
+        """Raise unless sizes and choices are valid, and the fields that all families have work together."""
         check_sizes(self)
         name = type(self).__name__
+        for field, annotation in field_types(type(self)).items():
+            if get_origin(annotation) is Literal and (value := getattr(self, field)) not in get_args(annotation):
+                *others, last = get_args(annotation)
+                raise ValueError(f"{name}: {field} must be {', '.join(others)} or {last}, got {value!r}")
         if self.expand <= 0 or not float(self.expand * self.d_model).is_integer():
             raise ValueError(f"{name}: expand · d_model must be an integer, got {self.expand} · {self.d_model}")
         if not 0 < self.dt_min <= self.dt_max:
             raise ValueError(f"{name}: 0 < dt_min <= dt_max must hold, got {self.dt_min} and {self.dt_max}")
+
+    def check_heads(self, channels: int) -> None:
+        """Raise unless heads divide these channels, groups divide the heads, and `dt_limit` is a range."""
+        c, name = cast(Any, self), type(self).__name__  # families with heads have these fields
+        if channels % c.headdim:
+            expected = f"headdim must divide the {channels} channels of the SSM"
+            raise ValueError(f"{name}: {expected}, got headdim = {c.headdim}")
+        if c.nheads % c.ngroups:
+            raise ValueError(f"{name}: ngroups must divide the {c.nheads} heads, got ngroups = {c.ngroups}")
+        if not 0 <= c.dt_limit[0] <= c.dt_limit[1]:
+            raise ValueError(f"{name}: dt_limit must satisfy 0 <= low <= high, got {c.dt_limit}")
 
 
 def ignored_options(kind: type[Any]) -> frozenset[str]:

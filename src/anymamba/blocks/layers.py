@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -110,8 +110,8 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch i"], z: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch i"]:
         """Normalize `x` and gate it by `z`, in float32 or wider."""
-        options: dict[str, Any] = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
-        return rms_norm(x, self.weight, z, **options, eps=self.eps)
+        norm_first = self.norm_before_gate
+        return rms_norm(x, self.weight, z, group_size=self.group_size, norm_before_gate=norm_first, eps=self.eps)
 
     def extra_repr(self) -> str:
         """Return the sizes that `print(block)` shows."""

@@ -71,10 +71,6 @@ class Mamba1Config(BlockConfig):
             raise ValueError(f'Mamba1Config: dt_rank must be "auto" or an integer, at least 1, got {rank!r}')
         if isinstance(self.dt_scale, bool) or not isinstance(self.dt_scale, int | float) or self.dt_scale <= 0:
             raise ValueError(f"Mamba1Config: dt_scale must be a positive number, got {self.dt_scale!r}")
-        if self.dt_init not in ("random", "constant"):
-            raise ValueError(f'Mamba1Config: dt_init must be "random" or "constant", got {self.dt_init!r}')
-        if self.inner_norms not in ("none", "plain", "weighted"):
-            raise ValueError(f"Mamba1Config: inner_norms must be none, plain or weighted, got {self.inner_norms!r}")
         if self.inner_norm_eps < 0:
             raise ValueError(f"Mamba1Config: inner_norm_eps must not be negative, got {self.inner_norm_eps}")
 
@@ -204,9 +200,9 @@ class Mamba1(Block):
     ) -> tuple[Tensor, Mamba1Cache]:
         """Compute the formulas at the top of this file."""
         inputs, window = self.scan_inputs(x, cache, lengths=lengths, cu_seqlens=cu_seqlens, context=context)
-        ssm = (
-            cache.ssm if context is None else self._exchange_initial_state(inputs, cache.ssm, path, cu_seqlens, context)
-        )
+        ssm = cache.ssm
+        if context is not None:
+            ssm = self._exchange_initial_state(inputs, ssm, path, cu_seqlens, context)
         y_bti, ssm = selective_scan(*inputs, initial_state=ssm, path=path, cu_seqlens=cu_seqlens)
         return apply_linear(self.out_proj, y_bti), Mamba1Cache(window, ssm)
 
@@ -223,8 +219,7 @@ class Mamba1(Block):
         local_state = initial[-1:]
         if context.continues_to_next:
             _, local_state = selective_scan(x, dt, inputs.A, b, c, path=path)
-        total_log_decay = F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A
-        local = (total_log_decay, local_state)
+        local = (F.softplus(dt).sum(1).unsqueeze(-1) * inputs.A, local_state)
         (exchanged,) = context.exchange_boundary_state((initial,), cu_seqlens, local, carry_state)
         return exchanged
 
@@ -257,8 +252,7 @@ class Mamba1(Block):
         x_bi = self.conv1d.stationary(x_bi)
         dt_bi, b_bn, c_bn = self._project_selection(x_bi)
         acc_dtype = dt_bi.dtype
-        rates_in = -torch.exp(self.A_log.to(acc_dtype))
-        weight_bin = stationary_weight(F.softplus(dt_bi).unsqueeze(-1), rates_in)
+        weight_bin = stationary_weight(F.softplus(dt_bi).unsqueeze(-1), -torch.exp(self.A_log.to(acc_dtype)))
         read_bi = torch.einsum("bin,bn,bn->bi", weight_bin, b_bn.to(acc_dtype), c_bn.to(acc_dtype))
         y_bi = x_bi.to(acc_dtype) * (read_bi + self.D.to(acc_dtype))
         return apply_linear(self.out_proj, (y_bi * F.silu(z_bi.to(acc_dtype))).to(x_bi.dtype))
@@ -294,24 +288,16 @@ class Mamba1(Block):
 
     def _project_selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project (..., i) to dt before its softplus (..., i) in the dtype of the state, B (..., n), C (..., n)."""
-        widths = self._inner_widths()
-        low, b, cc = (
-            self._inner_norm(name, part)
-            for name, part in zip(
-                widths, apply_linear(self.x_proj, x).split(list(widths.values()), dim=-1), strict=True
-            )
-        )
-        return self.dt_proj(low).to(state_dtype(x.dtype)), b, cc
+        c, widths = self.config, self._inner_widths()
+        parts = apply_linear(self.x_proj, x).split(list(widths.values()), dim=-1)
+        if c.inner_norms == "weighted":
+            parts = [self.get_submodule(name)(part) for name, part in zip(widths, parts, strict=True)]
+        elif c.inner_norms == "plain":
+            parts = [rms_norm(part, part.new_ones(part.shape[-1]), eps=c.inner_norm_eps) for part in parts]
+        low, b_btn, c_btn = parts
+        return self.dt_proj(low).to(state_dtype(x.dtype)), b_btn, c_btn
 
     def _inner_widths(self) -> dict[str, int]:
         """Return the widths of d, B and C by the names of their norms."""
         c = self.config
         return {"dt_layernorm": c.dt_width, "b_layernorm": c.d_state, "c_layernorm": c.d_state}
-
-    def _inner_norm(self, name: str, x: Tensor) -> Tensor:
-        c = self.config
-        if c.inner_norms == "none":
-            return x
-        if c.inner_norms == "weighted":
-            return self.get_submodule(name)(x)
-        return rms_norm(x, x.new_ones(x.shape[-1]), eps=c.inner_norm_eps)

@@ -70,16 +70,9 @@ class Mamba2Config(BlockConfig):
         self.check_common_fields()
         if not 0 < self.ssm_width <= self.d_inner:
             raise ValueError(f"Mamba2Config: d_ssm must be between 1 and d_inner = {self.d_inner}, got {self.d_ssm}")
-        if self.ssm_width % self.headdim:
-            raise ValueError(
-                f"Mamba2Config: headdim must divide the SSM's {self.ssm_width} channels, got headdim = {self.headdim}"
-            )
-        if self.nheads % self.ngroups:
-            raise ValueError(f"Mamba2Config: ngroups must divide the {self.nheads} heads, got ngroups = {self.ngroups}")
+        self.check_heads(self.ssm_width)
         if not 0 < self.A_init_range[0] <= self.A_init_range[1]:
             raise ValueError(f"Mamba2Config: A_init_range must satisfy 0 < low <= high, got {self.A_init_range}")
-        if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
-            raise ValueError(f"Mamba2Config: dt_limit must satisfy 0 <= low <= high, got {self.dt_limit}")
 
     @property
     def ssm_width(self) -> int:
@@ -167,9 +160,8 @@ class Mamba2(Block):
         skip_dtype = state_dtype(dtype or torch.get_default_dtype())
         self.D = nn.Parameter(torch.ones(width if c.D_has_hdim else heads, device=device, dtype=skip_dtype))
         if c.rmsnorm:
-            self.norm = GatedRMSNorm(
-                width, group_size=width // c.ngroups, norm_before_gate=c.norm_before_gate, **factory
-            )
+            norm: dict[str, Any] = {"group_size": width // c.ngroups, "norm_before_gate": c.norm_before_gate}
+            self.norm = GatedRMSNorm(width, **norm, **factory)
         self.out_proj = nn.Linear(c.d_inner, c.d_model, bias=c.bias, **factory)
         if c.learnable_init_states:
             self.init_states = nn.Parameter(torch.zeros(heads, c.headdim, c.d_state, **factory))
@@ -182,15 +174,9 @@ class Mamba2(Block):
 
     def projection_parts(self) -> dict[str, tuple[ProjectionPart, ...]]:
         """Return the parts of `in_proj`, as `_split` and `_heads` cut its output."""
-        c, bc_width = self.config, self.config.ngroups * self.config.d_state
-        names = {
-            "z0": self.mlp_width,
-            "x0": self.mlp_width,
-            "z": c.ssm_width,
-            "x": c.ssm_width,
-            "B": bc_width,
-            "C": bc_width,
-        }
+        c = self.config
+        mlp, ssm, bc = self.mlp_width, c.ssm_width, c.ngroups * c.d_state
+        names = {"z0": mlp, "x0": mlp, "z": ssm, "x": ssm, "B": bc, "C": bc}
         parts = (ProjectionPart(name, rows) for name, rows in names.items() if rows)
         return {"in_proj": (*parts, ProjectionPart("dt", c.nheads, is_matrix=False))}
 
@@ -198,18 +184,6 @@ class Mamba2(Block):
         """Return the shapes of a convolution window over x, B and C, and of one SSM state per head."""
         c = self.config
         return {"conv": (c.conv_dim, c.d_conv), "ssm": (c.nheads, c.headdim, c.d_state)}
-
-    def init_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Mamba2Cache:
-        """Return an empty cache: a window of zeros, and the learnable initial state or zeros.
-
-        Args:
-            batch_size: Number of rows or packed sequences.
-            dtype: Dtype of the activations. Default: that of the parameters.
-        """
-        cache: Mamba2Cache = super().init_cache(batch_size, dtype)
-        if not self.config.learnable_init_states:
-            return cache
-        return cache._replace(ssm=self.init_states.to(cache.ssm.dtype).repeat(batch_size, 1, 1, 1))
 
     def mix(
         self,
@@ -237,9 +211,8 @@ class Mamba2(Block):
         if context.continues_to_next:
             v = (x * dt.unsqueeze(-1)).to(x.dtype)
             local_state = compute_final_state(v.unsqueeze(2), b.unsqueeze(2), log_decay)
-        (exchanged,) = context.exchange_boundary_state(
-            (initial,), cu_seqlens, (log_decay.sum(1)[..., None, None], local_state), carry_state
-        )
+        local = (log_decay.sum(1)[..., None, None], local_state)
+        (exchanged,) = context.exchange_boundary_state((initial,), cu_seqlens, local, carry_state)
         return exchanged
 
     def scan_inputs(

@@ -31,18 +31,21 @@ from anymamba.blocks.block_config import make_config
 from anymamba.blocks.layers import GatedRMSNorm, ProjectionPart, RMSNorm, initial_dt_bias
 from anymamba.blocks.mamba3_config import Mamba3Cache as Mamba3Cache
 from anymamba.blocks.mamba3_config import Mamba3Config as Mamba3Config
-from anymamba.blocks.mamba3_inputs import RotatedInputs, exchange_initial_cache
+from anymamba.blocks.mamba3_config import RotatedInputs
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.dtypes import state_dtype
-from anymamba.core.layout import is_padding, last_steps
+from anymamba.core.layout import is_padding, last_sequence_time, last_steps
 from anymamba.core.linear import apply_linear
 from anymamba.ops.discretization import discretize
 from anymamba.ops.norms_and_gates import rank_gate
-from anymamba.ops.rotation import identity_rotation, stationary_key
+from anymamba.ops.rotation import compose_rotations, identity_rotation, rotate, stationary_key, total_rotation
 from anymamba.scan import SsdPath, rotated_trapezoid_scan
+from anymamba.scan.chunking import carry_state
 
 if TYPE_CHECKING:
     from anymamba.kernels.step import StepBuilder
+
+_TOKEN_FIELDS = ("x", "k", "q", "angular_rate", "dt", "log_decay", "gamma", "kappa")  # inputs with one value per token
 
 
 class Mamba3(Block):
@@ -131,10 +134,8 @@ class Mamba3(Block):
         """
         cache: Mamba3Cache = super().init_cache(batch_size, dtype)
         c, ssm = self.config, cache.ssm
-        if c.learnable_init_states:
-            ssm = self.init_states.to(ssm.dtype).repeat(batch_size, 1, 1, 1)
-        rotation = identity_rotation(c.rotation_kind, batch_size, c.nheads, c.num_rotations, ssm, ssm.dtype)
-        return cache._replace(ssm=ssm, rotation=rotation)
+        identity = identity_rotation(c.rotation_kind, batch_size, c.nheads, c.num_rotations, ssm, ssm.dtype)
+        return cache._replace(rotation=identity)
 
     def mix(
         self,
@@ -149,7 +150,7 @@ class Mamba3(Block):
         """Compute the formulas at the top of this file."""
         inputs, z_bthp = self.scan_inputs(x, lengths=lengths)
         if context is not None:
-            cache = exchange_initial_cache(self.config.rotation_kind, inputs, cache, path, cu_seqlens, context)
+            cache = self._exchange_initial_cache(inputs, cache, path, cu_seqlens, context)
         y_btrhp, ssm, k, rotation = rotated_trapezoid_scan(
             *inputs,
             initial_state=cache.ssm,
@@ -163,6 +164,46 @@ class Mamba3(Block):
         )
         last_x = last_steps(inputs.x, cu_seqlens, lengths, cache.v)
         return self.output(y_btrhp, z_bthp), Mamba3Cache(ssm, k, last_x, rotation)
+
+    def _exchange_initial_cache(
+        self, inputs: RotatedInputs, start: Mamba3Cache, path: SsdPath, cu_seqlens: Tensor | None, context: SequencePart
+    ) -> Mamba3Cache:
+        """Return the cache that a part of a sequence starts from: last token, rotation and state of the part before it.
+
+        The state at the end of the part takes a second scan. As a matrix product (`anymamba.scan.chunking`) it would
+        need the rotated key of every token, head and rank in memory, which the scan does not keep.
+        """
+        kind = self.config.rotation_kind
+        # 1) The inputs of the last sequence, the only one that continues on the next rank.
+        time = last_sequence_time(cu_seqlens)
+        rows = slice(None) if cu_seqlens is None else slice(-1, None)
+        last = inputs._replace(**{name: getattr(inputs, name)[:, time] for name in _TOKEN_FIELDS})
+
+        # 2) Its last key, input and rotation, which need only the rotation before the part.
+        def advance(*values: Tensor) -> tuple[Tensor, ...]:
+            _, _, rotation, k, x, bias, total = values
+            rotation = compose_rotations(kind, rotation, total)
+            return rotate(kind, k.unsqueeze(1), bias, rotation.unsqueeze(1))[:, 0], x, rotation
+
+        total = total_rotation(kind, last.angular_rate, last.dt, start.rotation[-1:])
+        token = (last.k[:, -1], last.x[:, -1], last.k_bias, total)
+        k, v, rotation = context.exchange_boundary_state((start.k, start.v, start.rotation), cu_seqlens, token, advance)
+
+        # 3) The state: the scan of this part from zeros, added to what remains of the previous rank's state.
+        local_state = start.ssm[rows]
+        if context.continues_to_next:
+            _, local_state, _, _ = rotated_trapezoid_scan(
+                *last,
+                initial_state=torch.zeros_like(local_state),
+                previous_k=k[rows],
+                previous_x=v[rows],
+                initial_rotation=rotation[rows],
+                rotation_kind=kind,
+                path=path,
+            )
+        local = (last.log_decay.sum(1)[..., None, None], local_state)
+        (ssm,) = context.exchange_boundary_state((start.ssm,), cu_seqlens, local, carry_state)
+        return Mamba3Cache(ssm, k, v, rotation)
 
     def scan_inputs(self, x: Tensor, *, lengths: Tensor | None = None) -> tuple[RotatedInputs, Tensor]:
         """Return the inputs of the scan, and the gate for `output`; arguments are those of `mix`."""

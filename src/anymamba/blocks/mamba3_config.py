@@ -1,4 +1,4 @@
-"""Mamba-3: config and cache."""
+"""Mamba-3: config, cache, and the inputs of its scan."""
 
 from __future__ import annotations
 
@@ -51,19 +51,13 @@ class Mamba3Config(BlockConfig):
         rank = fields.get("mimo_rank", 1)
         if isinstance(rank, int) and rank > 1 and "is_mimo" not in fields:
             warnings.warn(
-                f"Mamba3Config: mimo_rank = {rank} is ignored without is_mimo=True: the block is SISO",
-                stacklevel=3,
+                f"Mamba3Config: mimo_rank = {rank} is ignored without is_mimo=True: the block is SISO", stacklevel=3
             )
 
     def __post_init__(self) -> None:
         """Reject combinations that cannot work."""
         self.check_common_fields()
-        if self.d_inner % self.headdim:
-            raise ValueError(
-                f"Mamba3Config: headdim must divide the {self.d_inner} inner channels, got headdim = {self.headdim}"
-            )
-        if self.nheads % self.ngroups:
-            raise ValueError(f"Mamba3Config: ngroups must divide the {self.nheads} heads, got ngroups = {self.ngroups}")
+        self.check_heads(self.d_inner)
         if not 0 <= self.rope_fraction <= 1:
             raise ValueError(f"Mamba3Config: rope_fraction must be between 0 and 1, got {self.rope_fraction}")
         unit = 4 if self.rotation == "quaternion" else 2
@@ -76,14 +70,8 @@ class Mamba3Config(BlockConfig):
                 f"Mamba3Config: rope_fraction · d_state must be 0 or at least {unit}, the channels that rotate "
                 f"together, got {self.rope_fraction} · {self.d_state}"
             )
-        if self.a_activation not in ("heavy_tail", "softplus"):
-            raise ValueError(f"Mamba3Config: a_activation must be heavy_tail or softplus, got {self.a_activation!r}")
-        if self.rotation not in ("complex", "quaternion", "fixed"):
-            raise ValueError(f"Mamba3Config: rotation must be complex, quaternion or fixed, got {self.rotation!r}")
         if self.A_floor < 0:
             raise ValueError(f"Mamba3Config: A_floor must not be negative, got {self.A_floor}")
-        if not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
-            raise ValueError(f"Mamba3Config: dt_limit must satisfy 0 <= low <= high, got {self.dt_limit}")
 
     @property
     def nheads(self) -> int:
@@ -134,3 +122,20 @@ class Mamba3Cache(_Mamba3CacheFields, SavableTree):
 
     __slots__ = ()
     FP32_FIELDS: ClassVar[frozenset[str]] = frozenset({"ssm", "rotation"})
+
+
+class RotatedInputs(NamedTuple):
+    """The tensors of `anymamba.rotated_trapezoid_scan`, in its order."""
+
+    x: Float[Tensor, "b t h p"]
+    k: Float[Tensor, "b t r g n"]
+    q: Float[Tensor, "b t r g n"]
+    k_bias: Float[Tensor, "h r n"]
+    q_bias: Float[Tensor, "h r n"]
+    angular_rate: Float[Tensor, "b t c"]
+    dt: Float[Tensor, "b t h"]
+    log_decay: Float[Tensor, "b t h"]
+    gamma: Float[Tensor, "b t h"]
+    kappa: Float[Tensor, "b t h"]
+    D: Float[Tensor, " h"]
+    value_weight: Float[Tensor, "h r p"] | None

@@ -15,9 +15,9 @@ from anymamba.checkpoints.empty_model import empty_model
 from anymamba.checkpoints.open import Checkpoint, iter_tensors, open_checkpoint, open_sequence_checkpoint
 from anymamba.checkpoints.weight_files import describe_mismatch, describe_non_finite
 from anymamba.core.weight_formats import WeightFormat, check_format
+from anymamba.models.backbone import HEAD, PARTS, has_another_head
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceModel
-from anymamba.models.weight_tying import HEAD, PARTS, has_another_head
 from anymamba.quantization.quantize import quantizable_names, scales_name
 
 _SequenceModel = TypeVar("_SequenceModel", bound=SequenceModel)

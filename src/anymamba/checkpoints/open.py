@@ -27,10 +27,9 @@ from anymamba.checkpoints.weight_files import (
 )
 from anymamba.core.io import read_json
 from anymamba.core.weight_formats import WeightFormat
-from anymamba.models.config import MambaLMConfig
-from anymamba.models.mamba3_activation import with_block_options
+from anymamba.models.backbone import EMBEDDING, PARTS
+from anymamba.models.config import MambaLMConfig, with_block_options
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
-from anymamba.models.weight_tying import EMBEDDING, PARTS
 from anymamba.quantization.ops import rows_at_once
 from anymamba.quantization.quantize import parse_quantization_config, quantize_weight
 

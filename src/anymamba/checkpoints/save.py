@@ -17,9 +17,9 @@ from anymamba.checkpoints.formats.base import StoredTensor
 from anymamba.checkpoints.hub import is_repository_id, upload
 from anymamba.checkpoints.open import match_tensors
 from anymamba.core.io import atomic_write, write_json, write_tensors
+from anymamba.models.backbone import EMBEDDING, HEAD, has_another_head
 from anymamba.models.lm import MambaLM
 from anymamba.models.sequence.sequence_model import SequenceModel
-from anymamba.models.weight_tying import EMBEDDING, HEAD, has_another_head
 from anymamba.quantization.quantize import quantization_config, scales_name, weight_format
 
 # Files that accompany the weights, whatever the format.

@@ -20,8 +20,8 @@ from anymamba.core.dtypes import parse_device
 from anymamba.generation.chat import ChatTemplate
 from anymamba.generation.detect_activation import detect_activation
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from anymamba.models.config import warn_if_ambiguous
 from anymamba.models.lm import MambaLM
-from anymamba.models.mamba3_activation import warn_if_ambiguous
 
 DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 

@@ -22,8 +22,8 @@ from anymamba.core.linear import matmul_library, multiplies_bfloat16
 from anymamba.core.registry import describe_kernels, missing_kernel
 from anymamba.generation.prefill import SEGMENT_LEN
 from anymamba.models import BidirectionalConfig, LatentModel, MaskedLM, SequenceModel, SequenceRegressor, StackConfig
+from anymamba.models.config import is_ambiguous
 from anymamba.models.lm import MambaLM
-from anymamba.models.mamba3_activation import is_ambiguous
 from anymamba.training.tasks.tabular_base import TASK_FILE
 from anymamba.version import __version__
 

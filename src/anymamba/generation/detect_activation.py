@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from anymamba.generation.scoring import TextScore, score_text
 from anymamba.generation.tokenizers import Tokenizer
+from anymamba.models.config import ACTIVATIONS, is_ambiguous, set_activation
 from anymamba.models.lm import MambaLM
-from anymamba.models.mamba3_activation import CHOICES, is_ambiguous, set_activation
 
 _MIN_DIFFERENCE = 0.01  # relative difference in bits per byte that is clear
 
@@ -74,15 +74,15 @@ def detect_activation(model: MambaLM, tokenizer: Tokenizer) -> DetectionResult |
         return None
     original_config = model.config
     scores = {}
-    for activation in CHOICES:
+    for activation in ACTIVATIONS:
         set_activation(model, activation)
         scores[activation] = [_count_bits(model, tokenizer.encode(text)) for text in PROBE_TEXTS]
     size = sum(len(text.encode()) for text in PROBE_TEXTS)
     bits = {activation: sum(bits_by_text) / size for activation, bits_by_text in scores.items()}
-    best, other = sorted(CHOICES, key=bits.__getitem__)
+    best, other = sorted(ACTIVATIONS, key=bits.__getitem__)
     agree = all(better < worse for better, worse in zip(scores[best], scores[other], strict=True))
     is_clear = agree and bits[other] - bits[best] > _MIN_DIFFERENCE * bits[best]
-    set_activation(model, best if is_clear else CHOICES[0])
+    set_activation(model, best if is_clear else ACTIVATIONS[0])
     if not is_clear:
         model.config = original_config
     return DetectionResult(bits, best if is_clear else "")

@@ -1,11 +1,13 @@
-"""Backbone of a language model: an embedding and a stack, with the official names.
+"""Backbone of a language model, an embedding and a stack with the official names, and the tying of its head.
+
+A head that is tied to the embedding is one parameter with it in the model, and one tensor in a file.
 
 Letters: b batch, t time, d d_model, z packed sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,10 @@ from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
     from anymamba.kernels.step import StepBuilder
+
+HEAD, EMBEDDING = "lm_head.weight", "backbone.embedding.weight"
+# Parts of the head, each with its counterpart in the embedding; only quantized weights have scales.
+PARTS = {HEAD: EMBEDDING, "lm_head.scales": "backbone.embedding.scales"}
 
 
 class Backbone(Stack):
@@ -73,12 +79,7 @@ class Backbone(Stack):
         return (y, new_cache) if requested is None else (y, new_cache, hidden_states)
 
     def embed(self, input_ids: Int[Tensor, "b *t"]) -> Float[Tensor, "b *t d"]:
-        """Return the residual stream before the first layer.
-
-        Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids are not tokens, or on another device.
-        """
+        """Return the residual stream before the first layer; raises as `embed_ids` does."""
         return self._to_residual(embed_ids("MambaLM", self.embedding, input_ids))
 
     def describe_step(self, builder: StepBuilder) -> None:
@@ -102,12 +103,7 @@ class Backbone(Stack):
 
 
 def embed_ids(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_ids: Any) -> Tensor:
-    """Return the embeddings of token ids.
-
-    Raises:
-        TypeError: The ids are not integers.
-        ValueError: The ids are not tokens, or on another device.
-    """
+    """Return the embeddings of token ids; raise for ids that are not integers, not tokens, or on another device."""
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{where}: input_ids must be int32 or int64, got {input_ids.dtype}")
     if input_ids.device != (device := embedding.weight.device):
@@ -120,3 +116,56 @@ def embed_ids(where: str, embedding: nn.Embedding | QuantizedEmbedding, input_id
             f"got {int(input_ids.min())} to {int(input_ids.max())}"
         ) from error
     return embeddings
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are one, or hold the same numbers in the same dtype."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
+        return False
+    alias = a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return alias or torch.equal(a, b.to(a.device))
+
+
+def has_another_head(state: Mapping[str, Tensor], prefix: str = "") -> bool:
+    """Return whether a state dict has a head that differs from its embedding."""
+    pairs = ((state.get(prefix + head), state.get(prefix + embedding)) for head, embedding in PARTS.items())
+    return any(head is not None and (table is None or not same_values(head, table)) for head, table in pairs)
+
+
+def before_loading(
+    model: Any,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Let a tied model read a state dict without a head; reject two different weights for one parameter."""
+    if not model.config.tie_embeddings or state.get(prefix + EMBEDDING) is None:
+        return
+    for head, embedding in PARTS.items():
+        if (table := state.get(prefix + embedding)) is not None:
+            state.setdefault(prefix + head, table)
+    if model.is_tied and has_another_head(state, prefix):
+        errors.append(
+            f"head and embedding of the model are one (tied), but {prefix}{HEAD} and {prefix}{EMBEDDING} differ; "
+            "load them into a model with tie_embeddings=False"
+        )
+
+
+def after_loading(model: Any, incompatible: Any) -> None:
+    """Tie head and embedding again after they were moved off the meta device, or assigned."""
+    if model.config.tie_embeddings and not model.is_tied:
+        parts = {name: _parameter_at(model, name) for pair in PARTS.items() for name in pair}
+        tensors = {name: x for name, x in parts.items() if isinstance(x, Tensor)}
+        if HEAD in tensors and EMBEDDING in tensors and not has_another_head(tensors):
+            model.tie_weights()
+
+
+def _parameter_at(model: Any, name: str) -> Any:
+    """Return the parameter of a dotted name; None if there is none."""
+    for part in name.split("."):
+        model = getattr(model, part, None)
+    return model

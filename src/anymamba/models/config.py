@@ -1,9 +1,16 @@
-"""The configuration of a language model: the official fields, those of its stack, and unknown fields of its file."""
+"""The configuration of a language model: the official fields, those of its stack, and unknown fields of its file.
+
+A file may not record the activation of Mamba-3's decay rates: the official block used softplus until June 2026 and has
+used a heavy tail since, with the same names and shapes. A file that does not name the activation is read as the newer
+kind, and its config is marked as ambiguous until the user chooses, or sample texts decide
+(`anymamba.generation.detect_activation`).
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +31,10 @@ from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
 INITIALIZATION_FIELDS = frozenset(
     {"dt_min", "dt_max", "dt_init", "dt_init_floor", "dt_scale", "A_init_range", "conv_init"}
 )
+
+ACTIVATION_FIELD = "a_activation"
+ACTIVATIONS = ("heavy_tail", "softplus")
+AMBIGUOUS_ACTIVATION = "ambiguous_activation"  # a key of `MambaLMConfig.extra`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +99,11 @@ class MambaLMConfig:
         return -(-self.d_intermediate // 128) * 128
 
     def block_config(self) -> Any:
-        """Return the config of every block.
-
-        Raises:
-            ValueError: `ssm_cfg` has entries that the block does not know, or invalid values.
-        """
+        """Return the config of every block."""
         return make_block_config("MambaLMConfig", self.ssm_cfg, self.d_model)
 
     def stack_config(self) -> StackConfig:
-        """Return the config of the stack.
-
-        Raises:
-            ValueError: `stack` has entries that are not fields of `StackConfig`, or invalid values.
-        """
+        """Return the config of the stack."""
         known = {f.name for f in dataclasses.fields(StackConfig)} - MODEL_FIELDS - {"final_norm"}
         if unknown := sorted(set(self.stack) - known):
             near = suggest_field(unknown[0], known)
@@ -129,11 +132,7 @@ class MambaLMConfig:
 
 
 def check_fields(fields: dict[str, Any]) -> None:
-    """Raise for names that are not fields of a `MambaLMConfig`.
-
-    Raises:
-        TypeError: One is not; the message suggests a similar name, or the table to which the field belongs.
-    """
+    """Raise `TypeError` for a name that is not a field, with a similar name or the table to which the field belongs."""
     known = [f.name for f in dataclasses.fields(MambaLMConfig)]
     stack_fields = {f.name for f in dataclasses.fields(StackConfig)}
     block_fields = {f.name for block in FAMILIES.values() for f in dataclasses.fields(block.CONFIG)} | {"layer"}
@@ -145,3 +144,33 @@ def check_fields(fields: dict[str, Any]) -> None:
             if ours in names and ours not in known:
                 raise TypeError(f"MambaLM: {name} is a field of the {part}: give {table}={{{ours!r}: {value!r}, ...}}")
         raise TypeError(f"MambaLM has no field {name!r}{suggest_field(name, [*known, 'device', 'dtype'])}")
+
+
+def is_ambiguous(config: MambaLMConfig) -> bool:
+    """Return whether the model's file does not name the activation, and nobody has chosen since."""
+    return bool(config.extra.get(AMBIGUOUS_ACTIVATION)) and ACTIVATION_FIELD not in config.ssm_cfg
+
+
+def with_block_options(config: MambaLMConfig, options: dict[str, Any]) -> MambaLMConfig:
+    """Return the config with some options of its blocks replaced; raise `ValueError` for invalid ones."""
+    extra = config.extra
+    if ACTIVATION_FIELD in options:
+        extra = {name: value for name, value in extra.items() if name != AMBIGUOUS_ACTIVATION}
+    return dataclasses.replace(config, ssm_cfg={**config.ssm_cfg, **options}, extra=extra)
+
+
+def set_activation(model: Any, activation: str) -> None:
+    """Make a language model compute with another activation of its decay rates."""
+    model.config = with_block_options(model.config, {ACTIVATION_FIELD: activation})
+    for layer in model.backbone.layers:
+        layer.mixer.config = dataclasses.replace(layer.mixer.config, a_activation=activation)
+
+
+def warn_if_ambiguous(where: str, config: MambaLMConfig, pass_: str) -> None:
+    """Warn that the activation is unknown; `pass_` tells how to choose one."""
+    if is_ambiguous(config):
+        warnings.warn(
+            f"{where}: the config does not name the activation of Mamba-3's decay rates; using heavy_tail (official "
+            f"since June 2026). For older weights pass {pass_}",
+            stacklevel=3,
+        )

@@ -17,7 +17,6 @@ FAMILIES: dict[str, type[Block]] = {"Mamba1": Mamba1, "Mamba2": Mamba2, "Mamba3"
 
 MAX_CONFIG_NUMBER = 2**31 - 1  # nothing larger can be computed with
 
-
 # Names that burn-mamba and transformers give to our fields of blocks, stacks and models.
 _FOREIGN_NAMES = FOREIGN_NAMES | {
     "class_latents": "class_tokens",
@@ -50,11 +49,7 @@ def suggest_field(name: str, known: Iterable[str]) -> str:
 
 
 def get_family(name: str, table: str = "ssm_cfg") -> type[Block]:
-    """Return the block class that the entry "layer" of a table names.
-
-    Raises:
-        ValueError: There is no such family.
-    """
+    """Return the block class that the entry "layer" of a table names; raise `ValueError` if there is none."""
     if name not in FAMILIES:
         near = suggest(str(name), FAMILIES)
         raise ValueError(f'{table}["layer"] must be one of {", ".join(FAMILIES)}, got {name!r}{near}')
@@ -69,14 +64,8 @@ def family_name(ssm_cfg: dict[str, Any]) -> str:
 def make_block_config(where: str, ssm_cfg: Any, d_model: int, table: str = "ssm_cfg") -> Any:
     """Return the config of a block from a table: "layer" names the family, the rest are fields of its config.
 
-    Args:
-        where: Name of the config that has the table, for errors.
-        ssm_cfg: Table of fields.
-        d_model: Width of the block.
-        table: Name of the table, for errors.
-
-    Raises:
-        ValueError: The table has entries that the block does not know, or invalid values.
+    Raise `ValueError` for entries that the block does not know, and for invalid values; the message names the config
+    `where` and its `table`.
     """
     if not isinstance(ssm_cfg, dict):
         raise ValueError(f"{where}: {table} must be a table of the block's fields, got {ssm_cfg!r}")

@@ -15,28 +15,26 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.base import prefill_with_states_at
+from anymamba.blocks.inputs import flatten_packed_rows, prefill_with_states_at
 from anymamba.core.checks import check_mutually_exclusive
 from anymamba.core.context_parallel import SequencePart
 from anymamba.core.layout import Padding
 from anymamba.core.linear import apply_linear
 from anymamba.core.weight_formats import QuantizedWeight
 from anymamba.kernels.step import OUTPUT, StepBuilder
-from anymamba.models import fingerprint
-from anymamba.models.backbone import Backbone
-from anymamba.models.cache import LMCache
-from anymamba.models.config import MambaLMConfig, check_fields
-from anymamba.models.inputs import check_ids, check_inputs, check_targets, flatten_packed_rows
+from anymamba.models.backbone import Backbone, after_loading, before_loading
+from anymamba.models.cache import HasFingerprint, LMCache
+from anymamba.models.config import MambaLMConfig, check_fields, warn_if_ambiguous
+from anymamba.models.inputs import check_ids, check_inputs, check_label_range
 from anymamba.models.loss import IGNORED_LABEL, chunked_cross_entropy, cross_entropy_sum
 from anymamba.models.outputs import LMOutput, find_targets, last_hidden, unflatten_packed_rows
-from anymamba.models.weight_tying import after_loading, before_loading
 from anymamba.scan import SsdPath
 
 if TYPE_CHECKING:
     from anymamba.generation import Generation
 
 
-class MambaLM(nn.Module):
+class MambaLM(HasFingerprint):
     """Mamba language model. Parameter names, shapes and initialization are the official ones.
 
     Args:
@@ -83,7 +81,8 @@ class MambaLM(nn.Module):
         self.config = config = config or MambaLMConfig(**fields)
         self.backbone = Backbone(config, device=device, dtype=dtype)
         self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
-        self._initialize()
+        nn.init.normal_(self.backbone.embedding.weight, std=0.02)
+        self.backbone.initialize()
         self.tie_weights()
         self.register_load_state_dict_pre_hook(before_loading)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_loading)  # type: ignore[no-untyped-call]
@@ -170,7 +169,7 @@ class MambaLM(nn.Module):
         if targets_m is None:
             return LMOutput(logits_btv, None, new_cache, None, streams)
         # 4) The loss, from all logits if they exist.
-        check_targets(targets_m, self._head_width)
+        check_label_range("MambaLM", targets_m, self._head_width, IGNORED_LABEL)
         if logits_btv is not None and logits == "all":
             nats = cross_entropy_sum(logits_btv.flatten(0, 1), targets_m)
         else:
@@ -263,13 +262,6 @@ class MambaLM(nn.Module):
         embedding = self.backbone.embedding
         return embedding.dtype if isinstance(embedding, QuantizedWeight) else embedding.weight.dtype
 
-    def fingerprint(self) -> str:
-        """Return a name for these weights, their dtype and what is computed with them.
-
-        State files record it, so that a state is not used with another model.
-        """
-        return fingerprint.fingerprint(self, self.config)
-
     @classmethod
     def from_pretrained(
         cls,
@@ -297,7 +289,6 @@ class MambaLM(nn.Module):
         """
         # Imported lazily: checkpoint formats depend on models, not the other way round.
         from anymamba.checkpoints.load import load_model
-        from anymamba.models.mamba3_activation import warn_if_ambiguous
 
         model = load_model(source, dtype=dtype, device=device, mapped=mapped, weights=weights, ssm_cfg=ssm_cfg)
         warn_if_ambiguous(str(source), model.config, 'ssm_cfg={"a_activation": "softplus"}, or "heavy_tail" to agree')
@@ -356,8 +347,3 @@ class MambaLM(nn.Module):
         from anymamba.generation import generate
 
         return generate(self, input_ids, max_new_tokens, **options)
-
-    def _initialize(self) -> None:
-        """Initialize the embedding with N(0, 0.02²), and the stack like any stack."""
-        nn.init.normal_(self.backbone.embedding.weight, std=0.02)
-        self.backbone.initialize()

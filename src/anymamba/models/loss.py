@@ -40,11 +40,8 @@ def chunked_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Return `cross_entropy_sum(head(hidden), targets)`, with the logits of a few tokens at a time.
 
-    Args:
-        head: Module from hidden states to logits. A quantized one is called for a few tokens at a time; any module
-            other than a plain `nn.Linear`, or one with hooks, is called for all.
-        hidden: Hidden states, (m, d).
-        targets: Targets, (m,).
+    A quantized head is called for a few tokens at a time; any module other than a plain `nn.Linear`, or one with hooks,
+    is called for all.
     """
     if isinstance(head, QuantizedLinear):
         size = max(1, _MAX_LOGITS // head.out_features)

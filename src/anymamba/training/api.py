@@ -15,7 +15,7 @@ from anymamba.checkpoints.open import open_checkpoint
 from anymamba.core.dtypes import parse_device
 from anymamba.core.io import read_json, run_lock
 from anymamba.generation.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
-from anymamba.models.mamba3_activation import warn_if_ambiguous
+from anymamba.models.config import warn_if_ambiguous
 from anymamba.training.checkpoint.manifest import list_checkpoints, make_directory, remove_temporary_files
 from anymamba.training.checkpoint.resume import check_no_run, reopen
 from anymamba.training.config.run_config import RunConfig, TrainingConfig

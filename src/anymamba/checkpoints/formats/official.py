@@ -2,7 +2,7 @@
 
 config.json has the fields of `MambaConfig`; the weights are model.safetensors (a tied head is left out) or
 pytorch_model.bin. The official Mamba-3 takes any further option and ignores it, so such entries of `ssm_cfg` are stored
-separately and written back; and its file may not name the activation of A (`anymamba.models.mamba3_activation`).
+separately and written back; and its file may not name the activation of A (`anymamba.models.config`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from anymamba.blocks.block_config import ignored_options
 from anymamba.blocks.mamba3 import Mamba3Config
 from anymamba.checkpoints.formats.base import check_plain_stack, read_float
-from anymamba.models.config import MambaLMConfig
-from anymamba.models.mamba3_activation import AMBIGUOUS, FIELD
+from anymamba.models.config import ACTIVATION_FIELD, AMBIGUOUS_ACTIVATION, MambaLMConfig
 
 _UNKNOWN = "unknown_ssm_cfg"  # where unknown entries of `ssm_cfg` are kept
 _OUR_TYPE = "anymamba_lm"
@@ -50,10 +49,10 @@ class OfficialFormat:
 
     def _all_fields(self, config: MambaLMConfig) -> dict[str, Any]:
         raw = config.to_dict()
-        is_ambiguous, unknown = raw.pop(AMBIGUOUS, False), raw.pop(_UNKNOWN, {})
+        is_ambiguous, unknown = raw.pop(AMBIGUOUS_ACTIVATION, False), raw.pop(_UNKNOWN, {})
         raw["ssm_cfg"] = {**unknown, **raw["ssm_cfg"]}
         if config.layer == "Mamba3" and not is_ambiguous:
-            raw["ssm_cfg"].setdefault(FIELD, config.block_config().a_activation)
+            raw["ssm_cfg"].setdefault(ACTIVATION_FIELD, config.block_config().a_activation)
         for other in ("transformers", "codestral", "fla", "gguf"):
             raw.pop(other, None)
         return raw
@@ -96,4 +95,4 @@ def _read_mamba3(raw: dict[str, Any]) -> dict[str, Any]:
             stacklevel=4,
         )
         raw = {**raw, "ssm_cfg": {k: v for k, v in ssm_cfg.items() if k in known}, _UNKNOWN: unknown}
-    return raw if FIELD in ssm_cfg else {**raw, AMBIGUOUS: True}
+    return raw if ACTIVATION_FIELD in ssm_cfg else {**raw, AMBIGUOUS_ACTIVATION: True}

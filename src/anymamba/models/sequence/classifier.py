@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.inputs import flatten_packed_rows
 from anymamba.core.checks import can_read_values
 from anymamba.core.layout import Padding
-from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
+from anymamba.models.inputs import check_classes, ids_or_embeddings
 from anymamba.models.outputs import last_hidden
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
 
@@ -81,11 +82,7 @@ class SequenceClassifier(SequenceModel):
         return SequenceOutput(logits, None if labels is None else self.loss(logits, labels))
 
     def pool(self, x: Tensor, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return the vector (z, d) that represents each sequence.
-
-        Raises:
-            ValueError: A row has no real step.
-        """
+        """Return the vector (z, d) that represents each sequence; raise `ValueError` for a row without a real step."""
         inputs, padding = self.embed_inputs(x, cu_seqlens, mask)
         check_real_steps(type(self).__name__, padding)
         if self.config.pooling == "class_token":
@@ -96,22 +93,13 @@ class SequenceClassifier(SequenceModel):
         return last_hidden(hidden, cu_seqlens, padding).squeeze(1)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood of the classes.
-
-        Raises:
-            TypeError: The labels are not integers.
-            ValueError: The labels have another shape, or are not classes.
-        """
+        """Return the mean negative log-likelihood of the classes."""
         check_classes("SequenceClassifier", labels, logits.shape[:1], logits.shape[1])
         return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels.long())
 
 
 def check_real_steps(where: str, padding: Padding | None) -> None:
-    """Raise for a row of padding only. Checked only where that is cheap, and not while tracing.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Raise `ValueError` for a row of padding only. Checked only where that is cheap, and not while tracing."""
     if padding is not None and can_read_values(padding.lengths) and bool((padding.lengths == 0).any()):
         row = padding.lengths.tolist().index(0)
         raise ValueError(f"{where}: every row must have a real step, got only padding in row {row}")

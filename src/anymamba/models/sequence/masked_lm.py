@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from anymamba.blocks.inputs import flatten_packed_rows
 from anymamba.core.io import read_json
-from anymamba.models.inputs import check_classes, flatten_packed_rows, ids_or_embeddings
+from anymamba.models.inputs import check_classes, ids_or_embeddings
 from anymamba.models.loss import IGNORED_LABEL, cross_entropy_sum
 from anymamba.models.sequence.classifier import check_real_steps, mean_of_sequences
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
@@ -46,11 +47,7 @@ class MaskedLM(SequenceModel):
     MODEL_TYPE: ClassVar[str] = "anymamba_masked_lm"
 
     def check_config(self, config: SequenceConfig) -> None:
-        """Raise for a config that is not for tokens, or not bidirectional.
-
-        Raises:
-            ValueError: It is one.
-        """
+        """Raise `ValueError` for a config that is not for tokens, or not bidirectional."""
         if config.vocab_size is None or not config.bidirectional:
             received = f"vocab_size = {config.vocab_size}, bidirectional = {config.bidirectional}"
             raise ValueError(f"MaskedLM: vocab_size and bidirectional=True must be given, got {received}")
@@ -135,11 +132,7 @@ def is_masked_lm(directory: Path) -> bool:
 
 
 def mask_tokens(
-    input_ids: Int[Tensor, "b t"],
-    mask_id: int,
-    *,
-    share: float = 0.15,
-    generator: torch.Generator | None = None,
+    input_ids: Int[Tensor, "b t"], mask_id: int, *, share: float = 0.15, generator: torch.Generator | None = None
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
     """Mask random tokens for a masked language model to predict.
 

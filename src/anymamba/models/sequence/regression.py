@@ -9,6 +9,7 @@ Letters: b batch, t time, c input_size, d d_model, o output_size, z sequences: r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anymamba.blocks.base import prefill_with_states_at
+from anymamba.blocks.inputs import flatten_packed_rows, prefill_with_states_at
 from anymamba.core.checks import check_shape, check_tensor
-from anymamba.models.cache import StackCache, check_stack_cache
-from anymamba.models.fingerprint import HasFingerprint
-from anymamba.models.inputs import flatten_packed_rows
+from anymamba.models.cache import HasFingerprint, StackCache, check_stack_cache
 from anymamba.models.sequence.classifier import SequenceClassifier
 from anymamba.models.sequence.sequence_model import SequenceConfig, SequenceModel
 from anymamba.models.stack.class_tokens import (
@@ -31,7 +30,7 @@ from anymamba.models.stack.class_tokens import (
     find_output_indices,
     make_layout,
 )
-from anymamba.models.stack.layer_loop import ClassTokenInserter
+from anymamba.models.stack.layer_loop import ClassTokenInserter, check_no_class_tokens
 
 
 class SequenceRegressor(SequenceClassifier):
@@ -40,12 +39,7 @@ class SequenceRegressor(SequenceClassifier):
     MODEL_TYPE: ClassVar[str] = "anymamba_regressor"
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean squared error.
-
-        Raises:
-            TypeError: The labels are not a tensor.
-            ValueError: The labels have another shape.
-        """
+        """Return the mean squared error."""
         check_tensor("SequenceRegressor", "labels", labels)
         if labels.shape != logits.shape:
             received = tuple(labels.shape)
@@ -63,11 +57,7 @@ class LatentModel(SequenceModel, HasFingerprint):
     SUPPORTS_CLASS_TOKENS: ClassVar[bool] = True
 
     def check_config(self, config: SequenceConfig) -> None:
-        """Raise for a config for tokens.
-
-        Raises:
-            ValueError: It is one.
-        """
+        """Raise `ValueError` for a config for tokens."""
         if config.input_size is None:
             raise ValueError(f"LatentModel: input_size must be given, got vocab_size = {config.vocab_size}")
 
@@ -154,11 +144,7 @@ class LatentModel(SequenceModel, HasFingerprint):
         """
         where = "LatentModel.states_at"
         check_shape(where, "x", x, "b t c", {"c": self.config.input_size or 0})
-
-        def prefill(part: Tensor, part_cache: Any) -> tuple[Tensor, StackCache]:
-            return self.prefill(part, part_cache, length=length)
-
-        return prefill_with_states_at(where, prefill, x, positions, cache)
+        return prefill_with_states_at(where, partial(self.prefill, length=length), x, positions, cache)
 
     def init_cache(self, batch_size: int) -> StackCache:
         """Return the empty cache.
@@ -171,11 +157,7 @@ class LatentModel(SequenceModel, HasFingerprint):
         return cache._replace(cursors=(*input_cursors, *cache.cursors))
 
     def step(
-        self,
-        x: Float[Tensor, "b c"],
-        cache: StackCache | None = None,
-        *,
-        length: int | Int[Tensor, " b"] | None = None,
+        self, x: Float[Tensor, "b c"], cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
     ) -> tuple[Float[Tensor, "b o"], StackCache]:
         """Return the output of one step, or of the last class token that runs with it, and the new cache."""
         stack = self._causal_stack("step")
@@ -216,10 +198,7 @@ class LatentModel(SequenceModel, HasFingerprint):
         is_whole: bool = False,
         priming: bool = False,
     ) -> tuple[Tensor, SequenceLayout, tuple[Tensor, ...]]:
-        """Return inputs with the class tokens before the input projection, their layout, and the cursor of that level.
-
-        There is no cursor if that level has no class tokens.
-        """
+        """Return inputs with their class tokens, their layout, and the cursor of that level, if it has class tokens."""
         where = f"LatentModel.{name}"
         padding = None
         if not priming:
@@ -261,12 +240,9 @@ class LatentModel(SequenceModel, HasFingerprint):
     def _flatten_packed_rows(
         self, name: str, x: Tensor, seq_idx: Any, cu_seqlens: Any, mask: Any
     ) -> tuple[Tensor, Tensor]:
-        if self._has_class_tokens:
-            raise ValueError(
-                f"LatentModel.{name}: class tokens make sequences longer, so rows packed with seq_idx cannot hold "
-                "them; pack the sequences into one row with cu_seqlens"
-            )
-        return flatten_packed_rows(f"LatentModel.{name}", x, seq_idx, cu_seqlens, mask)
+        where = f"LatentModel.{name}"
+        check_no_class_tokens(where, self._has_class_tokens)
+        return flatten_packed_rows(where, x, seq_idx, cu_seqlens, mask)
 
     def _causal_stack(self, name: str) -> Any:
         if self.config.bidirectional:

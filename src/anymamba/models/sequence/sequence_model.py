@@ -14,15 +14,14 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from anymamba.blocks.inputs import check_batch, check_input
 from anymamba.core.checks import check_dtype_and_device, check_shape
 from anymamba.core.layout import Padding
 from anymamba.models.backbone import embed_ids
-from anymamba.models.families import suggest_field
-from anymamba.models.inputs import check_batch, check_input
 from anymamba.models.stack.bidirectional import BidirectionalStack
 from anymamba.models.stack.class_tokens import Position, check_positions
 from anymamba.models.stack.stack import Stack
-from anymamba.models.stack.stack_config import BidirectionalConfig, StackConfig, make_stack_config
+from anymamba.models.stack.stack_config import BidirectionalConfig, StackConfig, config_from_dict, make_stack_config
 
 POOLINGS = ("last", "mean", "class_token")
 
@@ -63,11 +62,7 @@ class SequenceConfig:
         self.stack_config()
 
     def stack_config(self) -> StackConfig:
-        """Return the config of the stack.
-
-        Raises:
-            ValueError: `stack` has entries that are not its fields, or invalid values.
-        """
+        """Return the config of the stack."""
         kind = BidirectionalConfig if self.bidirectional else StackConfig
         config: StackConfig = kind.from_dict(self.stack)
         return config
@@ -83,18 +78,9 @@ class SequenceConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SequenceConfig:
-        """Return the config with these fields, as `to_dict` returned them.
-
-        Raises:
-            ValueError: A field is unknown, or `stack` is missing.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
-            near = suggest_field(unknown[0], known)
-            raise ValueError(f"SequenceConfig: expected fields among {sorted(known)}, got {unknown}{near}")
-        if "stack" not in values:
-            raise ValueError("SequenceConfig: stack must be given: a table with d_model, n_layer and more")
-        return cls(**values)
+        """Return the config with these fields, as `to_dict` returned them; raise `ValueError` for other ones."""
+        config: SequenceConfig = config_from_dict(cls, values)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field by name."""
@@ -172,14 +158,7 @@ class SequenceModel(nn.Module):
     ) -> tuple[Tensor, Padding | None]:
         """Return the inputs of the stack, and how the rows are padded.
 
-        Args:
-            x: Ids (b, t), their embeddings (b, t, d), or vectors (b, t, c) or (b, c).
-            cu_seqlens: Boundaries of packed sequences.
-            mask: Mask or lengths of padded rows.
-
-        Raises:
-            ValueError: Another shape or device, or ids that are not tokens.
-            TypeError: Another dtype.
+        Inputs are ids (b, t), their embeddings (b, t, d), or vectors (b, t, c) or (b, c).
         """
         where = type(self).__name__
         if self.config.vocab_size is not None and isinstance(x, Tensor) and x.is_floating_point():
@@ -196,12 +175,7 @@ class SequenceModel(nn.Module):
     def check_vectors(
         self, x: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | Padding | None = None
     ) -> tuple[Tensor, Padding | None]:
-        """Return vectors (b, t, c) or (b, c) with zeros at the padding, and how the rows are padded.
-
-        Raises:
-            ValueError: Another shape or device.
-            TypeError: Another dtype.
-        """
+        """Return vectors (b, t, c) or (b, c) with zeros at the padding, and how the rows are padded."""
         where = type(self).__name__
         letters = "b c" if isinstance(x, Tensor) and x.ndim == 2 else "b t c"
         check_shape(where, "x", x, letters, {"c": self.config.input_size or 0})

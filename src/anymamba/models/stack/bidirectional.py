@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from anymamba.core.layout import Padding, reversal_order, reverse_time
 from anymamba.models.inputs import normalize_indices
-from anymamba.models.stack.class_tokens import make_layout, zero_padding
+from anymamba.models.stack.class_tokens import make_layout
 from anymamba.models.stack.layer_loop import ClassTokenInserter, LayerLoop
-from anymamba.models.stack.residual_layer import ResidualLayer, initialize_residual, make_norm
+from anymamba.models.stack.residual_layer import initialize_residual
 from anymamba.models.stack.stack_config import BidirectionalConfig, make_stack_config
 from anymamba.scan import SsdPath
 
@@ -51,9 +50,8 @@ class BidirectionalStack(LayerLoop):
         """Create and initialize the parameters; a learned merge begins as the mean."""
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.config = c = make_stack_config(type(self).__name__, BidirectionalConfig, config, fields)
-        self.layers = nn.ModuleList(ResidualLayer(c, i, **factory) for i in range(c.n_layer))
-        self.norm_f = make_norm(c, **factory) if c.final_norm else nn.Identity()
+        c = make_stack_config(type(self).__name__, BidirectionalConfig, config, fields)
+        self._build_layers(c, factory)
         if c.merge == "linear":
             self.merges = nn.ModuleList(nn.Linear(2 * c.d_model, c.d_model, **factory) for _ in range(c.n_layer // 2))
             for merge in self.merges:
@@ -61,9 +59,8 @@ class BidirectionalStack(LayerLoop):
                 merge.weight.data.copy_(torch.cat([half, half], dim=1))  # type: ignore[operator]
                 nn.init.zeros_(merge.bias)  # type: ignore[arg-type]
         self._layer_of_pass = c.layer_order()
-        self._pair_of_passes = c.pairs_of_passes()
-        self._build_gates(factory)
-        self._build_class_tokens(factory)
+        self._pair_of_passes = c.groups_of_passes()
+        self._build_connections(factory)
         initialize_residual(self, len(self._pair_of_passes))
 
     def forward(
@@ -93,10 +90,7 @@ class BidirectionalStack(LayerLoop):
             ValueError: A shape or device does not match.
             TypeError: A dtype does not match, or an argument is not a tensor.
         """
-        if seq_idx is not None:
-            row, cu_seqlens = self._flatten_packed_rows("forward", x, seq_idx, cu_seqlens, mask)
-            return self._run("forward", row, (), path, cu_seqlens, None)[0].view_as(x)
-        return self._run("forward", x, (), path, cu_seqlens, mask)[0]
+        return self._run("forward", x, (), path, cu_seqlens, seq_idx, mask)[0]
 
     def hidden_states(
         self,
@@ -114,64 +108,45 @@ class BidirectionalStack(LayerLoop):
             ValueError: There is no such pair.
         """
         requested = normalize_indices("BidirectionalStack: pairs", pairs, len(self._pair_of_passes))
-        if seq_idx is not None:
-            row, cu_seqlens = self._flatten_packed_rows("hidden_states", x, seq_idx, cu_seqlens, mask)
-            hidden_states = self._run("hidden_states", row, requested, path, cu_seqlens, None)[1]
-            return [h.view_as(x) for h in hidden_states]
-        return self._run("hidden_states", x, requested, path, cu_seqlens, mask)[1]
+        return self._run("hidden_states", x, requested, path, cu_seqlens, seq_idx, mask)[1]
 
     def _run(
-        self, name: str, x: Any, requested: Sequence[int], path: SsdPath | None, cu_seqlens: Any, mask: Any
+        self, name: str, x: Any, requested: Sequence[int], path: Any, cu_seqlens: Any, seq_idx: Any, mask: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        # 1) Check the batch, and move the tokens of padded rows to the front.
+        """Run over whole sequences; return the outputs, and the residual stream after the requested pairs."""
+        # 1) Check the batch; run rows of packed sequences as one row.
+        if seq_idx is not None:
+            row, cu_seqlens = self._flatten_packed_rows(name, x, seq_idx, cu_seqlens, mask)
+            y, hidden_states = self._run(name, row, requested, path, cu_seqlens, None, None)
+            return y.view_as(x), [h.view_as(x) for h in hidden_states]
         padding = self._check_sequences(name, x, cu_seqlens, mask)
-        options: dict[str, Any] = {"path": path, "cu_seqlens": cu_seqlens}
-        h = self._to_residual(x)
+        options: dict[str, Any] = {"add_residual": False, "path": path, "cu_seqlens": cu_seqlens}
         if padding is not None:
-            h, options["mask"] = padding.compact(h), padding.as_compact()
-        # 2) Insert the class tokens before the stack.
+            options["mask"] = padding.as_compact()
         inserter = None
-        paddings: dict[int, Padding | None] = {}
         if self.config.has_class_tokens():
             where = f"{type(self).__name__}.{name}"
-            layout = make_layout(where, h, None, cu_seqlens, padding, is_whole=True)
-            inserter = ClassTokenInserter(self, where, layout, ())
-            insert = inserter.enter_level(None)
-            h = h if insert is None else insert(h)
+            inserter = ClassTokenInserter(
+                self, where, make_layout(where, x, None, cu_seqlens, padding, is_whole=True), ()
+            )
         lengths = None if padding is None else padding.lengths
         time_order = reversal_order(x.shape[1], cu_seqlens, lengths, x.device)
 
-        # 3) Run the pairs. Class tokens change the lengths from pair to pair, and with them what to flip.
+        # 2) Run the pairs. Class tokens change the lengths from pair to pair, and with them what to flip.
         def run_pair(u: int, h: Tensor, add_residual: bool) -> Tensor:
             nonlocal time_order
             if inserter is not None:
-                options.update(inserter.layout.block_options())
-                paddings[u] = padding = inserter.layout.padding
-                lengths = None if padding is None else padding.lengths
-                time_order = reversal_order(h.shape[1], inserter.layout.cu_seqlens, lengths, h.device)
-            forward_btd = self._run_one_direction(2 * u, h, options)
-            flipped_btd = self._run_one_direction(2 * u + 1, reverse_time(h, time_order), options)
+                layout = inserter.layout
+                options.update(layout.block_options())
+                lengths = None if layout.padding is None else layout.padding.lengths
+                time_order = reversal_order(h.shape[1], layout.cu_seqlens, lengths, h.device)
+            forward_layer, backward_layer = self._layer_of_pass[2 * u : 2 * u + 2]
+            forward_btd = self._run_layer(forward_layer, h, **options)[0]
+            flipped_btd = self._run_layer(backward_layer, reverse_time(h, time_order), **options)[0]
             merged_btd = self._merge(u, forward_btd, reverse_time(flipped_btd, time_order))
             return h + merged_btd if add_residual else merged_btd.to(h.dtype)
 
-        h, hidden_states = self._run_passes(h, len(self._pair_of_passes), run_pair, requested, inserter)
-        # 4) The last norm, and the tokens of padded rows back in their positions.
-        y = self._apply_final_norm(h, x.dtype)
-        if inserter is not None:
-            hidden_states = [zero_padding(s, paddings[u]) for s, u in zip(hidden_states, requested, strict=True)]
-            return zero_padding(y, inserter.layout.padding), hidden_states
-        if padding is not None:
-            y, hidden_states = padding.restore(y), [padding.restore(s) for s in hidden_states]
-        return y, hidden_states
-
-    def _run_one_direction(self, v: int, h: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return what the layer of pass `v` adds to the residual stream, in one direction."""
-        layer = self.layers[self._layer_of_pass[v]]
-        if self.config.checkpointing and torch.is_grad_enabled():
-            y: Tensor = checkpoint(layer, h, add_residual=False, use_reentrant=False, **options)[0]
-        else:
-            y = layer(h, add_residual=False, **options)[0]
-        return y
+        return self._run_passes(x, len(self._pair_of_passes), run_pair, requested, inserter, padding)
 
     def _merge(self, u: int, forward_btd: Tensor, backward_btd: Tensor) -> Tensor:
         if self.config.merge == "mean":

@@ -35,11 +35,7 @@ Position = str | int
 
 
 def check_positions(where: str, positions: Any) -> None:
-    """Raise unless `positions` is a list of positions for class tokens.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise `ValueError` unless `positions` is a list of positions for class tokens."""
     is_valid = isinstance(positions, list) and all(
         p in NAMED if isinstance(p, str) else type(p) is int and p >= 0 for p in positions
     )
@@ -64,7 +60,7 @@ def insertion_order(
     """Return what runs in a call, in order: i < m is class token i, m + j the j-th token of the call.
 
     Args:
-        positions: Positions of the class tokens.
+        positions: Positions of the m class tokens.
         seen: Number of tokens that have passed before the call.
         is_primed: Whether the class tokens before the next token have already run.
         count: Number of tokens of the call.
@@ -130,19 +126,16 @@ def make_layout(
     is_whole: bool = False,
     priming: bool = False,
 ) -> SequenceLayout:
-    """Return the layout of the input of a call.
+    """Return the layout of the input (b, t, ...) of a call, compacted if it is padded.
 
     Args:
         where: Name of the function, for errors.
-        x: Inputs (b, t, ...), compacted if they are padded.
-        length: Length of the whole sequences, one for all or (z,).
+        x: Inputs.
+        length: Length of the whole sequences, one for all or (z,); None if unknown.
         cu_seqlens: Boundaries of packed sequences.
         padding: Padding of padded rows.
         is_whole: Whether the call has whole sequences, so that their lengths are known.
         priming: Whether the class tokens before the token that follows the call are to run, too.
-
-    Raises:
-        ValueError: `length` is not a number of tokens, or not one per sequence.
     """
     if cu_seqlens is not None:
         counts = cu_seqlens.diff().tolist()
@@ -163,11 +156,7 @@ def make_layout(
 
 
 def empty_input(where: str, batch_size: int, width: int, reference: Tensor) -> Tensor:
-    """Return the input (b, 0, width) of a call that runs only class tokens, in dtype and device of `reference`.
-
-    Raises:
-        ValueError: `batch_size` is not a number of rows.
-    """
+    """Return the input (b, 0, width) of a call that runs only class tokens, in dtype and device of `reference`."""
     if type(batch_size) is not int or batch_size < 0:
         raise ValueError(f"{where}: batch_size must be an integer, 0 or more, got {batch_size!r}")
     return torch.empty(batch_size, 0, width, device=reference.device, dtype=reference.dtype)
@@ -201,32 +190,19 @@ class ClassTokens(nn.Module):
         weight: Learned rows, (m, d), initialized from N(0, 0.02²).
     """
 
-    def __init__(
-        self,
-        positions: list[Position],
-        width: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, positions: list[Position], width: int, **factory: Any) -> None:
         """Create the rows."""
         super().__init__()
         self.positions = list(positions)
-        self.weight = nn.Parameter(torch.empty(len(positions), width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(len(positions), width, **factory))
         nn.init.normal_(self.weight, std=0.02)
         self.weight._no_weight_decay = True  # type: ignore[attr-defined]
 
     def plan_insertion(self, where: str, layout: SequenceLayout, cursor: Tensor | None) -> tuple[Insertion, Tensor]:
         """Return the order of tokens and class tokens in a call, and the cursor after it.
 
-        Args:
-            where: Name of the function, for errors.
-            layout: Layout that reaches the level.
-            cursor: Cursor of each sequence, (z, 2); None at the beginning.
-
-        Raises:
-            ValueError: A class token is placed by a length that was not given, there are more tokens than that length,
-                or the cursor belongs to another number of sequences.
+        The cursors of all sequences are (z, 2); None at the beginning. Raise `ValueError` if a class token is placed by
+        a length that was not given, if there are more tokens than that length, or for cursors of other sequences.
         """
         z, lengths = len(layout.counts), layout.lengths
         if cursor is not None and cursor.shape != (z, 2):
@@ -244,9 +220,13 @@ class ClassTokens(nn.Module):
                 raise ValueError(f"{where}: length is {length}, but {seen + count} tokens have come")
             orders.append(insertion_order(self.positions, seen, bool(is_primed), count, length, layout.priming))
             next_cursors.append([seen + count, int(layout.priming or (bool(is_primed) and not count))])
-        lengths_after = None if lengths is None else [n + count_inserted(self.positions, n) for n in lengths]
+        lengths_after = None if lengths is None else [self._length_after(n) for n in lengths]
         layout_after = layout._replace(counts=[len(order) for order in orders], lengths=lengths_after)
         return self._as_insertion(orders, layout_after), torch.tensor(next_cursors, dtype=torch.int64).reshape(z, 2)
+
+    def _length_after(self, length: int) -> int:
+        """Return the length of a sequence of `length` tokens after this level."""
+        return length + sum(_token_index(position, length) is not None for position in self.positions)
 
     def _as_insertion(self, orders: list[list[int]], layout: SequenceLayout) -> Insertion:
         """Return the order of each sequence as one tensor, and the layout with the boundaries or padding it implies."""
@@ -260,7 +240,7 @@ class ClassTokens(nn.Module):
             return Insertion(order, layout._replace(cu_seqlens=cu_seqlens))
         # 2) Rows with the same order, the usual case: one index for all of them.
         if all(row == orders[0] for row in orders):
-            index = orders[0] if orders else list(range(m, m))
+            index = orders[0] if orders else []
             return Insertion(torch.tensor(index, dtype=torch.int64, device=device), layout._replace(padding=None))
         # 3) Rows that differ: one index per row, padded at the end.
         t, lengths = max(layout.counts), torch.tensor(layout.counts, device=device)
@@ -272,11 +252,6 @@ class ClassTokens(nn.Module):
 def zero_padding(y_btd: Tensor, padding: Padding | None) -> Tensor:
     """Return outputs with zeros after the last one of each row."""
     return y_btd if padding is None else y_btd.masked_fill(~padding.front.unsqueeze(-1), 0)
-
-
-def count_inserted(positions: Sequence[Position], length: int) -> int:
-    """Return how many class tokens a sequence of `length` tokens gets."""
-    return sum(_token_index(position, length) is not None for position in positions)
 
 
 class OutputIndices(NamedTuple):

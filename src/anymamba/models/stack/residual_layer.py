@@ -1,8 +1,17 @@
-"""Parts of a stack: norms, the gated MLP, and a block with its residual connection.
+"""Parts of a stack: norms, the gated MLP, a block with its residual connection, and Multi-Gate Residuals.
 
     r <- r + mixer(norm(r))        r <- r + mlp(norm2(r))
 
 The residual stream r is float32 or wider, whatever the parameters are.
+
+Multi-Gate Residuals have up to n streams s_i (b, t, d) instead of one, each with a gate for writing and a weight for
+reading; the first is the input of the stack. A pass computes F. While there are fewer than n streams, F is appended as
+a new one; afterwards
+
+    s_i <- (1 - β_i) s_i + β_i F        β_i = σ(w_β · ŝ_i + b_i)        ŝ_i = s_i / (√d rms(s_i))
+    h = Σ_i α_i s_i                     α = softmax_i(w_α · ŝ_i)        rms(s) = √(mean(s²) + eps)
+
+and h is the input of the next pass. All of it is pointwise in time, so nothing is cached.
 
 Letters: b batch, t time, d d_model, f MLP width.
 """
@@ -26,6 +35,8 @@ from anymamba.models.stack.stack_config import StackConfig
 if TYPE_CHECKING:
     from anymamba.kernels.step import StepBuilder
 
+EPS = 1e-5  # of the gates
+
 
 class RMSNorm(layers.RMSNorm):
     """Norm `y = weight x / √(mean(x²) + eps)` over the last axis, in the dtype of x, rounded to that of the weight."""
@@ -38,11 +49,9 @@ class RMSNorm(layers.RMSNorm):
 class LayerNorm(nn.LayerNorm):
     """Norm `y = weight (x - mean(x)) / √(var(x) + eps) + bias`, in the dtype of x, rounded to that of the weight."""
 
-    def __init__(
-        self, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, width: int, **factory: Any) -> None:
         """Create the weight, all ones, and the bias, all zeros."""
-        super().__init__(width, eps=1e-5, device=device, dtype=dtype)
+        super().__init__(width, eps=1e-5, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Normalize `x` (..., d)."""
@@ -53,13 +62,11 @@ class LayerNorm(nn.LayerNorm):
 class GatedMLP(nn.Module):
     """MLP `fc2(y silu(g))` with `[y, g] = fc1(x)`: the value comes first, as in the official MLP."""
 
-    def __init__(
-        self, d_model: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, d_model: int, width: int, **factory: Any) -> None:
         """Create two projections without bias."""
         super().__init__()
-        self.fc1 = nn.Linear(d_model, 2 * width, bias=False, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(width, d_model, bias=False, device=device, dtype=dtype)
+        self.fc1 = nn.Linear(d_model, 2 * width, bias=False, **factory)
+        self.fc2 = nn.Linear(width, d_model, bias=False, **factory)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Map (..., d) to (..., d)."""
@@ -157,3 +164,53 @@ def initialize_residual(model: nn.Module, passes: int) -> None:
             nn.init.uniform_(parameter, -bound, bound)
         elif name.endswith(("in_proj.bias", "out_proj.bias")):
             nn.init.zeros_(parameter)
+
+
+class MultiGate(nn.Module):
+    """Gates of a pass.
+
+    Attributes:
+        write_weight: Vector w_β, (d,), initially zero.
+        read_weight: Vector w_α, (d,), initially zero, which reads the mean of the streams.
+        bias: Biases b, (n,).
+    """
+
+    def __init__(self, d_model: int, bias: list[float], **factory: Any) -> None:
+        """Create the parameters for as many streams as there are biases."""
+        super().__init__()
+        self.write_weight = nn.Parameter(torch.zeros(d_model, **factory))
+        self.read_weight = nn.Parameter(torch.zeros(d_model, **factory))
+        self.bias = nn.Parameter(torch.tensor(bias, **factory))
+        for parameter in (self.write_weight, self.read_weight, self.bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def forward(
+        self, streams: list[Float[Tensor, "b *t d"]], f: Float[Tensor, "b *t d"]
+    ) -> tuple[list[Float[Tensor, "b *t d"]], Float[Tensor, "b *t d"]]:
+        """Write the result of a pass to the streams, and read the input of the next pass from them.
+
+        Args:
+            streams: Streams before the pass.
+            f: Result of the pass.
+
+        Returns:
+            The new streams, and their weighted mean.
+        """
+        if len(streams) < len(self.bias):
+            streams = [*streams, f]
+        else:
+            weight = self.write_weight.to(f.dtype)
+            biases = self.bias.to(f.dtype)
+            gates = [torch.sigmoid(_score(s, weight) + b) for s, b in zip(streams, biases, strict=True)]
+            streams = [torch.lerp(s, f, beta) for s, beta in zip(streams, gates, strict=True)]
+        if len(streams) == 1:
+            return streams, streams[0]
+        weight = self.read_weight.to(f.dtype)
+        alpha = torch.softmax(torch.stack([_score(s, weight) for s in streams]), dim=0)
+        return streams, sum(a * s for a, s in zip(alpha, streams, strict=True))
+
+
+def _score(s: Tensor, weight: Tensor) -> Tensor:
+    """Return w · s / (√d rms(s)), (b, ..., d) -> (b, ..., 1)."""
+    scale = torch.rsqrt(s.square().mean(-1, keepdim=True) + EPS) / math.sqrt(s.shape[-1])
+    return (s * weight).sum(-1, keepdim=True) * scale

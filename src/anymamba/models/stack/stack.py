@@ -8,22 +8,21 @@ Letters: b batch, t time, d d_model, z packed sequences, V passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from anymamba.blocks.base import prefill_with_states_at
+from anymamba.blocks.inputs import prefill_with_states_at
 from anymamba.core import anomaly
 from anymamba.core.layout import Padding
-from anymamba.models.cache import StackCache, check_stack_cache
-from anymamba.models.fingerprint import HasFingerprint
+from anymamba.models.cache import HasFingerprint, StackCache, check_stack_cache
 from anymamba.models.inputs import normalize_indices
-from anymamba.models.stack.class_tokens import empty_input, make_layout, zero_padding
+from anymamba.models.stack.class_tokens import empty_input, make_layout
 from anymamba.models.stack.layer_loop import ClassTokenInserter, LayerLoop
-from anymamba.models.stack.residual_layer import ResidualLayer, initialize_residual, make_norm
+from anymamba.models.stack.residual_layer import initialize_residual
 from anymamba.models.stack.stack_config import StackConfig, make_stack_config
 from anymamba.scan import SsdPath
 
@@ -54,13 +53,10 @@ class Stack(LayerLoop, HasFingerprint):
 
     def _build(self, config: StackConfig, **factory: Any) -> None:
         """Create the parameters."""
-        self.config = config
-        self.layers = nn.ModuleList(ResidualLayer(config, i, **factory) for i in range(config.n_layer))
-        self.norm_f = make_norm(config, **factory) if config.final_norm else nn.Identity()
+        self._build_layers(config, factory)
         is_plain = config.n_virtual is None and isinstance(config.schedule, str)
         self._schedule = None if is_plain else config.layer_order()
-        self._build_gates(factory)
-        self._build_class_tokens(factory)
+        self._build_connections(factory)
 
     def initialize(self) -> None:
         """Divide the projections into the residual stream by √V, and set their biases to zero."""
@@ -88,8 +84,7 @@ class Stack(LayerLoop, HasFingerprint):
         length: int | Int[Tensor, " z"] | None = None,
     ) -> Float[Tensor, "b t1 d"]:
         """Return the outputs of `prefill`. Without a cache the sequences are whole, so `length` is known."""
-        is_whole = cache is None and length is None
-        return self._prefill("forward", x, cache, path, cu_seqlens, seq_idx, mask, length, is_whole=is_whole)[0]
+        return self._prefill("forward", x, cache, path, cu_seqlens, seq_idx, mask, length)[0]
 
     def prefill(
         self,
@@ -124,7 +119,7 @@ class Stack(LayerLoop, HasFingerprint):
             ValueError: A shape or device does not match.
             TypeError: A dtype does not match, or an argument is not a tensor.
         """
-        return self._prefill("prefill", x, cache, path, cu_seqlens, seq_idx, mask, length)
+        return self._prefill("prefill", x, cache, path, cu_seqlens, seq_idx, mask, length)[:2]
 
     def _prefill(
         self,
@@ -136,16 +131,17 @@ class Stack(LayerLoop, HasFingerprint):
         seq_idx: Any,
         mask: Any,
         length: Any,
-        is_whole: bool = False,
-    ) -> tuple[Tensor, StackCache]:
+        requested: Sequence[int] = (),
+    ) -> tuple[Tensor, StackCache, list[Tensor]]:
+        """Check the inputs of the function `name` and run it; results as those of `_run`."""
         if seq_idx is not None:
             row, cu_seqlens = self._flatten_packed_rows(name, x, seq_idx, cu_seqlens, mask)
-            y, new_cache, _ = self._run(row, cache, None, path=path, cu_seqlens=cu_seqlens)
-            return y.view_as(x), new_cache
+            y, new_cache, hidden_states = self._prefill(name, row, cache, path, cu_seqlens, None, None, None, requested)
+            return y.view_as(x), new_cache, [h.view_as(x) for h in hidden_states]
         padding = self._check_sequences(name, x, cu_seqlens, mask)
+        is_whole = name != "prefill" and cache is None and length is None
         inserter = self._make_inserter(name, x, cache, length, cu_seqlens, padding, is_whole=is_whole)
-        y, new_cache, _ = self._run(x, cache, padding, inserter=inserter, path=path, cu_seqlens=cu_seqlens)
-        return y, new_cache
+        return self._run(x, cache, padding, requested, inserter, path=path, cu_seqlens=cu_seqlens)
 
     def hidden_states(
         self,
@@ -171,14 +167,8 @@ class Stack(LayerLoop, HasFingerprint):
             mask: Mask or lengths of padded rows.
             length: Length of the whole sequences; without it and without a cache, those of the call are whole.
         """
-        if seq_idx is not None:
-            row, cu_seqlens = self._flatten_packed_rows("hidden_states", x, seq_idx, cu_seqlens, mask)
-            return [h.view_as(x) for h in self.hidden_states(row, passes, cache, path=path, cu_seqlens=cu_seqlens)]
-        padding = self._check_sequences("hidden_states", x, cu_seqlens, mask)
-        is_whole = cache is None and length is None
-        inserter = self._make_inserter("hidden_states", x, cache, length, cu_seqlens, padding, is_whole=is_whole)
         requested = self.pass_indices(passes)
-        return self._run(x, cache, padding, requested, inserter, path=path, cu_seqlens=cu_seqlens)[2]
+        return self._prefill("hidden_states", x, cache, path, cu_seqlens, seq_idx, mask, length, requested)[2]
 
     def states_at(
         self,
@@ -203,18 +193,11 @@ class Stack(LayerLoop, HasFingerprint):
             ValueError: There is no such position.
         """
         self._check_input("states_at", x, "b t d")
-
-        def prefill(part: Tensor, part_cache: Any) -> tuple[Tensor, StackCache]:
-            return self.prefill(part, part_cache, path=path, length=length)
-
+        prefill = partial(self.prefill, path=path, length=length)
         return prefill_with_states_at(f"{type(self).__name__}.states_at", prefill, x, positions, cache)
 
     def step(
-        self,
-        x: Float[Tensor, "b d"],
-        cache: StackCache | None = None,
-        *,
-        length: int | Int[Tensor, " b"] | None = None,
+        self, x: Float[Tensor, "b d"], cache: StackCache | None = None, *, length: int | Int[Tensor, " b"] | None = None
     ) -> tuple[Float[Tensor, "b d"], StackCache]:
         """Run over one token: a sequence of one step.
 
@@ -269,7 +252,7 @@ class Stack(LayerLoop, HasFingerprint):
             y: Tensor = layer.step_infinite(h, add_residual=add_residual)
             return y
 
-        return self._apply_final_norm(self._run_passes(self._to_residual(x), self.n_passes, run_pass)[0], x.dtype)
+        return self._run_passes(x, self.n_passes, run_pass)[0]
 
     def init_cache(self, batch_size: int) -> StackCache:
         """Return the empty cache."""
@@ -278,12 +261,7 @@ class Stack(LayerLoop, HasFingerprint):
         return self.CACHE(tuple(mixer.init_cache(batch_size) for mixer in mixers), cursors)
 
     def pass_indices(self, passes: Sequence[int], where: str = "Stack: passes") -> list[int]:
-        """Return the indices of passes, each counted from the first; `where` is the name in errors.
-
-        Raises:
-            TypeError: Not a list of integers.
-            ValueError: There is no such pass.
-        """
+        """Return the indices of passes, each counted from the first; `where` is the name in errors."""
         return normalize_indices(where, passes, self.n_passes)
 
     def _run(
@@ -295,50 +273,32 @@ class Stack(LayerLoop, HasFingerprint):
         inserter: ClassTokenInserter | None = None,
         **options: Any,
     ) -> tuple[Tensor, StackCache, list[Tensor]]:
-        """Run all passes and the last norm on checked inputs (b, t, d) or (b, d).
+        """Run all passes on checked inputs, each from its own cache (`_run_passes` has the arguments).
 
         Returns:
             The outputs, the new cache, and the residual stream after the requested passes.
         """
-        # 1) Begin the residual stream, with the tokens of padded rows at the front, and insert class tokens.
         old_caches = self._cache_of_pass(cache)
         new_caches: list[Any] = []
-        paddings: dict[int, Padding | None] = {}
-        dtype, residual = x.dtype, self._to_residual(x)
         if padding is not None:
-            residual, options["mask"] = padding.compact(residual), padding.as_compact()
-        if inserter is not None and (insert := inserter.enter_level(None)) is not None:
-            residual = insert(residual)
+            options["mask"] = padding.as_compact()
 
-        # 2) Run the passes, each from its own cache.
         def run_pass(v: int, h: Tensor, add_residual: bool) -> Tensor:
             index = self._layer_of_pass[v]
-            layer: Any = self.layers[index]
             if inserter is not None:
                 options.update(inserter.layout.block_options())
-                paddings[v] = inserter.layout.padding
                 if not h.shape[1]:  # neither a token nor a class token
-                    new_caches.append(layer.mixer.init_cache(len(h)) if old_caches[v] is None else old_caches[v])
+                    mixer: Any = self.layers[index].mixer
+                    new_caches.append(mixer.init_cache(len(h)) if old_caches[v] is None else old_caches[v])
                     return h
             with anomaly.named_location(f"layers.{index}"):
-                if self.config.checkpointing and torch.is_grad_enabled():
-                    call = (layer, h, old_caches[v])
-                    h, new_cache = checkpoint(*call, add_residual=add_residual, use_reentrant=False, **options)
-                else:
-                    h, new_cache = layer(h, old_caches[v], add_residual=add_residual, **options)
+                h, new_cache = self._run_layer(index, h, old_caches[v], add_residual=add_residual, **options)
             new_caches.append(new_cache)
             return h
 
-        h, hidden_states = self._run_passes(residual, self.n_passes, run_pass, requested, inserter)
-        # 3) The last norm, and the tokens of padded rows back in their positions.
-        y = self._apply_final_norm(h, dtype)
-        if inserter is not None:
-            hidden_states = [zero_padding(s, paddings[v]) for s, v in zip(hidden_states, requested, strict=True)]
-            new = self.CACHE(tuple(new_caches), tuple(inserter.cursors))
-            return zero_padding(y, inserter.layout.padding), new, hidden_states
-        if padding is not None:
-            y, hidden_states = padding.restore(y), [padding.restore(s) for s in hidden_states]
-        return y, self.CACHE(tuple(new_caches)), hidden_states
+        y, hidden_states = self._run_passes(x, self.n_passes, run_pass, requested, inserter, padding)
+        cursors = () if inserter is None else tuple(inserter.cursors)
+        return y, self.CACHE(tuple(new_caches), cursors), hidden_states
 
     def _make_inserter(
         self,

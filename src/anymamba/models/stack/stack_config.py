@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from anymamba.blocks.base import Block
 from anymamba.core.config_fields import coerce_value, field_types
 from anymamba.models.families import MAX_CONFIG_NUMBER, family_name, get_family, make_block_config, suggest_field
 from anymamba.models.stack.class_tokens import Position, check_positions
-from anymamba.models.stack.residual_gates import default_gate_bias
 
 MAX_PASSES = 2**16  # more than any real model; limits the work that one number in a config can ask for
 
@@ -58,17 +58,10 @@ PAIR_SCHEDULES: dict[str, _Schedule] = {
 def layer_order(
     where: str, schedule: str | list[int], real: int, passes: int | None, schedules: dict[str, _Schedule]
 ) -> list[int]:
-    """Return the layer that each pass uses.
+    """Return which of `real` layers each pass uses.
 
-    Args:
-        where: Name of the config, for errors.
-        schedule: One of `schedules`, or the layer of every pass.
-        real: Number of layers.
-        passes: Number of passes; None for as many as layers, or as entries in the list.
-        schedules: Schedules to choose from.
-
-    Raises:
-        ValueError: The schedule is unknown or has another number of passes, or a layer does not exist.
+    `schedule` names one of `schedules`, or lists the layer of every pass. Without a number of passes there are as many
+    as layers, or as entries in the list. Raise `ValueError` if the two do not match, or a layer does not exist.
     """
     if isinstance(schedule, str):
         if schedule not in schedules:
@@ -117,7 +110,8 @@ class StackConfig:
     checkpointing: bool = False  # keep only the input of each pass, and recompute the rest in the backward pass
 
     SCHEDULES: ClassVar[dict[str, Any]] = SCHEDULES
-    GROUP: ClassVar[str] = "layer"  # the unit that `layer_class_tokens` has one list for
+    GROUP: ClassVar[str] = "layer"  # the unit that `layer_class_tokens` has one list for, and its number of layers
+    LAYERS_PER_GROUP: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""
@@ -164,7 +158,7 @@ class StackConfig:
 
     def _check_class_tokens(self, where: str) -> None:
         check_positions(f"{where}: class_tokens", self.class_tokens)
-        lists, groups = self.layer_class_tokens, self.layer_groups()
+        lists, groups = self.layer_class_tokens, self.n_layer // self.LAYERS_PER_GROUP
         if not isinstance(lists, list) or len(lists) not in (0, groups):
             received = len(lists) if isinstance(lists, list) else repr(lists)
             raise ValueError(
@@ -189,84 +183,78 @@ class StackConfig:
         return get_family(family_name(self.layer_cfgs[index] if self.layer_cfgs else self.ssm_cfg))
 
     def block_config(self, index: int = 0) -> Any:
-        """Return the config of the block of a layer.
-
-        Raises:
-            ValueError: The table has entries that the block does not know, or invalid values.
-        """
+        """Return the config of the block of a layer."""
         where = type(self).__name__
         if self.layer_cfgs:
             return make_block_config(where, self.layer_cfgs[index], self.d_model, f"layer_cfgs[{index}]")
         return make_block_config(where, self.ssm_cfg, self.d_model)
 
     def layer_order(self) -> list[int]:
-        """Return the layer that each pass uses.
-
-        Raises:
-            ValueError: The schedule does not match the number of layers or passes.
-        """
+        """Return the layer that each pass uses."""
         where = type(self).__name__
         return layer_order(where, self.schedule, self.n_layer, self.n_virtual, self.SCHEDULES)
 
     def residual_passes(self) -> int:
         """Return how many times a result is added to the residual stream."""
-        return len(self.layer_order())
-
-    def layer_groups(self) -> int:
-        """Return how many lists `layer_class_tokens` has: one per layer."""
-        return self.n_layer
+        return len(self.groups_of_passes())
 
     def groups_of_passes(self) -> list[int]:
-        """Return the layer that the class tokens before each pass belong to."""
-        return self.layer_order()
+        """Return the layer of each pass, or the pair of layers of each pair of passes: that of its forward layer."""
+        return [layer // self.LAYERS_PER_GROUP for layer in self.layer_order()[:: self.LAYERS_PER_GROUP]]
 
     def class_tokens_of_passes(self) -> list[list[Position]]:
         """Return the positions of the class tokens before each pass."""
-        lists = self.layer_class_tokens or [[]] * self.layer_groups()
-        return [lists[group] for group in self.groups_of_passes()]
+        lists = self.layer_class_tokens
+        return [lists[group] if lists else [] for group in self.groups_of_passes()]
 
     def has_class_tokens(self) -> bool:
         """Return whether there are class tokens at any level."""
         return bool(self.class_tokens or any(self.layer_class_tokens))
 
     def gates_of_passes(self) -> list[int]:
-        """Return the index of the gates that follow each pass."""
-        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.layer_order()
+        """Return the index of the gates that follow each pass, or pair of passes."""
+        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.groups_of_passes()
 
     def initial_gate_bias(self) -> list[float]:
         """Return the initial bias of the gate of each stream.
 
-        Raises:
-            ValueError: The bias of the paper is undefined for so many streams and so few passes.
+        That of the first is by default the paper's -ln(√(L / 21) (e³ + 1) - n) with L = passes - (n - 1). Raise
+        `ValueError` where it is undefined, because the argument of the logarithm is not positive.
         """
         bias = self.gate_bias
         if bias is None:
-            bias = default_gate_bias(type(self).__name__, self.residual_passes(), self.streams)
+            passes, n = self.residual_passes(), self.streams
+            argument = math.sqrt(max(0, passes - (n - 1)) / 21) * (math.exp(3) + 1) - n
+            if argument <= 0:
+                raise ValueError(
+                    f"{type(self).__name__}: the default gate_bias is undefined for {n} streams and {passes} passes, "
+                    "because it needs √((passes - streams + 1) / 21) (e³ + 1) > streams; use fewer streams, or set "
+                    "gate_bias"
+                )
+            bias = -math.log(argument)
         return [bias + i * self.gate_bias_step for i in range(self.streams)]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Any:
-        """Return the config with these fields, as `to_dict` returned them.
-
-        Raises:
-            ValueError: A field is unknown or missing.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        required = {f.name for f in dataclasses.fields(cls) if _is_required(f)}
-        if unknown := sorted(set(values) - known):
-            near = suggest_field(unknown[0], known)
-            raise ValueError(f"{cls.__name__}: expected fields among {sorted(known)}, got {unknown}{near}")
-        if missing := sorted(required - set(values)):
-            raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given")
-        return cls(**values)
+        """Return the config with these fields, as `to_dict` returned them; raise `ValueError` for other ones."""
+        return config_from_dict(cls, values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field by name."""
         return dataclasses.asdict(self)
 
 
-def _is_required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+def config_from_dict(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Return a config of class `kind` with these fields; raise `ValueError` if one is unknown or missing."""
+    fields = dataclasses.fields(kind)
+    known = {f.name for f in fields}
+    required = {f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}
+    if unknown := sorted(set(values) - known):
+        near = suggest_field(unknown[0], known)
+        raise ValueError(f"{kind.__name__}: expected fields among {sorted(known)}, got {unknown}{near}")
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"{kind.__name__}: {', '.join(missing)} must be given")
+    return kind(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +266,7 @@ class BidirectionalConfig(StackConfig):
 
     SCHEDULES: ClassVar[dict[str, Any]] = PAIR_SCHEDULES
     GROUP: ClassVar[str] = "pair of layers"
+    LAYERS_PER_GROUP: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -292,34 +281,9 @@ class BidirectionalConfig(StackConfig):
         if self.d_intermediate:
             raise ValueError(f"{where}: layers have no MLP, so d_intermediate must be 0, got {self.d_intermediate}")
 
-    def residual_passes(self) -> int:
-        """Return the number of pairs of passes."""
-        return len(self.layer_order()) // 2
-
-    def pairs_of_passes(self) -> list[int]:
-        """Return the pair of layers that each pair of passes uses: that of its forward layer, with merge and gates."""
-        return [layer // 2 for layer in self.layer_order()[::2]]
-
-    def layer_groups(self) -> int:
-        """Return how many lists `layer_class_tokens` has: one per pair of layers."""
-        return self.n_layer // 2
-
-    def groups_of_passes(self) -> list[int]:
-        """Return the pair of layers that the class tokens before each pair of passes belong to."""
-        return self.pairs_of_passes()
-
-    def gates_of_passes(self) -> list[int]:
-        """Return the index of the gates that follow each pair of passes."""
-        return list(range(self.residual_passes())) if self.gates_per == "pass" else self.pairs_of_passes()
-
 
 def make_stack_config(where: str, kind: type[Any], config: Any, fields: dict[str, Any]) -> Any:
-    """Return `config`, or a config of class `kind` from its fields.
-
-    Raises:
-        TypeError: Both were given, or a config of another class.
-        ValueError: A field is unknown or has an invalid value.
-    """
+    """Return `config`, or a config of class `kind` from its fields; raise for both, or for another class."""
     if config is not None and fields:
         raise TypeError(f"{where}: give a config or its fields, not both; got also {sorted(fields)}")
     if config is not None and not isinstance(config, kind):
