@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -153,18 +152,23 @@ def fingerprint(model: nn.Module, config: Any) -> str:
         for part in (config, block_owner.block_config(), *stack_configs)
     ]
     # 2) Samples of the tensors.
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    return _digest([block_owner.layer, *fields], tensors)
+    digest = hashlib.blake2b(json.dumps([block_owner.layer, *fields]).encode(), digest_size=16)
+    for name, x in chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        flat, count = x.detach().reshape(-1), min(_SAMPLED_VALUES, x.numel())
+        index = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+        digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _changed_fields(config: Any) -> dict[str, Any]:
     """Return the fields of a config that differ from their defaults, numbers as float: 1 and 1.0 are the same."""
-    values = {field.name: (getattr(config, field.name), _default(field)) for field in dataclasses.fields(config)}
-    return {name: _normalize(value) for name, (value, default) in values.items() if value != default}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    changed = {}
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if (value := getattr(config, field.name)) != default:
+            changed[field.name] = _normalize(value)
+    return changed
 
 
 def _normalize(value: Any) -> Any:
@@ -176,13 +180,3 @@ def _normalize(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return float(value) if abs(value) < 1e300 else hex(value) if isinstance(value, int) else value
-
-
-def _digest(fields: list[Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16)
-    for name, x in tensors:
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        flat, count = x.detach().reshape(-1), min(_SAMPLED_VALUES, x.numel())
-        index = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-        digest.update(flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -15,17 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anymamba.blocks.base import Block
-from anymamba.core.config_fields import coerce_value, field_types
-from anymamba.models.families import (
-    FAMILIES,
-    MAX_CONFIG_NUMBER,
-    family_name,
-    get_family,
-    make_block_config,
-    our_name,
-    suggest_field,
-)
-from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig
+from anymamba.models.families import FAMILIES, family_name, get_family, make_block_config, our_name, suggest_field
+from anymamba.models.stack.stack_config import MODEL_FIELDS, StackConfig, check_numbers
 
 # Fields of a block that only affect its initial parameters, and so are not part of a trained model.
 INITIALIZATION_FIELDS = frozenset(
@@ -60,14 +51,7 @@ class MambaLMConfig:
         """Check the fields, and copy tables and lists, so that later changes by the caller have no effect."""
         for name in ("ssm_cfg", "attn_layer_idx", "attn_cfg", "stack", "extra"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
-        for name, kind in field_types(type(self)).items():
-            if kind in (int, bool):
-                coerce_value(f"MambaLMConfig: {name}", getattr(self, name), kind, max_number=MAX_CONFIG_NUMBER)
-        for name in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"MambaLMConfig: {name} must be at least 1, got {value!r}")
-        if self.d_intermediate < 0:
-            raise ValueError(f"MambaLMConfig: d_intermediate must be 0 or a width, got {self.d_intermediate!r}")
+        check_numbers(self, at_least_one=("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"))
         if not isinstance(self.stack, dict):
             raise ValueError(f"MambaLMConfig: stack must be a table of fields of StackConfig, got {self.stack!r}")
         if self.attn_layer_idx:

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymamba.core.checks import (
-    can_read_values,
-    check_dtype_and_device,
-    check_shape,
-    check_tensor,
-)
+from anymamba.core.checks import can_read_values, check_dtype_and_device, check_shape, check_tensor
 from anymamba.models.cache import LMCache
 
 

@@ -79,6 +79,19 @@ def layer_order(
     return list(schedule)
 
 
+def check_numbers(config: Any, *, at_least_one: tuple[str, ...]) -> None:
+    """Raise `ValueError` for a field of another type than its annotation, among numbers, or for an invalid size."""
+    where = type(config).__name__
+    for name, kind in field_types(type(config)).items():
+        if kind in (int, bool, float, int | None, float | None):
+            coerce_value(f"{where}: {name}", getattr(config, name), kind, max_number=MAX_CONFIG_NUMBER)
+    for name in at_least_one:
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {value!r}")
+    if config.d_intermediate < 0:
+        raise ValueError(f"{where}: d_intermediate must be 0 or a width, got {config.d_intermediate!r}")
+
+
 # Fields that the config of a language model has itself; the others are in its table `stack`.
 MODEL_FIELDS = frozenset({"d_model", "n_layer", "ssm_cfg", "d_intermediate", "rms_norm", "residual_in_fp32"})
 
@@ -118,14 +131,7 @@ class StackConfig:
         where = type(self).__name__
         for name in ("ssm_cfg", "layer_cfgs", "schedule", "class_tokens", "layer_class_tokens"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
-        for name, kind in field_types(type(self)).items():
-            if kind in (int, bool, float, int | None, float | None):
-                coerce_value(f"{where}: {name}", getattr(self, name), kind, max_number=MAX_CONFIG_NUMBER)
-        for name in ("d_model", "n_layer", "n_virtual"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{where}: {name} must be at least 1, got {value!r}")
-        if self.d_intermediate < 0:
-            raise ValueError(f"{where}: d_intermediate must be 0 or a width, got {self.d_intermediate!r}")
+        check_numbers(self, at_least_one=("d_model", "n_layer", "n_virtual"))
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{where}: dropout must be at least 0 and below 1, got {self.dropout!r}")
         if self.gates_per not in ("layer", "pass"):
