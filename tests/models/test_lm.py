@@ -240,7 +240,7 @@ def test_labels_out_of_range_raise_where_they_count(bad, logits):
     labels[0, 2] = -100
     expected = model(x, labels=labels.clamp(-100, 63), mask=lengths, logits=logits).loss
     assert torch.equal(model(x, labels=labels, mask=lengths, logits=logits).loss, expected)
-    with pytest.raises(ValueError, match=rf"between 0 and 63, or -100 to be ignored, got .*{bad}"):
+    with pytest.raises(ValueError, match=rf"labels must be 0 to 63, or -100 to be ignored, got .*{bad}"):
         model(x, labels=labels, logits=logits)
 
 
